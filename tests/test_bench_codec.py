@@ -1,4 +1,4 @@
-"""The K and V that codecs are measured on, of an encoder made up for it."""
+"""The K and V with which codecs are measured, from a generated encoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WORDS = ["[UNK]", "un", "##aff", "##able", "able", "!", "?", "a", "##a"]
 
 
 def encoder(folder: Path) -> dict[str, Floats]:
-    """Its weights, drawn; the first layer's queries are zero, so that every token looks at all alike."""
+    """Random weights; the first layer's queries are zero, so that every token attends equally to all
+    others."""
     chance = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (len(WORDS), WIDTH),
@@ -64,14 +65,14 @@ def encoder(folder: Path) -> dict[str, Floats]:
     return weights
 
 
-def test_words_are_the_longest_pieces_known_and_unknown_as_a_whole(tmp_path: Path) -> None:
+def test_words_are_split_into_the_longest_known_pieces_or_are_unknown(tmp_path: Path) -> None:
     encoder(tmp_path)
     found = Bert(tmp_path).tokens("Unaffable able! unable, a? aab")
     pieces = ["un", "##aff", "##able", "able", "!", "un", "##able", "[UNK]", "a", "?", "[UNK]"]
     assert found == [WORDS.index(piece) for piece in pieces]
 
 
-def test_an_encoders_k_and_v_are_those_of_its_definition(tmp_path: Path) -> None:
+def test_an_encoders_k_and_v_equal_its_definition(tmp_path: Path) -> None:
     weights = {name: values.astype(float) for name, values in encoder(tmp_path).items()}
     tokens = [1, 2, 7, 4, 4]
 
@@ -104,7 +105,7 @@ def test_an_encoders_k_and_v_are_those_of_its_definition(tmp_path: Path) -> None
     np.testing.assert_allclose(layers[1][1], linear(x, name + "value"), atol=1e-4)
 
 
-def test_a_block_is_half_of_what_is_read_at_once_of_all_layers(tmp_path: Path) -> None:
+def test_a_block_contains_all_layers_of_half_of_the_tokens_read_together(tmp_path: Path) -> None:
     encoder(tmp_path)
     text = tmp_path / "text"
     text.write_text("able! a " * 800)
@@ -124,7 +125,7 @@ def test_a_block_is_half_of_what_is_read_at_once_of_all_layers(tmp_path: Path) -
                         assert (parts[sequence, half, layer, piece, kind] == rows).all()
 
 
-def test_minilm_is_measured_where_it_lies_and_else_said_to_be_left_out(
+def test_minilm_is_measured_if_it_is_present_and_otherwise_reported_as_omitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encoder(tmp_path)

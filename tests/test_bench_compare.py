@@ -1,4 +1,4 @@
-"""What `make bench-compare` makes of its rounds."""
+"""The verdicts of `make bench-compare`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from compare import Row  # noqa: E402
         ("match, p99 beyond echo", [(-5.0, -2.0)] * 3, "ok"),
     ],
 )
-def test_a_row_is_worse_beyond_the_limit_and_unclear_where_its_rounds_disagree(
+def test_a_row_is_worse_beyond_the_limit_and_unclear_if_its_rounds_disagree(
     name: str, pairs: list[tuple[float, float]], verdict: str
 ) -> None:
     assert Row(name, pairs).verdict(0.05) == verdict
 
 
-def test_one_side_imports_only_what_earlier_trees_have_too() -> None:
+def test_the_comparing_side_imports_only_modules_of_earlier_trees() -> None:
     product = {
         f"{name} {one.name}"
         for file in ("compare_side.py", "bench_control.py", "bench_warm.py", "harness.py")

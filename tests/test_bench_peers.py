@@ -1,4 +1,5 @@
-"""What the benchmark beside another daemon makes of what it saw, without that daemon; and how it is shown."""
+"""The evaluation of the benchmark that compares another daemon, without that daemon; and the
+presentation of its results."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import figures
 from peer_bytes import PAGE_WORDS, TOKENS, Blocks, tokens_of
 
 
-def test_no_other_torch_can_come_with_what_the_peer_needs() -> None:
+def test_the_peers_requirements_do_not_install_another_torch() -> None:
     pins = [bench.TORCH, *bench.PINS.split()]
     names = [pin.partition("==")[0].lower() for pin in pins]
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", pin) and not pin.startswith("-") for pin in pins)
@@ -42,7 +43,7 @@ def test_every_page_of_every_prompts_blocks_differs_and_is_compared() -> None:
     )
 
 
-def test_a_speed_is_compared_with_the_limit_of_its_own_round() -> None:
+def test_a_speed_is_divided_by_the_limit_of_its_own_round() -> None:
     times = bench.Times([1.0, 2.0, 4.0], {"a": [2.0, 4.0, 8.0], "b": [1.0, 1.0, 4.0]})
     a, b = bench.speed_rows("copy", times, 10**9)
     assert (a.name, a.value, a.low, a.high) == ("a: copy", 0.5, 0.5, 0.5)
@@ -57,14 +58,14 @@ def test_a_speed_is_compared_with_the_limit_of_its_own_round() -> None:
         (16, 1, "no", "no: 1 wrong of 16 blocks that were delivered as good"),
     ],
 )
-def test_wrong_bytes_are_what_a_damaged_disk_must_not_give(
+def test_wrong_bytes_from_a_damaged_disk_are_a_failure(
     found: int, wrong: int, unit: str, said: str
 ) -> None:
     row = bench.damage_row("zeroed", "it", {"found": found, "wrong": wrong}, 5)
     assert (row.unit, row.value, row.more["said"]) == (unit, float(not wrong), said)
 
 
-def test_what_was_not_kept_whole_is_tried_again_and_counted(
+def test_incomplete_prompts_are_stored_again_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bench.time, "sleep", lambda _: None)
@@ -84,7 +85,7 @@ def test_what_was_not_kept_whole_is_tried_again_and_counted(
         bench.kept(Full(), 16)
 
 
-def test_a_burst_has_to_leave_the_newest() -> None:
+def test_a_burst_must_keep_the_newest_prompts() -> None:
     some = bench.CHUNKS
     kept = bench.burst_row("it", 64, [0, 0, some, some], 2)
     lost = bench.burst_row("it", 64, [some, some, some, 3], 2)
@@ -92,14 +93,14 @@ def test_a_burst_has_to_leave_the_newest() -> None:
     assert lost.more["said"] == "no: 64 blocks of 64 acknowledged; 51 there, of the newest 32 19"
 
 
-def test_a_cap_holds_only_if_it_always_does() -> None:
+def test_a_size_limit_holds_only_if_every_sample_is_below_it() -> None:
     mib = bench.MIB
     assert bench.cap_row(256 * mib, "it", [200 * mib, 256 * mib]).unit == "yes"
     over = bench.cap_row(256 * mib, "it", [256 * mib + 4096, 200 * mib])
     assert (over.unit, over.name) == ("no", "it: a disk cap of 256 MiB holds over 2 starts")
 
 
-def test_a_call_that_did_not_end_is_said_to_wait_still() -> None:
+def test_a_call_that_did_not_end_is_reported_as_waiting() -> None:
     waits = bench.waited_row("a lookup", "it", None, 40.0, 300.0)
     assert (waits.value, waits.more["said"]) == (
         40.0,
@@ -112,8 +113,8 @@ def test_a_call_that_did_not_end_is_said_to_wait_still() -> None:
     )
 
 
-def test_damage_is_done_to_the_block_meant(tmp_path: Path) -> None:
-    """With a header before each in one file, as kvtier has blocks; a file a block, as LMCache has them."""
+def test_damage_is_written_to_the_selected_block(tmp_path: Path) -> None:
+    """With a header before each block in one file, as in kvtier; with one file per block, as in LMCache."""
     size = 8192
     blocks = Blocks(size, 3)
     blocks.fill(9)

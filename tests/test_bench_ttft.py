@@ -1,4 +1,4 @@
-"""What the benchmark of first tokens makes of one cold hit, without an engine; and how it is shown."""
+"""The evaluation of one cold hit by the benchmark of first tokens, without an engine; and its picture."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def lines(spans: list[dict[str, Any]]) -> str:
 
 
 def bars(picture: str) -> list[tuple[float, float, str]]:
-    """Where each begins, how wide it is, its colour."""
+    """The position, the width and the colour of each bar."""
     found = ET.fromstring(picture).findall(f"{SVG}rect")[1:]
     return [
         (float(one.get("x", "")), float(one.get("width", "")), one.get("fill", "")) for one in found
     ]
 
 
-def test_the_hit_that_is_shown_is_the_one_that_added_the_median() -> None:
+def test_the_hit_with_the_median_overhead_is_shown() -> None:
     assert bench.median_at([30.0, 90.0, 20.0, 31.0, 28.0]) == 0
     assert bench.median_at([3.0, 1.0, 2.0]) == 2
 
 
-def test_the_parts_of_a_hit_are_its_own_and_all_of_its_time(tmp_path: Path) -> None:
+def test_the_parts_of_a_hit_cover_its_time_and_belong_to_it(tmp_path: Path) -> None:
     path = tmp_path / "hits.json"
     path.write_text("[\n" + lines(OTHERS + MINE[::-1]))
     row = bench.one_cold("one", HIT, path, **{"resident ms": 165.5, "fio ms": 33.0})
@@ -72,7 +72,7 @@ def test_the_parts_of_a_hit_are_its_own_and_all_of_its_time(tmp_path: Path) -> N
     assert row.more == ROW["more"]
 
 
-def test_a_timeline_that_is_not_written_yet_is_waited_for(
+def test_an_incomplete_timeline_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "hits.json"
@@ -87,14 +87,14 @@ def test_a_timeline_that_is_not_written_yet_is_waited_for(
     later.join()
 
 
-def test_a_hit_that_waited_for_no_disk_is_not_shown_as_a_cold_one(tmp_path: Path) -> None:
+def test_a_hit_without_a_disk_wait_is_not_shown_as_cold(tmp_path: Path) -> None:
     path = tmp_path / "hits.json"
     path.write_text("[\n" + lines([one for one in MINE if "disk" not in one["name"]]))
     with pytest.raises(AssertionError, match="no cold hit"):
         bench.one_cold("one", HIT, path)
 
 
-def test_what_a_hit_is_compared_with_is_drawn_to_its_scale() -> None:
+def test_the_compared_times_are_drawn_to_the_scale_of_the_hit() -> None:
     picture, said = figures.cold_hit(ROW)
     drawn = bars(picture)
     x0, whole = drawn[0][0], drawn[-2][1] / 165.5
@@ -115,7 +115,7 @@ def test_what_a_hit_is_compared_with_is_drawn_to_its_scale() -> None:
     )
 
 
-def test_a_hit_that_was_measured_is_shown_on_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_hit_is_shown_in_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     found = figures.results()
     found["ttft"]["rows"] = [ROW]
     monkeypatch.setattr(figures, "results", lambda: found)

@@ -1,4 +1,4 @@
-"""Results that are kept from one run of the tests to the next: only sound ones, and none that is stale."""
+"""The cache of test results: only successful results are kept, and no stale one is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_result_is_made_once(folder: Path) -> None:
+def test_a_result_is_computed_once(folder: Path) -> None:
     made: list[Path] = []
 
     def make(into: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_result_is_made_once(folder: Path) -> None:
     assert len(made) == 1 and made[0].parent != folder, "it is moved there when it is whole"
 
 
-def test_nothing_is_kept_of_what_failed(folder: Path) -> None:
+def test_a_failed_result_is_not_kept(folder: Path) -> None:
     def fails(into: Path) -> None:
         into.write_text("half")
         raise AssertionError("the compiler ended with 1")
@@ -42,7 +42,7 @@ def test_nothing_is_kept_of_what_failed(folder: Path) -> None:
     assert made_once("name", works).read_text() == "whole"
 
 
-def test_another_content_name_or_order_is_another_digest(tmp_path: Path) -> None:
+def test_the_digest_depends_on_contents_names_and_order(tmp_path: Path) -> None:
     one, two = tmp_path / "one.h", tmp_path / "two.h"
     one.write_text("int a;")
     two.write_text("int b;")

@@ -37,7 +37,7 @@ def test_ordinary_english_is_not_counted(text: str) -> None:
     assert dialect.count(text, ".md").hits == ()
 
 
-def test_code_is_no_prose_and_a_phrase_has_its_line() -> None:
+def test_code_is_not_counted_and_a_phrase_has_its_line() -> None:
     page = "One line.\n```text\nnobody\n```\nThe message is `nobody`,\nand nobody reads it.\n"
     (hit,) = dialect.count(page, ".md").hits
     assert (hit.line, hit.phrase) == (6, "nobody")

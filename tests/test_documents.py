@@ -1,4 +1,4 @@
-"""What the documents say is so."""
+"""The statements of the documents are correct."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from support.specs import spec_of
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_the_figures_equal_the_results() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "figures.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_api_reference_is_what_the_docstrings_say() -> None:
+def test_the_api_reference_equals_the_docstrings() -> None:
     command = [sys.executable, str(ROOT / "tools" / "api_reference.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,7 +45,7 @@ def test_the_api_reference_is_what_the_docstrings_say() -> None:
 @pytest.mark.parametrize(
     "page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")), ids=str
 )
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if target.startswith("http"):
             continue
@@ -57,7 +57,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links can name: the headings of a page, as GitHub writes them."""
+    """The anchors of a page: its headings as GitHub writes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
@@ -118,18 +118,18 @@ def test_the_architecture_page_names_only_what_exists() -> None:
     assert [path for path in walked if not (ROOT / path).is_file()] == []
 
 
-def test_messages_that_the_troubleshooting_page_explains_are_said_by_somebody() -> None:
+def test_messages_that_the_troubleshooting_page_explains_exist_in_the_source() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     sources = [
         path.read_text()
         for folder in ("kvtier", "daemon", "plugins")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
-    # A message may be written in two pieces, over two lines.
+    # The source may contain a message in two pieces, on two lines.
     text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
-    said = re.findall(r"^\| (?:LOG |vLLM: )?`([^`]+)`", page, re.MULTILINE)
-    assert len(said) > 20
-    assert [message for message in said if message not in text] == []
+    messages = re.findall(r"^\| (?:LOG |vLLM: )?`([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 20
+    assert [message for message in messages if message not in text] == []
 
 
 def test_the_operations_page_lists_every_reason() -> None:
@@ -162,7 +162,7 @@ def test_the_worksheet_prints_a_configuration_that_loads(tmp_path: Path) -> None
         (tmp_path / disk.name / "kvtier").mkdir(parents=True, mode=0o700)
     file = tmp_path / "kvtier.toml"
     file.write_text(stanza)
-    # The one value that depends on this machine: how much memory it has.
+    # The one value that depends on this machine: the size of its memory.
     checked = kvtier("config", "check", str(file), KVTIER_WARM__SIZE="64MiB")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     config = load(file, uid=10001).config
@@ -173,7 +173,7 @@ def test_the_worksheet_prints_a_configuration_that_loads(tmp_path: Path) -> None
 def test_every_command_of_the_commands_page_runs(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """As it is written there; with a daemon that has something, where it looks for one."""
+    """As in the document; with a daemon that has blocks, at the socket where the command looks for it."""
     page = (ROOT / "docs" / "commands.md").read_text()
     shown = set(re.findall(r"`(kvtier [^`]+)`", page)) | {"kvtier status"}
     apart = {
@@ -183,7 +183,7 @@ def test_every_command_of_the_commands_page_runs(
     }  # fmt: skip
     daemon = daemon_of()
     (tmp_path / "cold").mkdir()
-    ColdDirectory(tmp_path / "cold", None).close()  # as a daemon has left it
+    ColdDirectory(tmp_path / "cold", None).close()  # the state that a daemon leaves
     environment = dict(os.environ, KVTIER_SOCKET=daemon.socket, KVTIER_WARM__SIZE="64MiB")
     python = [sys.executable, "-m", "kvtier_daemon.cli"]
     with daemon.connect() as client, ThreadPoolExecutor() as pool:
@@ -198,7 +198,7 @@ def test_every_command_of_the_commands_page_runs(
                 subprocess.run, [*python, *words], capture_output=True, text=True, env=environment,
                 timeout=60, check=False, cwd=tmp_path,
             )  # fmt: skip
-            while not run.done():  # something to be told of
+            while not run.done():  # events for `monitor`
                 space.match(space.keys([9] * 16))
                 time.sleep(0.05)
             done = run.result()

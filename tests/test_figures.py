@@ -1,4 +1,4 @@
-"""`make figures` takes no result of code that has changed since."""
+"""`make figures` uses no result of code that has changed since."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_figures_out_of_date_are_named_and_nothing_is_written(
     monkeypatch.setattr(figures, "wanted", lambda: {page: "figures"})
     monkeypatch.setattr(sys, "argv", ["figures.py"])
     assert figures.main() == 1 and not page.exists()
-    told = capsys.readouterr().out
-    assert "warm: 0 rows of commit 0123456" in told and "bench_warm.py" in told
+    output = capsys.readouterr().out
+    assert "warm: 0 rows of commit 0123456" in output and "bench_warm.py" in output
     monkeypatch.setattr(sys, "argv", ["figures.py", "--stale"])
     assert figures.main() == 0 and page.read_text() == "figures"

@@ -1,4 +1,4 @@
-"""The pages' fenced blocks as a reader runs them: as printed, in order, one fresh shell a page."""
+"""The fenced blocks of the documents as a reader runs them: as printed, in order, one new shell per page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "plugins/RE
                 *ROOT.glob("docs/**/*.md")])  # fmt: skip
 RUNNABLE = frozenset({"sh", "python"})
 DATA = frozenset({"text", "toml", "yaml", "ini", "console"})
-# Blocks by their page and first command: why they are not run here, and what runs them instead.
+# Blocks by their page and first command: why they are not run here, and which test runs them
+# instead.
 ELSEWHERE = {
     ("README.md", "make demo"): "builds .venv; tests/e2e/test_demo.py",
     ("README.md", "make test"): "runs this test",
@@ -42,16 +43,16 @@ ELSEWHERE = {
     ("docs/sizing.md", "$ kvtier size"): "needs a model's configuration; tests/daemon/tools/test_sizing.py",
     ("docs/sizing.md", "$ kvtier sim"): "needs a trace; tests/daemon/sim/test_sim.py",
 }  # fmt: skip
-# Findings about the machine are no failure of the command.
+# Findings about the machine are not failures of the command.
 MAY_FAIL = {"kvtier doctor": ("1", "2")}
 PIP = re.compile(r"(?:[\w./]*/)?pip install ((?:'[^']+'|[^\s`;|&\"(')]+)(?: '[^']+')*)")
-# tests/faults/test_package.py installs a checkout and a wheel; the rest are on the package index.
+# tests/faults/test_package.py installs a checkout and a wheel; the others are on the package index.
 INSTALLED = {".", "dist/kvtier-*.whl", "'textual>=8'", "'torch>=2.6' 'transformers>=5' 'numpy>=2'",
              "nvidia-cuda-nvrtc", "nvidia-cufile-cu12"}  # fmt: skip
 
 
 def elsewhere(page: Path, block: Block) -> tuple[str, str] | None:
-    """The entry of ELSEWHERE that is this block's."""
+    """The entry of ELSEWHERE for this block."""
     name = str(page.relative_to(ROOT))
     fits = (key for key in ELSEWHERE if key[0] == name and block.text.startswith(key[1]))
     return next(fits, None)
@@ -63,7 +64,7 @@ def runnable(page: Path) -> list[Block]:
     ]
 
 
-def test_every_block_says_what_it_is_and_is_run_or_listed() -> None:
+def test_every_block_has_a_language_and_is_run_or_listed() -> None:
     used = set()
     for page in PAGES:
         for block in blocks(page):
@@ -72,7 +73,7 @@ def test_every_block_says_what_it_is_and_is_run_or_listed() -> None:
     assert used - {None} == set(ELSEWHERE), "listed, and on no page"
 
 
-def test_every_pip_install_that_is_printed_is_one_that_works() -> None:
+def test_every_printed_pip_install_is_a_tested_one() -> None:
     sources = [*PAGES, *(ROOT / "daemon").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
     printed = {form: path for path in sources for form in PIP.findall(path.read_text())}
     assert len(printed) >= 5
@@ -80,7 +81,7 @@ def test_every_pip_install_that_is_printed_is_one_that_works() -> None:
 
 
 def script(page: Path, folder: Path) -> str:
-    """The page as one script of bash, which goes on after a failure and writes each to `failed`."""
+    """The page as one bash script, which continues after a failure and records each in `failed`."""
     lines = ["set -E", f"""trap 'echo "$? $BASH_COMMAND" >> {folder}/failed' ERR"""]
     for number, block in enumerate(runnable(page)):
         if block.language == "python":
@@ -94,7 +95,7 @@ def script(page: Path, folder: Path) -> str:
     return "\n".join([*lines, "trap - ERR", "kill $(jobs -p) 2>/dev/null", "wait"])
 
 
-# A reader sees the line "serves on ...", and goes on.
+# A reader sees the line "serves on ...", and continues.
 LISTENS = """
 import os, socket, sys, time
 pid = int(sys.argv[1])
@@ -111,7 +112,7 @@ while True:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name
 )
-def test_a_page_runs_as_it_is_printed(
+def test_the_blocks_of_a_page_run_as_printed(
     page: Path, tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     programs, home = tmp_path / "bin", tmp_path / "home"
@@ -132,10 +133,10 @@ def test_a_page_runs_as_it_is_printed(
     text = script(page, tmp_path)
     if "kvtier serve" not in text:
         environment["KVTIER_SOCKET"] = daemon_of().socket
-    with (tmp_path / "said").open("w+") as said:
+    with (tmp_path / "said").open("w+") as log:
         shell = subprocess.Popen(
             ["bash", "-c", text], cwd=home, env=environment, stdin=subprocess.DEVNULL,
-            stdout=said, stderr=said, start_new_session=True,
+            stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
             code = shell.wait(120)
@@ -143,8 +144,8 @@ def test_a_page_runs_as_it_is_printed(
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)
                 shell.wait()
-        said.seek(0)
-        output = said.read()
+        log.seek(0)
+        output = log.read()
     assert code == 0, output
     failed = tmp_path / "failed"
     lines = failed.read_text().splitlines() if failed.exists() else []
@@ -155,7 +156,7 @@ def test_a_page_runs_as_it_is_printed(
 
 
 def shown(page: Path) -> list[str]:
-    """The lines that the page shows as the output of its programs, each right below its program."""
+    """The lines that the page shows as the output of its programs, each directly below its program."""
     pairs = re.findall(
         r"^```python\n[^`]*```\n```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
     )

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -35,14 +35,14 @@ from kvtier_daemon.observing.history import EVERY_S, History
 from kvtier_daemon.observing.loop_lag import LoopLag
 from kvtier_daemon.observing.recent_log import RECENT
 from kvtier_daemon.observing.status import StatusFigures
-from kvtier_daemon.probe import DiskProbe, Probe
+from kvtier_daemon.probe import Probe
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import LowerTier
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
-from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.fd_store import fd_store
 from kvtier_daemon.tiers.kept_arena import KeptArena, owner_of
 from kvtier_daemon.tiers.memory_check import check_memory
@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 TEND_S = 0.1
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
+MakeLowerTier = Callable[[CurrentConfig, Mapping[str, Tenant], WarmTier, InternalErrors], LowerTier]
 TELL_S = 5.0
 WATCHDOG_PARTS = 3  # of the watchdog timeout
 START_S = 60.0  # per extension of the start timeout
@@ -80,7 +81,7 @@ def run(loaded: LoadedConfig) -> None:
 
 
 class App:
-    """The running daemon: its tenants, its tiers, its server."""
+    """The running daemon: its tenants, its tiers, its server. `lower` makes the tier below memory."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class App:
         listener: socket.socket,
         port: socket.socket | None = None,
         stored: Mapping[str, int] = MappingProxyType({}),
+        lower: MakeLowerTier = ColdLifecycle,
     ) -> None:
         config = loaded.config
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
@@ -118,25 +120,20 @@ class App:
         )
         self._settings = CurrentConfig(loaded, self._notifier, self._swap, self._count_failure)
         self._unforeseen = InternalErrors(self._count_failure)
-        self._cold = ColdLifecycle(
-            self._settings, self.tenants, self.warm, losses, self._unforeseen
-        )
+        self.lower = lower(self._settings, self.tenants, self.warm, self._unforeseen)
+        self.tiers: Collection[str] = ("warm", self.lower.name)
         self._listener = listener
         self._port = port
         self._server: Server | None = None
         self._stand_in: shutdown.StandIn | None = None
         self._figures = StatusFigures(
-            self._settings, self.tenants, self.warm, self._cold, _address(self._port)
+            self._settings, self.tenants, self.warm, self.lower, _address(self._port)
         )
         self._history = History(lambda: self._figures.of(None))
 
     @property
     def config(self) -> Config:
         return self._settings.config
-
-    @property
-    def cold(self) -> ColdTier | None:
-        return self._cold.tier
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -156,8 +153,7 @@ class App:
         # The objects so far live as long as the daemon: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
-        if self.config.cold is not None:
-            await self._open_cold(loop, stopped)
+        await self._open_lower(loop, stopped)
         recorder = Recorder(self.config.state, time.monotonic)
         self._server = Server(
             loop,
@@ -176,7 +172,7 @@ class App:
         taken_over: dict[str, bytes] = {}
         if self._kept is not None:
             taken_over = _take_over(
-                self._kept, self.warm, self.tenants, self._cold.map, self._server.writers
+                self._kept, self.warm, self.tenants, self.lower.map, self._server.writers
             )
         loop.add_reader(ready, self._extents_ready)
         self._update_growing()
@@ -201,7 +197,7 @@ class App:
                 running.append(tasks.create_task(self._feed_watchdog(every_s), name="watchdog"))
             if self._notifier.is_heard:
                 running.append(tasks.create_task(self._replace_while_hung(), name="stand in"))
-            self._cold.start(tasks)
+            self.lower.start(tasks)
             running += [
                 tasks.create_task(check_memory(self.tenants[name], ids), name=f"check {name}")
                 for name, ids in taken_over.items()
@@ -211,7 +207,7 @@ class App:
             await stopped.wait()
             for task in running:
                 task.cancel()
-            self._cold.end_moving()
+            self.lower.end_moving()
         self._figures.stopping = True
         self._notifier.stopping("completing the writes to disk that have started")
         self._notifier.extend_timeout(STOP_S)
@@ -221,7 +217,7 @@ class App:
             faulthandler.dump_traceback_later(STOP_S, exit=True)
         self._server.close("the daemon was told to stop")
         loop.remove_reader(self.warm.event_fd)  # further extents are not used
-        if not await self._cold.close():
+        if not await self.lower.close():
             self._leave("a disk or a codec hangs: ending without waiting for it")
         if looked_at is not None:
             looked_at.close()
@@ -233,10 +229,10 @@ class App:
             loop.remove_reader(self._stand_in.ended)
             self._stand_in.end(0)
 
-    async def _open_cold(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
-        """Open the cold tier; this may take long, for a large index or a slow disk."""
+    async def _open_lower(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+        """Open the tier below memory; this may take long, for a large index or a slow disk."""
         opening, stopping = (
-            loop.create_task(self._cold.open(loop)),
+            loop.create_task(self.lower.open(loop)),
             loop.create_task(stopped.wait()),
         )
         while not (opening.done() or stopping.done()):
@@ -269,7 +265,7 @@ class App:
                     "manager: %s",
                     error,
                 )
-        mappings = [*self._cold.mappings(), *(extent.table for extent in self.warm.extents)]
+        mappings = [*self.lower.mappings(), *(extent.table for extent in self.warm.extents)]
         self.warm.close()
         shutdown.unmap(mappings)
         logging.shutdown()
@@ -284,15 +280,15 @@ class App:
         return await self._settings.answer(order)
 
     async def tier(self, tier: str, order: str) -> dict[str, Any]:
-        """See `ColdLifecycle.order`."""
-        return self._cold.order(tier, order)
+        """See `LowerTier.order`."""
+        return self.lower.order(tier, order)
 
     def _swap(self, config: Config) -> None:
         """Apply this configuration, which differs only in settings that can change at run time."""
         assert self._server is not None
         logging.getLogger().setLevel(config.log_level.upper())
         self._server.limit_clients(config.max_clients)
-        self._cold.reconfigure(config)
+        self.lower.reconfigure(config)
         if self._kept is not None:
             self._kept.keep_owners(_owners(config, self.tenants))
 
@@ -342,12 +338,11 @@ class App:
     async def _feed_watchdog(self, every_s: float) -> None:
         """Notify the watchdog as long as a block can be saved to memory and loaded again. The disks are
         probed separately: a disk that hangs switches its tier off."""
-        probe, on_disks = Probe(), DiskProbe()
+        probe = Probe()
         while True:
             if self._unforeseen.tried("watchdog probe of memory", probe.put_and_get):
                 self._notifier.alive()
-            if self.cold is not None and self._cold.is_there:
-                self._unforeseen.tried("watchdog probe of disks", on_disks.begin, self.cold)
+            self._unforeseen.tried("watchdog probe of disks", self.lower.probe)
             await asyncio.sleep(every_s)
 
     async def _replace_while_hung(self) -> None:
@@ -356,7 +351,7 @@ class App:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TEND_S)
-            if self._cold.hangs and self._stand_in is None:
+            if self.lower.hangs and self._stand_in is None:
                 try:
                     self._stand_in = await asyncio.to_thread(shutdown.StandIn)
                 except (OSError, subprocess.SubprocessError) as error:
@@ -370,7 +365,7 @@ class App:
                     "a disk hangs: another process is the service's main process until it answers"
                 )
                 loop.add_reader(self._stand_in.ended, os._exit, EXIT_HUNG)
-            elif not self._cold.hangs and self._stand_in is not None:
+            elif not self.lower.hangs and self._stand_in is not None:
                 stand_in, self._stand_in = self._stand_in, None
                 loop.remove_reader(stand_in.ended)
                 await asyncio.to_thread(stand_in.give_back)  # waits for the service manager
@@ -387,9 +382,9 @@ class App:
             for name, tenant in self.tenants.items():
                 tried(f"leases of tenant {name}", tenant.catalog.expire_leases, now)
                 tried(f"expired blocks of tenant {name}", tenant.catalog.forget_expired, now)
-            self._cold.tend()
+            self.lower.run_periodic()
             tried("clients", self._server.check_clients)
-            tried("events", events.sample, self.tenants.values(), self.cold)
+            tried("events", events.sample, self.tenants.values(), self.lower)
 
     def _count_failure(self) -> None:
         if self._server is not None:
@@ -403,7 +398,7 @@ class App:
         for extent in self.warm.ready():
             tenant = self.tenants[extent.tenant]
             tenant.add(extent)
-            self._cold.map(tenant, extent)
+            self.lower.map(extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         self._update_growing()
@@ -428,7 +423,7 @@ def _owners(config: Config, tenants: Mapping[str, Tenant]) -> dict[str, bytes]:
 
 
 def _take_over(
-    kept: KeptArena, warm: WarmTier, tenants: Mapping[str, Tenant], use: Callable[[Tenant, Extent], None],
+    kept: KeptArena, warm: WarmTier, tenants: Mapping[str, Tenant], use: Callable[[Extent], None],
     writers: Writers,
 ) -> dict[str, bytes]:  # fmt: skip
     """Take over the blocks that an earlier daemon left in memory; return their ids by tenant. `use` gets each
@@ -437,7 +432,7 @@ def _take_over(
     noted: dict[str, list[tuple[int, int, int]]] = {name: [] for name in tenants}
     for extent in warm.taken_over():
         number = tenants[extent.tenant].add(extent)
-        use(tenants[extent.tenant], extent)
+        use(extent)
         noted[extent.tenant] += [(number, first, pages) for first, pages in extent.noted]
     taken, dropped = {}, 0
     for name, tenant in tenants.items():

@@ -213,9 +213,8 @@ class PyStore {
         need(statuses.size() == list.n, "need one status per key");
         std::optional<Key> above;
         if (parent) above = key_in(*parent);
-        IdList ids =
-            store_.reserve(store_.place(space, group, shard), above, list, statuses.c_str(), owner,
-                           expires_ms);
+        IdList ids = store_.reserve(store_.place(space, group, shard), above, list,
+                                    statuses.c_str(), owner, expires_ms);
         return {ids_out(ids), slots_of(ids)};
     }
 

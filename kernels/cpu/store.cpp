@@ -661,9 +661,8 @@ Adopted Store::adopt(std::span<const NotedPages> pages,
         }
     }
     // Slots that overlap contradict each other: none of them is taken over.
-    std::ranges::sort(found, {}, [](const Found& one) {
-        return std::pair{one.extent, one.slot.page};
-    });
+    std::ranges::sort(found, {},
+                      [](const Found& one) { return std::pair{one.extent, one.slot.page}; });
     std::vector<bool> apart(found.size(), true);
     for (std::size_t i = 1, before = 0; i < found.size(); ++i) {
         const Slabs::Known& last = found[before].slot;
@@ -807,7 +806,8 @@ Left Store::forget(Ids ids) {
             left.gone.push_back(id);
         } else {
             tally(id, was[i], record.is());
-            if (SlotNote* note = slabs_.note(record.slab, record.slot)) note->become(Noted::nothing);
+            if (SlotNote* note = slabs_.note(record.slab, record.slot))
+                note->become(Noted::nothing);
             if (places_[record.place].full) cut_below(records_.node_of(id), &left.orphans);
         }
     }

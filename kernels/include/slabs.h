@@ -79,8 +79,8 @@ class Slabs {
     // The note of a slot; null for an extent without notes.
     SlotNote* note(std::uint32_t slab, std::uint16_t slot) const;
 
-    // A slot that is known from a note. `lay` makes slabs over free runs for slots of one extent, in
-    // ascending order, and fills in `slab` and `slot`; `put` then gives each slot its block, and
+    // A slot that is known from a note. `lay` makes slabs over free runs for slots of one extent,
+    // in ascending order, and fills in `slab` and `slot`; `put` then gives each slot its block, and
     // `open` frees the slots of these slabs that got none.
     struct Known {
         std::uint64_t page;

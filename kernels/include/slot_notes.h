@@ -1,10 +1,10 @@
-// Notes about slots, in shared memory that survives the daemon: from them the next daemon takes over
-// the blocks of its predecessor.
+// Notes about slots, in shared memory that survives the daemon: from them the next daemon takes
+// over the blocks of its predecessor.
 //
 // There is one note for each page of an extent; a block is noted at the first page of its slot. A
 // note is valid while its generation is that page's generation: freeing a slot increments the
-// generation, so notes are never erased. The daemon may be killed at any instruction: a note's state
-// and generation are written last.
+// generation, so notes are never erased. The daemon may be killed at any instruction: a note's
+// state and generation are written last.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""What the benchmark of quality counts, on values made up for it and on a tiny model."""
+"""The calculations of the quality benchmark, with generated values and with a tiny model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvtier_daemon.codec.table import BY_NAME
 from support.profiles import profile_of
 from support.tiny_models import LATENT_KINDS, save_model, words
 
-pytestmark = pytest.mark.filterwarnings("default")  # theirs
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of the libraries
 N = 256 * 2 * 64
 
 
@@ -49,7 +49,9 @@ def values_of(seed: int = 0) -> bench.Floats:
         (bench.Fp8(True), (8 + 32 / N, 8 + 32 / N)),
     ],
 )
-def test_bytes_of_a_fixed_rate_are_what_they_say(way: bench.Way, bits: tuple[float, float]) -> None:
+def test_bytes_of_a_fixed_rate_have_the_stated_size(
+    way: bench.Way, bits: tuple[float, float]
+) -> None:
     for part in range(2):
         nbytes, _ = way(values_of(), 0, part, 0)
         assert abs(8 * nbytes / N - bits[part]) < 1e-9
@@ -64,7 +66,7 @@ def test_groups_are_within_half_of_their_own_step(bits: int) -> None:
             step = np.abs(x).max(axis, keepdims=True) / 127
         else:
             step = (x.max(axis, keepdims=True) - x.min(axis, keepdims=True)) / ((1 << bits) - 1)
-        # Steps and least values are rounded to bf16, and so is what comes back.
+        # Steps and least values are rounded to bf16, as are the decoded values.
         assert (
             np.abs(back - x) <= 0.5 * step + np.abs(x) / 128 + step / 20 * (1 << bits) / 16
         ).all()
@@ -81,9 +83,9 @@ def test_fp8_has_three_bits_of_mantissa() -> None:
 def test_released_cachegen_stores_a_table_for_each_channel_of_a_chunk() -> None:
     x = np.ones((256, 1, 4), np.float32)
     nbytes, back = bench.Released(32)(x, 0, 0, 0)
-    # One number only: no entropy; a byte to end each channel's stream.
+    # Only one number: no entropy; a byte to end each channel's stream.
     assert nbytes == 2 * 256 + 4 * (1 + 4 + 66) and (back == 1).all()
-    x[::2, :, 1] = -1  # a bit for each token
+    x[::2, :, 1] = -1  # one bit per token
     nbytes, back = bench.Released(32)(x, 0, 0, 0)
     assert nbytes == 2 * 256 + 4 * (1 + 4 + 66) + 32 and (back == x).all()
     _, back = bench.Released(16)(np.array([[[7.0, 3.4, -0.6]]], "f4"), 0, 0, 0)
@@ -118,7 +120,7 @@ def test_errors_are_relative_and_kept_apart() -> None:
     assert (k == 0.5).all() and (v == 2.25).all() and k.shape == both[0].shape
 
 
-def test_equal_loss_is_found_between_two_points_and_nowhere_else() -> None:
+def test_equal_loss_is_interpolated_only_between_two_points() -> None:
     curve = [(4.0, 1e-3), (2.0, 1e-1), (3.0, 1e-2)]
     assert bench.at_equal_loss(curve, 1e-2) == pytest.approx(3)
     assert bench.at_equal_loss(curve, 10**-2.5) == pytest.approx(3.5)
@@ -146,7 +148,7 @@ def test_a_model_of_latents_is_refused(
         bench.main()
 
 
-def test_a_tiny_model_is_measured_from_end_to_end(
+def test_a_tiny_model_is_measured_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "SEQUENCE", 81)

@@ -1,4 +1,4 @@
-"""`kvtier calibrate`, on models made on the spot."""
+"""`kvtier calibrate` with generated models."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def kvtier(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A folder with something that looks like a model, and a text."""
+    """A folder with files that resemble a model, and a text."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "text").write_text(words(1000))
     return tmp_path
 
 
-def test_without_torch_it_says_what_to_install(kvtier, here, monkeypatch) -> None:
+def test_without_torch_the_error_names_the_packages_to_install(kvtier, here, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in ("measuring", "model"):
         monkeypatch.delitem(sys.modules, f"kvtier_daemon.calibration.{name}", raising=False)
@@ -53,7 +53,7 @@ def test_without_torch_it_says_what_to_install(kvtier, here, monkeypatch) -> Non
     assert "pip install 'torch>=2.6' 'transformers>=5' 'numpy>=2'" in said and said.count("\n") == 1
 
 
-def test_what_is_not_there_is_named_before_anything_is_loaded(kvtier, here, monkeypatch) -> None:
+def test_missing_input_is_named_before_anything_is_loaded(kvtier, here, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     model, text = here / "model", here / "text"
     (here / "latin").write_bytes(b"\xff\xfe\xff")
@@ -67,7 +67,7 @@ def test_what_is_not_there_is_named_before_anything_is_loaded(kvtier, here, monk
         assert code == 2 and named in said and said.count("\n") == 1
 
 
-def test_where_nothing_can_be_written_is_told_before_anything_is_loaded(
+def test_an_unwritable_target_is_reported_before_anything_is_loaded(
     kvtier, here, monkeypatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -84,7 +84,7 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_loaded(
     assert sorted(here.iterdir()) == before
 
 
-def test_a_profile_is_written_whole_or_not_at_all(here: Path, monkeypatch) -> None:
+def test_a_profile_is_written_completely_or_not_at_all(here: Path, monkeypatch) -> None:
     from kvtier_daemon.cli.calibrate import _write
 
     def interrupted(descriptor: int) -> None:
@@ -100,7 +100,7 @@ def test_a_profile_is_written_whole_or_not_at_all(here: Path, monkeypatch) -> No
     assert target.read_bytes() == b"before" and sorted(here.iterdir()) == before
     number = target.stat().st_ino
     _write(target, b"after")
-    assert target.stat().st_ino != number  # another file took its name, whole
+    assert target.stat().st_ino != number  # another, complete file has this name now
     assert target.read_bytes() == b"after" and sorted(here.iterdir()) == before
 
 
@@ -118,12 +118,12 @@ except ImportError:
 needs_torch = pytest.mark.skipif(
     torch is None, reason="needs torch and transformers: make test-engines"
 )
-QUIET = pytest.mark.filterwarnings("default")  # theirs
+QUIET = pytest.mark.filterwarnings("default")  # warnings of the libraries
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences, and losses that models without any training have too."""
+    """Short sequences, and loss limits for untrained models."""
     monkeypatch.setattr(measuring, "PREFIX", 64)
     monkeypatch.setattr(measuring, "NEXT", 16)
     monkeypatch.setattr(measuring, "SEQUENCE", 81)
@@ -138,7 +138,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @needs_torch
 @QUIET
 @pytest.mark.parametrize("kind", KINDS)
-def test_k_rotated_back_is_what_the_layer_had_before_it_rotated(kind: str, tmp_path: Path) -> None:
+def test_k_rotated_back_equals_k_before_the_rotation(kind: str, tmp_path: Path) -> None:
     model = Model(save_model(tmp_path / "model", kind), "cpu")
     model.kept = torch.float32
     seen: list[Any] = []
@@ -168,7 +168,7 @@ def test_k_rotated_back_is_what_the_layer_had_before_it_rotated(kind: str, tmp_p
 
 @needs_torch
 @QUIET
-def test_a_model_that_places_tokens_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_other_position_embeddings_is_refused(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     save_model(tmp_path)  # for its tokenizer
@@ -182,7 +182,7 @@ def test_a_model_that_places_tokens_otherwise_is_refused(tmp_path: Path) -> None
 
 @needs_torch
 @QUIET
-def test_turns_of_a_profile_rotate_as_the_model_does(llama: Path) -> None:
+def test_rotations_of_a_profile_equal_those_of_the_model(llama: Path) -> None:
     model = Model(llama, "cpu")
     (rotation, *_) = model.rotations(torch.arange(64)[None])
     assert rotation is not None
@@ -194,7 +194,7 @@ def test_turns_of_a_profile_rotate_as_the_model_does(llama: Path) -> None:
 
 @needs_torch
 @QUIET
-def test_a_calibration_is_the_same_every_time_and_says_what_is_lost(
+def test_a_calibration_is_deterministic_and_reports_its_loss(
     kvtier, llama: Path, tmp_path: Path, small: None
 ) -> None:
     (tmp_path / "text").write_text(words(1500))
@@ -228,7 +228,7 @@ def test_a_calibration_is_the_same_every_time_and_says_what_is_lost(
 @needs_torch
 @QUIET
 @pytest.mark.parametrize("kind", LATENT_KINDS)
-def test_latents_are_measured_and_what_rope_has_turned_of_them_stays(
+def test_latents_are_calibrated_and_their_rope_part_stays_exact(
     kvtier, kind: str, tmp_path: Path, small: None
 ) -> None:
     text, out = words(1500), tmp_path / "out.kvtp"
@@ -247,7 +247,7 @@ def test_latents_are_measured_and_what_rope_has_turned_of_them_stays(
         weights="rev:1",
     )  # fmt: skip
     for codec in ("ecsq-hi", "cachegen-lo"):
-        assert isinstance(Losses([("latents", codec)], [profile]).look(spec), Loss)
+        assert isinstance(Losses([("latents", codec)], [profile]).find(spec), Loss)
     levels = {one["codec"]: one for one in json.loads(told)["levels"]}
     assert levels["ecsq-hi"]["bits"] > levels["ecsq-mid"]["bits"] > levels["ecsq-lo"]["bits"]
     _check_what_was_said(path, profile, levels, text)
@@ -258,7 +258,7 @@ def test_latents_are_measured_and_what_rope_has_turned_of_them_stays(
 def test_latents_that_are_cached_as_k_and_v_are_refused(
     kvtier, llama: Path, tmp_path: Path
 ) -> None:
-    """As older ones of transformers do."""
+    """As older models in transformers do."""
     config = json.loads((llama / "config.json").read_text())
     path = tmp_path / "model"
     path.mkdir()
@@ -276,7 +276,7 @@ def test_latents_that_are_cached_as_k_and_v_are_refused(
 def _check_what_was_said(
     path: Path, profile: files.Profile, levels: dict[str, Any], text: str
 ) -> None:
-    """The codecs' real bytes lose what the report says."""
+    """The codecs' real bytes have the loss in the report."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     from bench_quality import Found, K, Ours
 
@@ -308,7 +308,7 @@ def _check_what_was_said(
 
 @needs_torch
 @QUIET
-def test_what_can_not_be_loaded_or_run_is_told_in_a_line_and_is_no_bug(
+def test_a_model_that_can_not_be_loaded_or_run_is_reported_in_one_line(
     kvtier, llama: Path, tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import transformers
@@ -345,7 +345,7 @@ def test_what_can_not_be_loaded_or_run_is_told_in_a_line_and_is_no_bug(
         (llama, "meta", "--device meta: "),
         (llama, "cuda:77", "--device cuda:77: "),
     )
-    capsys.readouterr()  # what saving them said
+    capsys.readouterr()  # the output of saving them
     for path, device, told in cases:
         code, _, said = kvtier(
             "--model", path, "--text", tmp_path / "text", "--out", tmp_path / "out", "--tokens", 4096,
@@ -384,8 +384,8 @@ def test_a_text_that_is_too_short_is_refused(kvtier, llama: Path, tmp_path: Path
 
 @needs_torch
 @QUIET
-def test_gradients_tell_what_an_error_costs(llama: Path, small: None) -> None:
-    """Half of the squares times small errors is the KL that they make."""
+def test_gradients_predict_the_effect_of_errors(llama: Path, small: None) -> None:
+    """Half of the squares times small errors is the KL divergence that they cause."""
     model = Model(llama, "cpu")
     model.kept = torch.float32
     ids = chunks(model.tokens(words(3000)), 81, 24)

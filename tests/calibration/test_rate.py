@@ -1,4 +1,4 @@
-"""How steps and tables are chosen."""
+"""The choice of steps and tables."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from models.kernels import lossy
 
 
 def samples_of(tokens: int = 4096, channels: int = 32, seed: int = 0) -> rate.Samples:
-    """Each channel with a deviation of its own, from a sixteenth to four."""
+    """Each channel with its own deviation, from a sixteenth to four."""
     chance = np.random.default_rng(seed)
     deviation = 2.0 ** np.linspace(-4, 2, channels)
     return (chance.standard_normal((tokens, channels)) * deviation).astype(np.float32)
 
 
-def test_steps_are_those_of_profiles() -> None:
+def test_steps_equal_those_of_profiles() -> None:
     every = np.arange(256)
     assert np.allclose(rate.steps(every), list(map(step_of, range(256))), rtol=1e-7)
     assert 2 * rate.REACH + 2 == files.LIMIT_SYMBOLS
 
 
 @pytest.mark.parametrize("symbols", [4, 7, 32])
-def test_shares_are_a_whole_and_cost_hardly_more_than_entropy(symbols: int) -> None:
+def test_shares_sum_to_256_and_are_close_to_the_entropy(symbols: int) -> None:
     chance = np.random.default_rng(symbols)
     for _ in range(20):
         hits = chance.dirichlet(np.full(symbols, 2.0)) * 1000
@@ -36,11 +36,11 @@ def test_shares_are_a_whole_and_cost_hardly_more_than_entropy(symbols: int) -> N
         assert -(share * np.log2(found / 256)).sum() < entropy + 0.02
 
 
-def test_shares_of_one_symbol_alone_leave_one_for_each_other() -> None:
+def test_shares_for_a_single_symbol_leave_one_for_each_other() -> None:
     assert rate.shares([0, 1000.0, 0, 0]) == bytes([1, 253, 1, 1])
 
 
-def test_symbols_that_hardly_occur_are_left_to_the_escape() -> None:
+def test_rare_symbols_are_encoded_as_escapes() -> None:
     counts = np.zeros(2 * rate.REACH + 2)
     counts[rate.REACH - 2 : rate.REACH + 3] = [0.2, 1000, 3000, 1000, 0.2]
     table = rate.tabled(counts)
@@ -54,7 +54,7 @@ def test_symbols_that_hardly_occur_are_left_to_the_escape() -> None:
     assert rate.tabled(counts)[-1] > 30
 
 
-def test_a_bit_that_is_worth_more_is_spared() -> None:
+def test_bits_are_saved_if_their_price_is_higher() -> None:
     measured = rate.measure(samples_of(), np.ones(32))
     found = [rate.choose(measured, price) for price in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)]
     bits, losses = [one.bits for one in found], [one.loss for one in found]
@@ -62,7 +62,7 @@ def test_a_bit_that_is_worth_more_is_spared() -> None:
     assert bits[0] > bits[-1] + 2
 
 
-def test_what_matters_more_gets_finer_steps() -> None:
+def test_channels_with_more_weight_get_finer_steps() -> None:
     samples = samples_of()
     samples /= samples.std(0)
     weights = np.ones(32)
@@ -72,7 +72,7 @@ def test_what_matters_more_gets_finer_steps() -> None:
     assert chosen.exponents[5] < others.min() and chosen.exponents[6] > others.max()
 
 
-def test_bits_are_those_of_real_streams_and_loss_that_of_real_errors() -> None:
+def test_predicted_bits_and_loss_equal_those_of_the_encoder() -> None:
     samples = samples_of()
     chosen = rate.choose(rate.measure(samples, np.ones(32)), 1e-3)
     exponents = chosen.exponents.tobytes()
@@ -91,7 +91,7 @@ def test_bits_are_those_of_real_streams_and_loss_that_of_real_errors() -> None:
     text = lossy.encode_ecsq(*fixed, 0, samples.tobytes())
     assert text is not None
     streams = lossy.HEADER.unpack_from(text)[2]
-    states = 32 * 2 * streams  # of the 4 bytes of each lane, 2 are bits of symbols on the average
+    states = 32 * 2 * streams  # of the 4 bytes of each lane, on average 2 are bits of symbols
     bits = 8 * (len(text) - lossy.HEADER.size - streams * lossy.STREAM.size - states) / samples.size
     assert abs(bits - chosen.bits) < 0.02
     back = np.frombuffer(lossy.decode_ecsq(*fixed, text, samples.nbytes), "f4").reshape(-1, 32)

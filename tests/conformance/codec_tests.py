@@ -1,4 +1,4 @@
-"""What every lossless codec must do. Inherit CodecTests and say which codec."""
+"""The contract of lossless codecs. A test class inherits CodecTests and sets the codec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.specs import spec_of
 
 
 def kv(dtype: str, nbytes: int) -> bytes:
-    """Values as of K and V; of 8-bit types small numbers."""
+    """Values that resemble K and V; for 8-bit types small numbers."""
     drawn = np.random.default_rng(3).standard_normal(nbytes // DTYPE_BYTES[dtype] + 1)
     if dtype == "float32":
         return drawn.astype(np.float32).tobytes()[:nbytes]
@@ -46,7 +46,7 @@ class CodecTests:
         return encode(self.codec(), block, parts, spec.dtype, into), into
 
     @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-    def test_a_block_comes_back_whole_and_part_by_part(self, dtype: str) -> None:
+    def test_a_block_is_decoded_as_a_whole_and_by_parts(self, dtype: str) -> None:
         spec = spec_of(dtype=dtype)
         block = kv(dtype, spec.block_bytes)
         entries, payload = self.encoded(spec, block)
@@ -96,7 +96,7 @@ class CodecTests:
         self.codec().decode(payload, entries, spec.dtype, back)
         assert back == block
 
-    def test_the_same_block_is_encoded_the_same_wherever_it_lies(self) -> None:
+    def test_the_encoding_does_not_depend_on_the_address_of_a_block(self) -> None:
         spec = spec_of()
         block = kv("bfloat16", spec.block_bytes)
         entries, payload = self.encoded(spec, block)
@@ -108,7 +108,7 @@ class CodecTests:
         assert other[:end] == payload[:end]
 
     def test_damage_is_an_error_or_has_another_digest(self) -> None:
-        """Between them, codec and digest tell: a caller that checks neither would still not crash."""
+        """Codec and digest together detect damage. A caller that checks neither does not crash."""
         spec = spec_of()
         block = kv("bfloat16", spec.block_bytes)
         entries, payload = self.encoded(spec, block)
@@ -129,7 +129,7 @@ class CodecTests:
             piece = text[entry.offset : entry.offset + entry.nbytes]
             assert back == block or xxh3_128(piece) != digests[number]
 
-    def test_entries_that_lie_are_an_error(self) -> None:
+    def test_invalid_entries_are_an_error(self) -> None:
         spec = spec_of()
         block = kv("bfloat16", spec.block_bytes)
         entries, payload = self.encoded(spec, block)

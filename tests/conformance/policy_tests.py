@@ -1,8 +1,7 @@
-"""What every policy must do; inherit it and say how to make one.
+"""The contract of policies. A test class inherits PolicyTests and creates a policy.
 
-It asks nothing about the order of victims beyond what all policies share: what was demoted goes
-first, and what is held, or nowhere, is never named.
-"""
+The order of victims is left to the policy, except that demoted blocks are evicted first, and that held
+or absent blocks are never victims."""
 
 import random
 import struct
@@ -48,7 +47,7 @@ class PolicyTests:
         assert policy.victims(7) == policy.victims(7)
         assert len(policy) == 30
 
-    def test_a_held_block_is_no_victim_until_it_is_freed(self, policy):
+    def test_a_held_block_is_not_a_victim_until_it_is_freed(self, policy):
         policy.added(pack(1, 2, 3))
         policy.held(pack(2))
         policy.wanted(pack(1, 2))
@@ -59,7 +58,7 @@ class PolicyTests:
         policy.freed(pack(2))
         assert sorted(unpack(policy.victims(9))) == [1, 2, 3]
 
-    def test_a_block_that_left_or_is_gone_is_no_victim(self, policy):
+    def test_an_evicted_or_removed_block_is_not_a_victim(self, policy):
         policy.added(pack(1, 2, 3, 4, 5))
         policy.held(pack(4, 5))
         policy.left(pack(2, 4))
@@ -69,14 +68,14 @@ class PolicyTests:
         assert unpack(policy.victims(9)) == [1]
         assert len(policy) == 1
 
-    def test_a_block_may_come_back(self, policy):
+    def test_an_evicted_block_may_be_added_again(self, policy):
         policy.added(pack(1, 2, 3))
         policy.left(pack(2))
         policy.gone(pack(3))
         policy.added(pack(2, 3))
         assert sorted(unpack(policy.victims(9))) == [1, 2, 3]
 
-    def test_what_is_gone_while_it_is_on_disk_is_nothing_any_more(self, policy):
+    def test_a_block_that_was_evicted_and_removed_is_a_victim_after_it_is_added_again(self, policy):
         policy.added(pack(1, 2))
         policy.left(pack(2))
         policy.gone(pack(2))
@@ -95,7 +94,7 @@ class PolicyTests:
         policy.demoted(pack(16, 17, 3))
         assert set(unpack(policy.victims(3))) == {16, 17, 3}
 
-    def test_strangers_are_passed_over(self, policy):
+    def test_unknown_ids_are_ignored(self, policy):
         policy.added(pack(1))
         for stranger in (2, 10**6, 2**31, 2**32 - 1):
             for event in (*EVENTS, "demoted"):
@@ -119,7 +118,7 @@ class PolicyTests:
         policy.added(pack(*range(1000)))
         assert policy.memory_bytes() > 0
 
-    def test_it_names_exactly_the_evictable_blocks_whatever_happens(self, policy):
+    def test_victims_are_exactly_the_evictable_blocks_after_random_events(self, policy):
         rnd = random.Random(5)
         known, held = set(), set()
         for step in range(2000):
@@ -128,7 +127,7 @@ class PolicyTests:
             event = rnd.choice(["added", "added", "added", *EVENTS, "demoted"])
             if event == "added":
                 ids = [one for one in dict.fromkeys(ids) if one not in known]
-                policy.added(pack(*ids), *told(ids, rnd))
+                policy.added(pack(*ids), *names_and_parents(ids, rnd))
                 known.update(ids)
             else:
                 getattr(policy, event)(pack(*ids))
@@ -144,8 +143,8 @@ class PolicyTests:
         assert set(unpack(policy.victims(1000))) == known - held
 
 
-def told(ids, rnd):
-    """Names and parents of new blocks: some are of one chain, some are roots."""
+def names_and_parents(ids, rnd):
+    """Names and parents of new blocks: some continue a chain, some are roots."""
     names = struct.pack(f"<{len(ids)}Q", *(one * 0x9E3779B97F4A7C15 % 2**64 for one in ids))
     parents = [rnd.choice([NO_PARENT, before]) for before in [NO_PARENT, *ids][: len(ids)]]
     return names, pack(*parents)

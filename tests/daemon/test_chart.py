@@ -83,7 +83,7 @@ def pod_of(objects: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str
 
 
 def written(objects: dict[str, dict[str, Any]], folder: Path) -> tuple[Path, dict[str, str]]:
-    """The configuration where the daemon is pointed to, as files below this folder; its environment."""
+    """Write the configuration files of the pod below this folder. Returns its environment."""
     pod, container = pod_of(objects)
     assert container["args"] == ["serve", "--config", "/etc/kvtier/kvtier.toml"]
     (volume,) = [one["configMap"] for one in pod["volumes"] if "configMap" in one]
@@ -107,7 +107,9 @@ def test_all_objects_are_valid(values: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)
-def test_the_pod_says_what_the_daemon_understands(values: dict[str, Any], tmp_path: Path) -> None:
+def test_the_daemon_accepts_the_configuration_of_the_pod(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
     container = (ROOT / "Containerfile").read_text()
     objects = rendered(values, tmp_path)
     pod, daemon = pod_of(objects)
@@ -139,7 +141,7 @@ def test_the_pod_says_what_the_daemon_understands(values: dict[str, Any], tmp_pa
     assert set(config.tenants) == set(values.get("tenants", {})) or not values.get("tenants")
 
 
-def test_the_daemon_may_no_more_than_under_systemd(tmp_path: Path) -> None:
+def test_the_pod_has_no_more_permissions_than_the_systemd_unit(tmp_path: Path) -> None:
     _, daemon = pod_of(rendered({}, tmp_path))
     may = daemon["securityContext"]
     assert may["capabilities"] == {"drop": ["ALL"]} and may["readOnlyRootFilesystem"]
@@ -166,7 +168,7 @@ def test_values_that_make_no_sense_are_refused(
     assert done.returncode != 0 and says in done.stderr
 
 
-def test_the_chart_is_of_this_version() -> None:
+def test_the_chart_has_the_version_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert chart["appVersion"] == project["version"] == chart["version"]
@@ -180,7 +182,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
-    """What the chart renders for this folder, and a daemon that was started from it as a pod would."""
+    """The chart rendered for this folder, and a daemon that was started from it as a pod starts it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     values = EVERYTHING | {
@@ -194,7 +196,7 @@ def served(tmp_path: Path) -> Any:
     for name in ("secrets", "credentials"):
         (tmp_path / name).mkdir()
     for name, text in objects["Secret"]["data"].items():
-        # As the kubelet does, which makes links.
+        # The kubelet mounts files as links too.
         (tmp_path / "secrets" / f"..{name}").write_bytes(base64.b64decode(text))
         (tmp_path / "secrets" / name).symlink_to(f"..{name}")
     script = pod["initContainers"][0]["command"][2].replace("-o 10001 -g 10001 ", "")
@@ -214,7 +216,7 @@ def served(tmp_path: Path) -> Any:
     daemon.stop()
 
 
-def test_a_daemon_runs_from_what_is_rendered(served: Any, tmp_path: Path) -> None:
+def test_a_daemon_runs_from_the_rendered_chart(served: Any, tmp_path: Path) -> None:
     daemon, container, port = served
     assert list(when_complete(daemon)["tenants"]) == ["search"]
     ready = container["readinessProbe"]["httpGet"]
@@ -236,7 +238,7 @@ def test_a_daemon_runs_from_what_is_rendered(served: Any, tmp_path: Path) -> Non
 
 
 def when_complete(daemon: Daemon) -> dict[str, Any]:
-    """What it says of itself once all of its memory is there. On a busy machine it may answer too late."""
+    """The stats after all memory is allocated. On a busy machine single requests may time out."""
     while True:
         assert daemon.process.poll() is None, daemon.log.read_text()
         with contextlib.suppress(Unavailable):
@@ -247,7 +249,7 @@ def when_complete(daemon: Daemon) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("code", "lives"), [(0, True), (2, True), (3, False)])
-def test_a_pod_is_restarted_for_no_answer_alone(tmp_path: Path, code: int, lives: bool) -> None:
+def test_a_pod_is_restarted_only_without_an_answer(tmp_path: Path, code: int, lives: bool) -> None:
     _, container = pod_of(rendered({}, tmp_path))
     asked = tmp_path / "kvtier"
     asked.write_text(f"#!/bin/sh\nexit {code}\n")

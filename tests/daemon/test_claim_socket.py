@@ -20,7 +20,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def claim(path):
-    """Claim the socket; what the test leaves open is closed."""
+    """Claim the socket. Sockets that the test leaves open are closed at its end."""
     claimed = []
 
     def claim(mode=0o660, group=None, **owned):
@@ -99,14 +99,14 @@ def test_the_socket_is_never_open_to_more_than_its_owner_before_its_mode_is_set(
     assert seen == [(0o600, False)]
 
 
-def test_the_group_is_given(claim, path):
+def test_the_socket_gets_the_group(claim, path):
     group = max(os.getgroups() or [os.getgid()])
     claim(group=group)
     assert path.stat().st_gid == group
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may give to any group")
-def test_a_group_that_may_not_be_given_is_an_error_that_leaves_no_socket(claim, path):
+def test_a_forbidden_group_is_an_error_and_leaves_no_socket(claim, path):
     with pytest.raises(ConfigError, match="socket_group: uid"):
         claim(group=54321)
     assert not path.exists()
@@ -124,7 +124,7 @@ def test_a_live_daemon_that_hangs_is_refused_too(claim, path):
     with socket.socket(socket.AF_UNIX) as hung, socket.socket(socket.AF_UNIX) as waiting:
         hung.bind(str(path))
         hung.listen(0)
-        waiting.connect(str(path))  # the backlog is full from here on
+        waiting.connect(str(path))  # the backlog is full after this
         with pytest.raises(ConfigError, match="taken by a live process"):
             claim()
     assert path.exists()
@@ -146,7 +146,7 @@ def test_a_dead_daemons_socket_is_taken_over(claim, path):
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_is_no_socket_is_refused_and_left_alone(claim, path, tmp_path, kind):
+def test_a_file_that_is_not_a_socket_is_refused_and_kept(claim, path, tmp_path, kind):
     if kind == "file":
         path.write_text("precious")
     elif kind == "directory":
@@ -168,7 +168,7 @@ def test_a_path_that_is_too_long_is_an_error_and_leaves_nothing_open(tmp_path):
         claim_socket(tmp_path / ("x" * 120), 0o660, None)
 
 
-def test_one_who_holds_the_lock_is_not_waited_for_forever(claim, path):
+def test_waiting_for_the_lock_has_a_time_limit(claim, path):
     now = [0.0]
 
     def sleep(seconds):
@@ -188,7 +188,7 @@ def test_the_lock_is_waited_for(claim, path):
     assert answers(path)
 
 
-def test_a_lock_that_a_cleaner_removed_is_made_anew(claim, path, monkeypatch):
+def test_a_removed_lock_file_is_created_again(claim, path, monkeypatch):
     real = fcntl.flock
     removed = []
 
@@ -218,14 +218,14 @@ def test_a_released_socket_leaves_no_path(claim, path):
 
 def test_a_release_leaves_the_path_of_another_alone(claim, path):
     mine = claim()
-    path.unlink()  # somebody cleared it away, and another daemon came
+    path.unlink()  # an administrator removed it, and another daemon started
     with other_daemon(path):
         release_socket(mine)
         assert answers(path)
 
 
-def test_of_many_that_start_at_once_one_wins(path):
-    claim_socket(path, 0o600, None).close()  # a dead one's socket is in the way
+def test_one_of_many_simultaneous_starts_wins(path):
+    claim_socket(path, 0o600, None).close()  # the socket of a dead daemon is in the way
     together = threading.Barrier(8)
     won, lost = [], []
 
@@ -247,7 +247,7 @@ def test_of_many_that_start_at_once_one_wins(path):
     won[0].close()
 
 
-def test_a_daemon_that_was_killed_is_taken_over_from(claim, path):
+def test_the_socket_of_a_killed_daemon_is_taken_over(claim, path):
     with other_daemon(path) as other:
         with pytest.raises(ConfigError, match=f"taken by process {other.pid} "):
             claim()
@@ -261,7 +261,7 @@ def handed_over(count=1, pid=None):
     return {"LISTEN_PID": str(pid or os.getpid()), "LISTEN_FDS": str(count), "LISTEN_FDNAMES": "x"}
 
 
-def test_a_socket_that_the_manager_listens_with_is_taken_and_left_to_it(path):
+def test_a_socket_of_the_service_manager_is_used_and_not_removed(path):
     with socket.socket(socket.AF_UNIX) as manager:
         manager.bind(str(path))
         manager.listen()
@@ -278,7 +278,7 @@ def test_a_socket_that_the_manager_listens_with_is_taken_and_left_to_it(path):
 
 
 @pytest.mark.parametrize("environ", [{}, handed_over(pid=1), handed_over(count=0)])
-def test_what_was_handed_to_another_is_not_taken(path, environ):
+def test_descriptors_for_another_process_are_not_used(path, environ):
     assert inherited_fds(environ, 0) == ([], {})
     assert inherited_socket(path, []) is None
 

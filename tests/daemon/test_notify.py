@@ -10,7 +10,7 @@ from kvtier_daemon.notify import LogFormatter, Notifier, to_journal, watchdog_s
 
 @pytest.fixture(params=["file", "abstract"])
 def manager(request, tmp_path):
-    """The service manager's end: a socket that has a path, or a name in the abstract namespace."""
+    """The service manager's socket: a path, or a name in the abstract namespace."""
     address = str(tmp_path / "notify")
     if request.param == "abstract":
         address = f"@kvtier-test-{os.getpid()}"
@@ -20,7 +20,7 @@ def manager(request, tmp_path):
         yield receiver, {"NOTIFY_SOCKET": address}
 
 
-def test_the_manager_hears_each_message_in_one_datagram(manager):
+def test_each_message_is_one_datagram(manager):
     receiver, environ = manager
     notifier = Notifier.from_environment(environ)
     for said, heard in [
@@ -42,16 +42,16 @@ def test_a_status_cannot_smuggle_in_another_message(manager):
 
 
 @pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1"}])
-def test_without_a_manager_nothing_is_said(environ):
+def test_without_a_manager_no_message_is_sent(environ):
     assert Notifier.from_environment(environ).ready() is False
 
 
 @pytest.mark.parametrize("address", ["/nonexistent/notify", "@kvtier-nobody", "/" + "x" * 200])
-def test_a_manager_that_is_gone_is_no_error(address):
+def test_a_manager_that_ended_is_not_an_error(address):
     assert Notifier(address).ready("x") is False
 
 
-def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path, monkeypatch):
+def test_a_manager_that_does_not_read_does_not_block_the_daemon(tmp_path, monkeypatch):
     monkeypatch.setattr("kvtier_daemon.notify.PATIENCE_S", 0.01)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "n"))
@@ -65,12 +65,12 @@ def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path, monkeypatch):
         assert time.monotonic() < began + 30, "clients waited for it"
 
 
-def test_the_process_itself_is_asked_when_no_environment_is_handed_in(monkeypatch):
+def test_the_default_environment_is_that_of_the_process(monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert Notifier.from_environment().ready() is False
 
 
-def test_a_reload_is_told_with_its_time(manager):
+def test_a_reload_message_contains_its_time(manager):
     receiver, environ = manager
     before = time.monotonic_ns() // 1000
     assert Notifier.from_environment(environ).reloading() is True
@@ -79,7 +79,7 @@ def test_a_reload_is_told_with_its_time(manager):
     assert before <= int(said[b"MONOTONIC_USEC"]) <= time.monotonic_ns() // 1000
 
 
-def test_the_manager_says_how_long_it_waits_to_the_process_that_it_means():
+def test_the_watchdog_interval_applies_only_to_the_named_process():
     assert watchdog_s({}) == watchdog_s({"WATCHDOG_USEC": "soon"}) == 0
     assert watchdog_s({"WATCHDOG_USEC": "2500000"}) == 2.5
     assert watchdog_s({"WATCHDOG_USEC": "2500000", "WATCHDOG_PID": str(os.getpid())}) == 2.5
@@ -100,7 +100,7 @@ def test_a_line_for_the_journal_has_a_priority_and_no_time_of_its_own(tmp_path):
     assert line(logging.ERROR, False).endswith(" ERROR kvtier_daemon.app: it is so")
 
 
-def test_only_the_journals_own_stream_is_taken_for_it(tmp_path):
+def test_only_the_stream_of_the_journal_is_recognized(tmp_path):
     with open(tmp_path / "log", "w") as file, open(tmp_path / "other", "w") as other:
         found = os.fstat(file.fileno())
         environ = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}

@@ -1,4 +1,4 @@
-"""What the watchdog is fed with: it works for long, and it fails where something is wrong."""
+"""The watchdog's probe: it can run indefinitely, and it fails after a fault."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ import pytest
 from kvtier.errors import TierError
 from kvtier_daemon import probe
 from kvtier_daemon.catalog import Catalog
-from kvtier_daemon.probe import DiskProbe, Probe
+from kvtier_daemon.probe import Probe
+from kvtier_daemon.tiers.cold import disk_probe
 from kvtier_daemon.tiers.cold.directory import open_direct
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
+from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 
 
-def test_a_block_comes_back_however_often() -> None:
+def test_a_probed_block_is_read_back_repeatedly() -> None:
     one = Probe()
     one.put_and_get()
     memory = one._catalog.blocks.memory_bytes()
@@ -31,7 +34,7 @@ def test_a_block_comes_back_however_often() -> None:
     assert one._catalog.counts()["blocks"]["ready"] == 0
 
 
-def test_a_block_that_does_not_come_back_as_it_went_is_no_life(
+def test_a_block_that_is_read_back_changed_fails_the_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, commit = Probe(), Catalog.commit
@@ -50,11 +53,9 @@ def test_a_block_that_does_not_come_back_as_it_went_is_no_life(
 
 
 class Disks:
-    def __init__(self, directory: Path, drive: DirectoryDisk) -> None:
-        self._all = [(directory, drive)]
-
-    def probed(self) -> list[tuple[Path, DirectoryDisk]]:
-        return self._all
+    def __init__(self, path: Path, drive: DirectoryDisk) -> None:
+        attached = SimpleNamespace(directory=SimpleNamespace(path=path), disk=drive)
+        self.directories = SimpleNamespace(attached=[attached])
 
 
 def probed(folder: Path, work: Callable[[DiskProbe, Any, DirectoryDisk], None]) -> DirectoryDisk:
@@ -63,10 +64,10 @@ def probed(folder: Path, work: Callable[[DiskProbe, Any, DirectoryDisk], None]) 
         one, disks = DiskProbe(), Disks(folder, drive)
         work(one, disks, drive)
         one.begin(disks)  # type: ignore[arg-type]
-        assert one._asked == {drive}
+        assert one._probing == {drive}
         one.begin(disks)  # type: ignore[arg-type]
         async with asyncio.timeout(60):
-            while one._asked:  # noqa: ASYNC110
+            while one._probing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await drive.close(5)
         return drive
@@ -74,28 +75,28 @@ def probed(folder: Path, work: Callable[[DiskProbe, Any, DirectoryDisk], None]) 
     return asyncio.run(run())
 
 
-def test_a_page_comes_back_from_a_disk_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_probed_page_is_read_back_and_leaves_no_file(tmp_path: Path) -> None:
     drive = probed(tmp_path, lambda *_: None)
     assert (drive.faults, drive.reads.good, drive.writes.good) == (0, 1, 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_does_not_take_it_has_a_fault(
+def test_a_disk_that_does_not_accept_the_page_has_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     monkeypatch.setattr(
-        probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
+        disk_probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
     )
     drive = probed(tmp_path, lambda *_: None)
     assert drive.faults == 1 and "the disk probe failed" in drive.writes.failure
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT])
-def test_a_disk_that_has_no_room_for_it_goes_on(
+def test_a_full_disk_has_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Segments have their blocks: a full file system switches no tier off."""
+    """Segments have reserved space: a full file system does not switch a tier off."""
 
     def work(one: DiskProbe, disks: Any, drive: DirectoryDisk) -> None:
         monkeypatch.setattr(drive, "write_text", lambda fd, at, text, over: over(code, None))
@@ -104,11 +105,11 @@ def test_a_disk_that_has_no_room_for_it_goes_on(
     assert not drive.faults and not drive.failure
 
 
-def test_another_page_than_was_written_is_a_fault_of_reading(
+def test_a_page_that_is_read_back_changed_is_a_read_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = iter([b"a" * 4096])
-    monkeypatch.setattr(probe.secrets, "token_bytes", lambda _: next(pages))
+    monkeypatch.setattr(disk_probe.secrets, "token_bytes", lambda _: next(pages))
 
     def work(_: DiskProbe, __: Any, drive: DirectoryDisk) -> None:
         read = drive.read_text
@@ -122,18 +123,18 @@ def test_another_page_than_was_written_is_a_fault_of_reading(
     assert drive.faults == 1 and "the disk probe failed" in drive.reads.failure
 
 
-def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
+def test_a_probe_file_created_after_the_disk_was_closed_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the tier is switched off meanwhile: the number of that file is another's soon."""
-    opens, goes_on = threading.Event(), threading.Event()
+    """As when the tier is switched off meanwhile: the file's descriptor number is soon reused."""
+    opens, may_continue = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> int:
         opens.set()
-        assert goes_on.wait(60)
+        assert may_continue.wait(60)
         return open_direct(*arguments)
 
-    monkeypatch.setattr(probe, "open_direct", slow)
+    monkeypatch.setattr(disk_probe, "open_direct", slow)
 
     async def run() -> None:
         drive = DirectoryDisk(asyncio.get_running_loop(), "it", "threads", time.monotonic)
@@ -143,10 +144,10 @@ def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
         closing = asyncio.create_task(drive.close(5))
         while not drive.is_over:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        goes_on.set()
+        may_continue.set()
         assert await closing
         async with asyncio.timeout(60):
-            while one._asked:  # noqa: ASYNC110
+            while one._probing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())

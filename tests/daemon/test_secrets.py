@@ -15,7 +15,7 @@ def names(state):
     return sorted(file.name for file in (state / "secrets").iterdir())
 
 
-def test_a_secret_is_made_once_and_kept(tmp_path):
+def test_a_secret_is_created_once_and_kept(tmp_path):
     first = load_secrets(tmp_path / "state", ["a", "b"])
     assert len(first["a"]) == len(first["b"]) == SECRET_BYTES
     assert first["a"] != first["b"]
@@ -24,7 +24,7 @@ def test_a_secret_is_made_once_and_kept(tmp_path):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o277])
-def test_a_secret_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
+def test_only_the_owner_can_read_a_secret_with_any_umask(tmp_path, umask):
     state = tmp_path / "state"
     (state / "secrets").mkdir(parents=True, mode=0o700)
     before = os.umask(umask)
@@ -35,7 +35,7 @@ def test_a_secret_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
     assert (state / "secrets" / "a").stat().st_mode & 0o7777 == 0o600
 
 
-def test_the_directory_of_secrets_is_made_for_its_owner_alone(tmp_path):
+def test_only_the_owner_can_enter_the_directory_of_secrets(tmp_path):
     before = os.umask(0)
     try:
         load(tmp_path / "state")
@@ -44,12 +44,12 @@ def test_the_directory_of_secrets_is_made_for_its_owner_alone(tmp_path):
     assert (tmp_path / "state" / "secrets").stat().st_mode & 0o7777 == 0o700
 
 
-def test_nothing_is_left_beside_the_secrets(tmp_path):
+def test_no_temporary_files_remain_in_the_directory_of_secrets(tmp_path):
     load_secrets(tmp_path, ["a", "b"])
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_the_leftover_of_a_daemon_that_died_while_making_one_is_no_obstacle(tmp_path):
+def test_the_temporary_file_of_a_killed_daemon_does_not_prevent_a_new_secret(tmp_path):
     (tmp_path / "secrets").mkdir(mode=0o700)
     (tmp_path / "secrets" / f".a.{os.getpid()}").write_bytes(b"half")
     load(tmp_path)
@@ -59,7 +59,7 @@ def test_the_leftover_of_a_daemon_that_died_while_making_one_is_no_obstacle(tmp_
 def test_the_first_of_two_daemons_wins(tmp_path):
     winner = b"w" * SECRET_BYTES
 
-    def random(count):  # the other daemon comes between the look and the making
+    def random(count):  # the other daemon creates it between the check and the creation
         (tmp_path / "secrets" / "a").touch(mode=0o600)
         (tmp_path / "secrets" / "a").write_bytes(winner)
         return b"l" * count
@@ -68,7 +68,7 @@ def test_the_first_of_two_daemons_wins(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_a_crash_while_making_one_leaves_none(tmp_path, monkeypatch):
+def test_a_crash_while_creating_a_secret_leaves_none(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(28, "No space left on device")
 
@@ -104,7 +104,7 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path):
+def test_a_secret_that_is_not_a_regular_file_is_refused(tmp_path):
     load(tmp_path)
     (tmp_path / "secrets" / "a").rename(tmp_path / "real")
     (tmp_path / "secrets" / "a").symlink_to(tmp_path / "real")
@@ -129,7 +129,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
         load(tmp_path)
 
 
-def test_many_who_make_one_at_once_agree(tmp_path):
+def test_simultaneous_creators_agree_on_one_secret(tmp_path):
     (tmp_path / "secrets").mkdir(mode=0o700)
     together = threading.Barrier(8)
     found = []
@@ -140,7 +140,7 @@ def test_many_who_make_one_at_once_agree(tmp_path):
 
     pids = iter(range(10_000, 10_008))
     threads = [threading.Thread(target=make) for _ in range(8)]
-    with pytest.MonkeyPatch.context() as patch:  # threads share a pid, and daemons do not
+    with pytest.MonkeyPatch.context() as patch:  # threads share a pid, daemons do not
         patch.setattr(os, "getpid", lambda: next(pids))
         for thread in threads:
             thread.start()
@@ -150,7 +150,7 @@ def test_many_who_make_one_at_once_agree(tmp_path):
     assert len(set(found)) == 1
 
 
-def test_a_secret_that_the_manager_hands_over_comes_first(tmp_path):
+def test_a_secret_from_the_service_manager_has_priority(tmp_path):
     given = tmp_path / "credentials"
     given.mkdir()
     (given / "kvtier.a").write_bytes(b"g" * SECRET_BYTES)

@@ -1,4 +1,4 @@
-"""Tenants: nobody reads, maps, hints at or evicts what is not theirs."""
+"""Isolation of tenants: a user cannot read, map, hint at or evict blocks of another tenant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ uids = [{NOBODY}]
 quota = "50%"
 """
 
-# As another user: does what it is told, prints what came of it.
+# Runs as another user: executes the code it gets, and prints the result.
 OTHER = """
 import mmap, os, socket, sys
 sys.path[:0] = sys.argv[2].split(":")
@@ -69,15 +69,15 @@ def ours(daemon: Daemon) -> tuple[Client, Any, Any]:
     return client, space, keys
 
 
-def test_the_same_tokens_have_other_names(daemon: Daemon) -> None:
+def test_the_same_tokens_have_other_keys_in_another_tenant(daemon: Daemon) -> None:
     client, _, keys = ours(daemon)
     with client:
-        theirs = as_nobody(daemon, "print(space.keys(list(range(16 * 8))).packed.hex())")
-        assert len(theirs) == len(keys.packed.hex())
-        assert theirs != keys.packed.hex()
+        other_keys = as_nobody(daemon, "print(space.keys(list(range(16 * 8))).packed.hex())")
+        assert len(other_keys) == len(keys.packed.hex())
+        assert other_keys != keys.packed.hex()
 
 
-def test_stolen_names_open_nothing(daemon: Daemon) -> None:
+def test_stolen_keys_match_nothing(daemon: Daemon) -> None:
     client, space, keys = ours(daemon)
     with client:
         code = """
@@ -88,7 +88,7 @@ print(space.match(stolen).ready, space.hint(stolen, 0.0), space.pin(stolen), spa
         assert space.match(keys).ready == 8
 
 
-def test_stolen_lease_tokens_open_nothing(daemon: Daemon) -> None:
+def test_stolen_lease_tokens_are_refused(daemon: Daemon) -> None:
     client, space, keys = ours(daemon)
     with client:
         lease = space.lease(keys, deadline_ms=60_000)
@@ -102,7 +102,7 @@ except KvtierError as error:
         lease.release()
 
 
-def test_filling_the_cache_evicts_only_ones_own(daemon: Daemon) -> None:
+def test_filling_the_cache_evicts_only_blocks_of_the_same_tenant(daemon: Daemon) -> None:
     client, space, keys = ours(daemon)
     with client:
         code = """
@@ -116,7 +116,7 @@ print(kept, client.stats()["tiers"]["warm"]["used_bytes"])
         assert space.match(keys).ready == 8
 
 
-def test_pins_take_a_quarter_of_ones_own_and_nothing_of_anothers(daemon: Daemon) -> None:
+def test_pins_use_at_most_a_quarter_of_their_tenants_quota(daemon: Daemon) -> None:
     client, space, keys = ours(daemon)
     with client:
         code = """
@@ -136,7 +136,7 @@ print(pinned * spec.block_bytes, kept, client.stats()["tenants"]["theirs"]["pinn
         assert client.stats()["tenants"]["ours"]["used_bytes"] == 8 * space.spec.block_bytes
 
 
-def test_a_tenants_lookups_are_explained_to_it_alone(daemon: Daemon) -> None:
+def test_a_tenants_lookups_are_explained_only_to_its_users(daemon: Daemon) -> None:
     client, space, keys = ours(daemon)
     with client:
         space.match(keys)
@@ -149,7 +149,7 @@ print(client.explain(), told["keys"][0]["why"])
         assert len(client.explain()["lookups"]) == 2
 
 
-def test_a_tenant_is_told_only_about_itself(daemon: Daemon) -> None:
+def test_stats_contain_only_the_own_tenant(daemon: Daemon) -> None:
     client, _, _ = ours(daemon)
     with client:
         code = "print(client.tenant, sorted(client.stats()['tenants']), client.stats()['saved_tokens'])"
@@ -157,7 +157,7 @@ def test_a_tenant_is_told_only_about_itself(daemon: Daemon) -> None:
         assert sorted(client.stats()["tenants"]) == ["ours", "theirs"], "root may see all"
 
 
-def test_only_ones_own_extents_are_handed_over(daemon: Daemon) -> None:
+def test_only_extents_of_the_own_tenant_are_sent(daemon: Daemon) -> None:
     client, _, keys = ours(daemon)
     with client:
         code = """
@@ -169,7 +169,7 @@ print(len(client.link.arena.extents), client.link.arena.nbytes, found)
         assert as_nobody(daemon, code, keys[3].hex()) == f"2 {16 << 20} 0"
 
 
-def test_tables_of_generations_can_not_be_written_not_even_reopened(daemon: Daemon) -> None:
+def test_generation_tables_can_not_be_written_even_if_reopened(daemon: Daemon) -> None:
     client, _, _ = ours(daemon)
     with client:
         code = """

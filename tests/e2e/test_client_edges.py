@@ -1,4 +1,4 @@
-"""The client at its edges: closing under a save, windows, slots nobody wrote, wrong arguments, interrupts."""
+"""Edge cases of the client: a close during a save, windows, unwritten slots, wrong arguments, interrupts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def filled(space: Any, keys: Any) -> None:
     space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
 
 
-def test_closing_under_a_running_save_gives_its_slots_to_nobody(
+def test_a_close_during_a_save_does_not_free_its_slots(
     daemon_of: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = daemon_of(warm="16MiB")
@@ -63,11 +63,11 @@ def test_closing_under_a_running_save_gives_its_slots_to_nobody(
         closed.set()
         thread.join(60)
         assert failed, "the save says that it failed"
-        daemon.connect().close()  # and the next client, that its slots are free
+        daemon.connect().close()  # the next client is told that the slots are free
         daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 0)
 
 
-def test_slots_that_nobody_wrote_are_not_committed(daemon_of: Callable[..., Daemon]) -> None:
+def test_unwritten_slots_are_not_committed(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     spec = spec_of("unwritten")
     with daemon.connect() as client:
@@ -93,7 +93,7 @@ def test_slots_that_nobody_wrote_are_not_committed(daemon_of: Callable[..., Daem
         assert client.stats()["tiers"]["warm"]["states"]["writing"] == 0
 
 
-def test_looking_at_slots_late_harms_no_committed_block(shared_daemon: Daemon) -> None:
+def test_slots_requested_late_do_not_overwrite_committed_blocks(shared_daemon: Daemon) -> None:
     spec = spec_of("late look")
     with shared_daemon.connect() as client:
         space = client.open(spec)
@@ -132,7 +132,7 @@ def test_a_windows_blocks_keep_their_places_in_the_prefix(shared_daemon: Daemon)
         assert b"".join(each) == whole
 
 
-def test_groups_and_shards_that_are_none_are_refused_before_anything_is_held(
+def test_unknown_groups_and_shards_are_refused_without_a_lease(
     shared_daemon: Daemon,
 ) -> None:
     with shared_daemon.connect() as client:
@@ -149,7 +149,7 @@ def test_groups_and_shards_that_are_none_are_refused_before_anything_is_held(
         assert client.stats()["tenants"]["default"]["leases"] == 0
 
 
-def test_wrong_arguments_are_said_here_and_the_connection_lives(shared_daemon: Daemon) -> None:
+def test_wrong_arguments_are_local_errors_and_the_connection_stays(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         space = client.open(spec_of("arguments"))
         keys = space.keys(TOKENS)
@@ -201,14 +201,14 @@ def test_an_interrupted_request_breaks_the_connection(daemon_of: Callable[..., D
     client.close()
 
 
-def test_polling_and_beginning_never_wait(daemon_of: Callable[..., Daemon]) -> None:
+def test_poll_and_begin_calls_never_wait(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     client = daemon.connect(timeout_s=60)
     space = client.open(spec_of("poll"))
     keys = space.keys(list(range(16 * 512)))
     daemon.process.send_signal(signal.SIGSTOP)
     try:
-        # A call that waits would end with another message: the daemon did not read within 60 s.
+        # A call that waits would fail with another message: the daemon did not read within 60 s.
         with pytest.raises(Unavailable, match="bytes of requests are waiting"):
             for _ in range(1000):
                 space.begin_match(keys)
@@ -216,17 +216,25 @@ def test_polling_and_beginning_never_wait(daemon_of: Callable[..., Daemon]) -> N
     finally:
         daemon.process.send_signal(signal.SIGCONT)
     client.close()
-    client = daemon.connect(timeout_s=5)
-    held = threading.Thread(target=lambda: client.link.lock.acquire() and time.sleep(0.5))
-    held.start()
-    time.sleep(0.1)
+    client = daemon.connect(timeout_s=60)
+    locked, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        client.link.lock.acquire()
+        locked.set()
+        may_end.wait(60)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert locked.wait(60)
     assert client.poll() == {}
-    assert held.is_alive(), "it did not wait for the other thread"
-    held.join()
+    assert holding.is_alive(), "the poll waited for the other thread"
+    may_end.set()
+    holding.join()
     client.link.connection.close(farewell=True)
 
 
-def test_refusals_come_back_as_what_was_asked_for(shared_daemon: Daemon) -> None:
+def test_refused_begin_calls_return_the_requested_type(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         space = client.open(spec_of("refused"))
         space.index = 77_777
@@ -242,7 +250,7 @@ def test_refusals_come_back_as_what_was_asked_for(shared_daemon: Daemon) -> None
         lease.release()
 
 
-def test_a_child_forked_under_a_held_lock_is_told_at_once(shared_daemon: Daemon) -> None:
+def test_a_child_forked_while_a_lock_is_held_gets_an_error_at_once(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         locked, done = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Every error of the client's public calls is a KvtierError, whatever they are given."""
+"""All errors of the client's public calls are KvtierErrors, for any arguments."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ A_WEEK_S = 7 * 24 * 3600
 
 
 class World:
-    """A client, and what hangs from it, each made anew for every call because a call may end it."""
+    """A client with its space, leases and so on. It is created for every call, because a call may close
+    it."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
-        self.client = daemon.connect(timeout_s=5)
+        self.client = daemon.connect(timeout_s=60)
         self.space = self.client.open(spec_of("errors"))
         self.keys = self.space.keys(TOKENS)
         self.arrays = [bytes(self.space.block_bytes)] * len(self.keys)
@@ -43,7 +44,7 @@ def used(context: Any, use: Callable[[Any], Any] = lambda _: None) -> None:
         use(entered)
 
 
-# Each argument of each public call by itself, with the others as they should be.
+# Each argument of each public call, with valid values for the others.
 CALLS: dict[str, Callable[[World, Any], Any]] = {
     "connect socket": lambda w, x: Client.connect(x or "/nonexistent", populate=False).close(),
     "connect timeout_s": lambda w, x: Client.connect(w.daemon.socket, timeout_s=x, populate=False).close(),
@@ -130,7 +131,7 @@ CALLS: dict[str, Callable[[World, Any], Any]] = {
 
 
 def called(world: World, name: str, argument: Any) -> None:
-    """The call may work; if it fails, it fails by a KvtierError."""
+    """The call may succeed. If it fails, it raises a KvtierError."""
     try:
         CALLS[name](world, argument)
     except KvtierError:
@@ -152,7 +153,7 @@ def world(shared_daemon: Daemon) -> Iterator[World]:
 def test_a_wrong_argument_is_a_kvtier_error(world: World, name: str) -> None:
     for argument in BAD:
         called(world, name, argument)
-    world.client.ping()  # and the client is as good as before
+    world.client.ping()  # the client still works
     world.client.poll()
 
 
@@ -168,7 +169,7 @@ HARMLESS = sorted(name for name in CALLS if not name.startswith(("connect", "wai
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(name=st.sampled_from(HARMLESS), argument=ANYTHING)
-def test_anything_at_all_is_a_kvtier_error(world: World, name: str, argument: Any) -> None:
+def test_any_argument_raises_at_most_a_kvtier_error(world: World, name: str, argument: Any) -> None:
     called(world, name, argument)
     world.client.ping()
 
@@ -202,7 +203,7 @@ def test_every_call_after_the_daemon_is_gone_is_unavailable(
     world.client.close()
 
 
-def test_a_released_lease_is_used_with_kvtier_errors_alone(world: World) -> None:
+def test_using_a_released_lease_raises_only_kvtier_errors(world: World) -> None:
     lease = world.space.lease(world.keys)
     part = lease.part(0, 0)
     lease.release()
@@ -215,7 +216,7 @@ def test_a_released_lease_is_used_with_kvtier_errors_alone(world: World) -> None
                 call(argument)
 
 
-def test_a_bad_request_that_is_not_waited_for_fails_where_it_is_made(world: World) -> None:
+def test_a_bad_request_without_a_reply_fails_in_its_call(world: World) -> None:
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -242,7 +243,7 @@ def test_a_pin_lasts_a_week_at_most(world: World) -> None:
     world.space.unpin(world.keys)
 
 
-def test_a_space_tells_block_sizes_as_its_spec_does(world: World) -> None:
+def test_a_space_has_the_block_sizes_of_its_spec(world: World) -> None:
     spec = world.space.spec
     assert world.space.block_bytes == spec.block_bytes
     assert world.space.group_block_bytes(0) == spec.group_block_bytes(0)

@@ -1,4 +1,4 @@
-"""The commands, against real daemons: what an operator sees when things are and are not as they should be."""
+"""The commands with real daemons: their output to an operator, with and without problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY = 65_534
 
 
 def refused(tmp_path: Path, *flags: str, **environment: str) -> str:
-    """What `kvtier serve` says, in one line, when it will not start."""
+    """The one-line error of `kvtier serve` when it refuses to start."""
     environment.setdefault("KVTIER_STATE", str(tmp_path / "state"))
     if "--socket" not in flags and "KVTIER_SOCKET" not in environment:
         flags += ("--socket", str(tmp_path / "kvtier.sock"))
@@ -32,7 +32,7 @@ def refused(tmp_path: Path, *flags: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_status_says_what_a_real_daemon_holds(shared_daemon: Daemon) -> None:
+def test_status_shows_the_contents_of_a_real_daemon(shared_daemon: Daemon) -> None:
     spec = spec_of("status")
     with shared_daemon.connect() as client:
         space = client.open(spec)
@@ -59,7 +59,7 @@ def test_status_without_a_daemon_exits_with_three(tmp_path: Path) -> None:
     assert "kvtier serve" in done.stderr
 
 
-def test_a_stopped_daemon_is_told_with_what_lets_it_go_on(
+def test_a_stopped_daemon_is_reported_with_the_command_that_continues_it(
     daemon_of: Callable[..., Daemon],
 ) -> None:
     daemon = daemon_of()
@@ -72,7 +72,7 @@ def test_a_stopped_daemon_is_told_with_what_lets_it_go_on(
     assert "kvtier serve" not in done.stderr
 
 
-# A command runs once before: where its imports are installed need not be open to everybody.
+# One command runs first as root, because other users may not be able to read the installed modules.
 BE_NOBODY = f"""
 import contextlib, grp, io, os
 from kvtier import Client
@@ -85,7 +85,7 @@ os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 
 @pytest.fixture
 def as_nobody() -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Runs a line of Python as a user who owns nothing here."""
+    """Runs a line of Python as a user who owns no files here."""
     if os.geteuid() != 0:
         pytest.skip("needs root to be somebody else")
 
@@ -96,7 +96,7 @@ def as_nobody() -> Callable[[str], subprocess.CompletedProcess[str]]:
     return run
 
 
-def test_a_socket_that_is_closed_to_this_user_is_told_with_the_remedy(
+def test_a_socket_without_permission_is_reported_with_the_remedy(
     open_folder: Path,
     daemon_of: Callable[..., Daemon],
     as_nobody: Callable[[str], subprocess.CompletedProcess[str]],
@@ -114,7 +114,7 @@ def test_a_socket_that_is_closed_to_this_user_is_told_with_the_remedy(
     assert f"uid {NOBODY} may not enter the directory of {daemon.socket}" in done.stderr
 
 
-def test_the_documents_two_tenants_can_both_connect(
+def test_both_tenants_of_the_documents_example_can_connect(
     open_folder: Path,
     daemon_of: Callable[..., Daemon],
     as_nobody: Callable[[str], subprocess.CompletedProcess[str]],
@@ -129,7 +129,7 @@ def test_the_documents_two_tenants_can_both_connect(
     assert done.stdout == "default\n", done.stderr
 
 
-def test_a_socket_of_a_living_daemon_is_refused_with_its_pid_and_who_named_it(
+def test_a_socket_of_a_running_daemon_is_refused_with_its_pid_and_origin(
     shared_daemon: Daemon, tmp_path: Path
 ) -> None:
     text = refused(tmp_path, "--socket", shared_daemon.socket, "--warm-size", "64MiB")
@@ -177,13 +177,13 @@ def test_too_few_open_files_are_refused_with_the_number_and_the_fix(tmp_path: Pa
     assert (soft, hard) == resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
-def test_a_state_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_state_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     text = refused(tmp_path, "--warm-size", "64MiB", KVTIER_STATE=str(tmp_path / "file" / "state"))
     assert "state" in text
 
 
-def test_a_key_that_nobody_knows_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     config = tmp_path / "kvtier.toml"
     config.write_text('[warm]\nsise = "1GiB"\n')
     assert "size" in refused(tmp_path, "--config", str(config))

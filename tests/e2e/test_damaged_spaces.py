@@ -1,5 +1,5 @@
-"""A bit of a space's description is flipped on disk: no prefix is ready that the true description would not
-have ready."""
+"""A flipped bit in a space's description on disk: no prefix is ready that is not ready with the correct
+description."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.space import Space
 from kvtier_daemon.cli import listing
 from support.daemons import Daemon, start_daemon
 
-WINDOW = 80  # 5 blocks of 16 tokens; one flipped bit makes it 16, which is one block
+WINDOW = 80  # 5 blocks of 16 tokens; with one flipped bit it is 16, which is one block
 SPEC = KvSpec.groups(
     [Group(kind="window", layers=1, kv_heads=1, head_dim=64, window_tokens=WINDOW)],
     model="m", dtype="bfloat16", block_tokens=16, weights="w",
@@ -31,7 +31,7 @@ def serve(folder: Path) -> Daemon:
 
 
 def last_block_alone(client: Client) -> Space:
-    """A space that has the last of ten blocks: a window of five blocks needs the four before it too."""
+    """A space with only the last of ten blocks: a window of five blocks needs the four before it too."""
     space = client.open(SPEC)
     keys = space.keys(list(range(160)))
     space.save(keys[9:], [os.urandom(SPEC.block_bytes)])
@@ -53,7 +53,7 @@ def test_a_flipped_bit_in_the_index_makes_no_prefix_ready(tmp_path: Path) -> Non
         last_block_alone(client)
         assert expected(client) == 0
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 1)
-    daemon.process.kill()  # the segment has no footer: the index alone describes the space
+    daemon.process.kill()  # the segment has no footer: only the index describes the space
     daemon.process.wait()
     data = tmp_path / "cold" / "index" / "data.mdb"
     text = data.read_bytes()
@@ -71,7 +71,7 @@ def test_a_flipped_bit_in_the_index_makes_no_prefix_ready(tmp_path: Path) -> Non
         daemon.stop()
 
 
-def test_without_its_secret_nothing_of_a_tenant_is_found_again(tmp_path: Path) -> None:
+def test_without_its_secret_a_tenants_blocks_are_not_found(tmp_path: Path) -> None:
     secret = tmp_path / "state" / "secrets" / "default"
     daemon = serve(tmp_path)
     with daemon.connect() as client:

@@ -1,4 +1,4 @@
-"""The demo, run as a new user would."""
+"""The demo, as a new user runs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_demo_shows_a_gain_and_says_what_to_do_next() -> None:
+def test_the_demo_shows_a_gain_and_the_next_steps() -> None:
     done = run_demo()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "loaded instead of computed again" in done.stdout
@@ -58,7 +58,9 @@ def test_the_demos_summary_is_consistent() -> None:
         ("--warm", "255MiB", "--warm: 255 MiB is less than 256 MiB"),
     ],
 )
-def test_a_demo_that_could_show_nothing_is_refused(flag: str, value: str, message: str) -> None:
+def test_demo_settings_that_can_not_show_a_gain_are_refused(
+    flag: str, value: str, message: str
+) -> None:
     done = run_demo(flag, value)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kvtier: {message}")

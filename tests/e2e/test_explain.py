@@ -1,4 +1,4 @@
-"""`kvtier explain` and the words that clients have for the planner, with a real daemon."""
+"""`kvtier explain` and the client's planner interface, with a real daemon."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_miss_is_explained_by_its_number_and_by_its_key(
         client.explain(99)
 
 
-def test_an_engine_that_computes_fast_is_told_to_compute(
+def test_an_engine_with_fast_recompute_is_declined(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     daemon = cold_daemon(daemon_of, disk, "through")
@@ -77,9 +77,9 @@ def test_an_engine_that_computes_fast_is_told_to_compute(
         assert stats["tiers"]["cold"]["loads"]["slower"] == 1
         assert stats["miss_tokens"]["slower"] == 16 * (CHAIN - found.ready)
         number = client.explain()["lookups"][0]["number"]
-        told = client.explain(number)
-        assert told["lookup"]["why"] == "slower"
-        assert told["keys"][0]["why"] == "on_disk"
+        explanation = client.explain(number)
+        assert explanation["lookup"]["why"] == "slower"
+        assert explanation["keys"][0]["why"] == "on_disk"
         assert "recomputing was expected to be faster" in explained(daemon, str(number))
         space.prefill(1.0, 0.0)
         found = space.match(keys, request=6)
@@ -95,7 +95,7 @@ def test_an_engine_that_computes_fast_is_told_to_compute(
         assert daemon.stats()["failures"]["bad_request"] == 3
 
 
-def test_what_is_computed_again_comes_into_memory_meanwhile(
+def test_blocks_that_are_recomputed_repeatedly_are_promoted(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     daemon = cold_daemon(daemon_of, disk, "through")
@@ -106,7 +106,7 @@ def test_what_is_computed_again_comes_into_memory_meanwhile(
         space = client.open(SPEC)
         keys = space.keys(tokens(0))
         space.prefill(1e-12, 0.0)
-        for request in (5, 5, 6):  # computed by two, and saved in vain
+        for request in (5, 5, 6):  # two requests compute it, and save it without effect
             found = space.match(keys, request=request)
             assert (found.ready + found.coming < CHAIN, found.why) == (True, "slower")
             assert space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys]).present
@@ -121,7 +121,7 @@ def test_what_is_computed_again_comes_into_memory_meanwhile(
         assert (loads["slower"], loads["prefetch"]) == (2, 1)
 
 
-def test_a_pin_is_taken_back(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_pin_can_be_removed(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     with daemon.connect() as client:
         save(client, 0)
@@ -138,7 +138,7 @@ def why(client: Client, chain: int, at: int = 0) -> str:
     return str(client.explain(keys=key)["keys"][0]["why"])
 
 
-def test_what_memory_gave_up_is_told_with_its_reason(daemon_of: Callable[..., Daemon]) -> None:
+def test_blocks_evicted_from_memory_are_explained(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(config='[warm]\nsize = "4MiB"\npolicy = "lru"\n')
     with daemon.connect() as client:
         space = client.open(SPEC)
@@ -152,8 +152,8 @@ def test_what_memory_gave_up_is_told_with_its_reason(daemon_of: Callable[..., Da
             "expired", "evicted", "in_memory", "forgotten", "never_stored",
         ]  # fmt: skip
         for chain, by in ((0, True), (1, True), (3, False)):
-            told = explained(daemon, space.keys(tokens(chain))[0].hex())
-            assert ("s ago, by lru)" in told) is by, told
+            explanation = explained(daemon, space.keys(tokens(chain))[0].hex())
+            assert ("s ago, by lru)" in explanation) is by, explanation
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_memory_gave_up_is_told_with_its_reason(daemon_of: Callable[..., Da
         ("", "off"),
     ],
 )
-def test_what_no_disk_took_is_told_with_its_reason(
+def test_unwritten_blocks_are_explained(
     daemon_of: Callable[..., Daemon], disk: Path, more: str, reason: str
 ) -> None:
     daemon = cold_daemon(daemon_of, disk, "through", "lru", more)
@@ -176,13 +176,11 @@ def test_what_no_disk_took_is_told_with_its_reason(
             settled(daemon)
         chain = next(one for one in range(12) if why(client, one) not in ("on_disk", "in_memory"))
         assert why(client, chain) == reason
-        told = explained(daemon, client.open(SPEC).keys(tokens(chain))[0].hex())
-        assert "s ago, by lru)" in told
+        explanation = explained(daemon, client.open(SPEC).keys(tokens(chain))[0].hex())
+        assert "s ago, by lru)" in explanation
 
 
-def test_what_the_disk_gave_up_is_told_with_its_reason(
-    daemon_of: Callable[..., Daemon], disk: Path
-) -> None:
+def test_blocks_lost_from_disk_are_explained(daemon_of: Callable[..., Daemon], disk: Path) -> None:
     warm = '[warm]\nsize = "16MiB"\npolicy = "lru"\n'
     cold = (
         f'[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\nsegment = "1MiB"\nwrite = "through"\n'

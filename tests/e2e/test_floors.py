@@ -1,4 +1,4 @@
-"""Loose floors of speed and size, far below what the benchmarks hold: they catch a path that broke."""
+"""Wide limits of speed and size, far from the values of the benchmarks: they detect a broken path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = KvSpec.dense(
 
 
 def ratio(one: Callable[[], object], other: Callable[[], object], rounds: int = 7) -> float:
-    """The median of other's time over one's, in pairs."""
+    """The median ratio of the other's time to this one's, in pairs."""
     ratios = []
     for _ in range(rounds + 1):
         started = time.perf_counter()
@@ -34,8 +34,8 @@ def ratio(one: Callable[[], object], other: Callable[[], object], rounds: int = 
 def reaches(
     floor: float, one: Callable[[], object], other: Callable[[], object], tries: int = 4
 ) -> bool:
-    """Whether one is as fast as that in one of some tries: what else runs here slows down more often the one
-    that has another process to wait for."""
+    """Whether the ratio reaches the limit in one of several tries: other load on the machine slows down
+    the one that waits for another process more often."""
     found: list[float] = []
     while len(found) < tries and max(found, default=0.0) <= floor:
         found.append(ratio(one, other))
@@ -93,7 +93,7 @@ def test_keys_cost_little_more_than_their_hashes() -> None:
     assert ratio(lambda: token_keys(bytes(32), tokens, 16), hashes) > 0.5
 
 
-def test_a_block_costs_128_bytes_of_catalog() -> None:
+def test_a_block_uses_128_bytes_of_the_catalog() -> None:
     store, policy, count = Store(), Lru(), 1 << 18
     store.add_extent(count * 4096, bytearray(count * 8))
     space = store.add_space([(0, 0, 4096)], [1])

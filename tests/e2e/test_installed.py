@@ -1,5 +1,5 @@
-"""The service as an administrator installs it: the commands that `kvtier install-service` prints, run
-unmodified and in order under a real systemd that is PID 1 of its own namespaces."""
+"""The service as an administrator installs it: the commands that `kvtier install-service` prints run
+unmodified and in order with a real systemd that is PID 1 of its own namespaces."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ with Client.connect() as client:
         if not found.coming and sys.argv[1:] != ["patient"]:
             sys.exit(f"not found: {{found}}")
 """
-# A connection that is open while the service is restarted, and the same program connecting anew.
+# A connection that is open while the service restarts; then the same program connects again.
 RECONNECT = f"""{CLIENT}
 import pathlib, subprocess
 client = Client.connect()
@@ -78,9 +78,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def printed(machine: Machine, flags: str = "") -> list[str]:
-    """The commands that `kvtier install-service` tells the administrator to run."""
-    said = machine.do(f"{PROGRAM} install-service {flags}")
-    _, _, commands = said.partition("now run, as root:\n")
+    """The commands that `kvtier install-service` prints for the administrator."""
+    output = machine.do(f"{PROGRAM} install-service {flags}")
+    _, _, commands = output.partition("now run, as root:\n")
     return [line.strip() for line in commands.splitlines()]
 
 
@@ -126,15 +126,15 @@ def test_the_printed_commands_install_serve_reload_restart_and_upgrade(machine: 
     assert "serves on" in machine.do(f"{lines} info") and "serves on" not in machine.do(
         f"{lines} notice"
     )
-    # The journal took the priority off and adds the time.
+    # The journal removes the priority and adds the time.
     assert not re.findall(r"^(?:<\d>|\d{4}-)", machine.do(f"{lines} debug"), re.MULTILINE)
     machine.do("rm /etc/kvtier/conf.d/wrong.toml")
 
-    # The page for operators, as printed. What was in memory alone is on the disk then.
+    # The operators' page, with the commands as printed. Dirty blocks are on the disk afterwards.
     shell = [one.text for one in blocks(OPERATIONS) if one.language == "sh"]
     page = [
         text for text in shell if "helm install" not in text
-    ]  # tests/daemon/test_chart.py has that
+    ]  # tests/daemon/test_chart.py covers it
     assert len(page) == 4 and page[0].startswith("python3 -m venv"), "which tests/faults runs"
     for block in page[1:]:
         machine.do(f"set -e; PATH=/opt/kvtier/bin:$PATH\n{block}")
@@ -143,7 +143,7 @@ def test_the_printed_commands_install_serve_reload_restart_and_upgrade(machine: 
     assert machine.show("MainPID") not in ("0", main)
     assert python(machine, "load", LOAD, "patient", as_user=member) == "[1, 2, 3, 4]"
 
-    # An upgrade: new files of the program, and the same command again.
+    # An upgrade: new program files, and the same command again.
     main = machine.show("MainPID")
     machine.do(
         "sed -i 's/^__version__ = .*/__version__ = \"9.9.9\"/'"

@@ -1,4 +1,4 @@
-"""A model that is stored with a loss, as its users see it: to disk and back, and over restarts."""
+"""A model that is stored with a loss, for its users: to disk and back, and over restarts."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def began(
 
 
 def save_all(client: Client, daemon: Daemon, spec: KvSpec) -> None:
-    """Every chain, each on the disk before the next."""
+    """Save every chain, each after the previous one is on the disk."""
     for chain in range(CHAINS):
         save(client, chain, spec, content)
         settled(daemon)
 
 
 def found(client: Client, chain: int, spec: KvSpec = SPEC) -> list[tuple[bytes, bytes]]:
-    """Key and bytes of each leading block of a chain that comes back."""
+    """Key and bytes of each leading block of a chain that is read back."""
     brought(client, chain, spec=spec)
     space = client.open(spec)
     keys = space.keys(tokens(chain))
@@ -69,7 +69,7 @@ def found(client: Client, chain: int, spec: KvSpec = SPEC) -> list[tuple[bytes, 
 
 
 def check(asked: str, blocks: list[tuple[bytes, bytes]], whole: bool = True) -> int:
-    """How many have lost something: all others are as they were saved."""
+    """The number of blocks with a loss. All others must equal the saved ones."""
     assert len(blocks) == CHAIN or not whole
     lossy = 0
     for at, (key, block) in enumerate(blocks):
@@ -82,7 +82,7 @@ def check(asked: str, blocks: list[tuple[bytes, bytes]], whole: bool = True) -> 
 
 
 @pytest.mark.parametrize("asked", ["q8", "ecsq-mid", "cachegen-mid"])
-def test_what_left_memory_comes_back_as_the_twin_says(
+def test_evicted_blocks_are_read_back_as_the_reference_codec_decodes_them(
     daemon_of: Callable[..., Daemon], disk: Path, asked: str
 ) -> None:
     daemon = began(daemon_of, disk, asked)
@@ -96,10 +96,14 @@ def test_what_left_memory_comes_back_as_the_twin_says(
                 settled(daemon)
         cold = daemon.stats()["tiers"]["cold"]
         assert cold["states"]["written"] == CHAINS * CHAIN, "nothing is written twice"
-        (said,) = cold["coding"]["spaces"]
-        assert (said["asked"], said["codec"], said["why"]) == (asked, asked, "")
-        assert said["lossy"]
-        assert said["ratios"][asked] > 1.7
+        (space_report,) = cold["coding"]["spaces"]
+        assert (space_report["asked"], space_report["codec"], space_report["why"]) == (
+            asked,
+            asked,
+            "",
+        )
+        assert space_report["lossy"]
+        assert space_report["ratios"][asked] > 1.7
         assert cold["used_bytes"] < CHAINS * CHAIN * SPEC.block_bytes * 0.63
     daemon.stop()
     daemon = began(daemon_of, disk, asked)
@@ -110,7 +114,7 @@ def test_what_left_memory_comes_back_as_the_twin_says(
             settled(daemon)
 
 
-def test_no_configuration_is_given_what_another_has_stored(
+def test_no_configuration_gets_blocks_of_another(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     turns = ["q8", "", "ecsq-lo", "q8", ""]
@@ -134,7 +138,7 @@ def test_no_configuration_is_given_what_another_has_stored(
 @pytest.mark.parametrize(
     ("before", "stored"), [("q8", "q8"), ("ecsq-lo", "another codec or profile"), ("", "lossless")]
 )
-def test_what_nobody_can_ask_for_any_more_is_counted_and_explained_and_kept(
+def test_blocks_of_an_earlier_configuration_are_counted_explained_and_kept(
     daemon_of: Callable[..., Daemon], disk: Path, before: str, stored: str
 ) -> None:
     now = "" if before else "q8"
@@ -149,8 +153,8 @@ def test_what_nobody_can_ask_for_any_more_is_counted_and_explained_and_kept(
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["unasked"] == CHAIN)
         assert found(client, 0) == []
         number = client.explain()["lookups"][0]["number"]
-    told = explained(daemon, str(number))
-    assert f"differs in: cold.codecs '{stored}' (here '{now or 'lossless'}')" in told
+    answer = explained(daemon, str(number))
+    assert f"differs in: cold.codecs '{stored}' (here '{now or 'lossless'}')" in answer
     assert "no request can find it" in explained(daemon, old)
     assert (
         f"{CHAIN} blocks stored with another" in kvtier("status", "--socket", daemon.socket).stdout
@@ -166,7 +170,7 @@ def explained(daemon: Daemon, what: str) -> str:
     return kvtier("explain", what, "--socket", daemon.socket).stdout
 
 
-def test_other_models_lose_nothing(daemon_of: Callable[..., Daemon], disk: Path) -> None:
+def test_other_models_are_stored_without_loss(daemon_of: Callable[..., Daemon], disk: Path) -> None:
     daemon = began(daemon_of, disk, "q4")
     with daemon.connect() as client:
         save_all(client, daemon, OTHER)
@@ -175,8 +179,12 @@ def test_other_models_lose_nothing(daemon_of: Callable[..., Daemon], disk: Path)
                 block_of(key, OTHER) for key in client.open(OTHER).keys(tokens(chain))
             ]
             settled(daemon)
-        (said,) = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
-        assert (said["asked"], said["why"], said["lossy"]) == ("auto", "", False)
+        (space_report,) = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
+        assert (space_report["asked"], space_report["why"], space_report["lossy"]) == (
+            "auto",
+            "",
+            False,
+        )
 
 
 MLA = KvSpec.mla(
@@ -185,8 +193,8 @@ MLA = KvSpec.mla(
 )  # fmt: skip
 PAGES = msgspec.structs.replace(
     MLA, layout="LBHNC 0123 page:latent=128+32"
-)  # as an engine has them
-LARGE = msgspec.structs.replace(MLA, block_tokens=24_000)  # 44 MiB a block
+)  # the layout of engines
+LARGE = msgspec.structs.replace(MLA, block_tokens=24_000)  # 44 MiB per block
 
 
 def mla_daemon(daemon_of: Callable[..., Daemon], disk: Path, asked: str, large: bool) -> Daemon:
@@ -205,8 +213,8 @@ codecs = ["lossy*={asked}"]
 
 
 def latents_once_lost(asked: str, spec: KvSpec, position: int, block: bytes) -> bytes:
-    """By the kernels, part by part."""
-    loss = Losses([(spec.model, asked)], [profile_of(MLA, exact_dims=32)]).look(spec)
+    """The latents after one loss, by the kernels, part by part."""
+    loss = Losses([(spec.model, asked)], [profile_of(MLA, exact_dims=32)]).find(spec)
     assert isinstance(loss, Loss)
     codec, back = loss.codec(0, 0), bytearray(len(block))
     assert codec is not None
@@ -227,10 +235,10 @@ def latents_once_lost(asked: str, spec: KvSpec, position: int, block: bytes) -> 
     ],
     ids=["ecsq", "cachegen", "pages", "44 MiB"],
 )
-def test_latents_lose_and_what_rope_has_turned_is_as_it_was(
+def test_latents_have_a_loss_and_their_rope_part_is_exact(
     daemon_of: Callable[..., Daemon], disk: Path, spec: KvSpec, blocks: int, asked: str
 ) -> None:
-    """Of blocks of any size; other chains push them out of memory."""
+    """For blocks of any size; other chains evict them from memory."""
     daemon = mla_daemon(daemon_of, disk, asked, large=spec is LARGE)
     daemon.wait_for_arena()
     chains = 4 if spec is LARGE else 20
@@ -273,7 +281,8 @@ def test_latents_lose_and_what_rope_has_turned_is_as_it_was(
 def test_a_profile_that_was_replaced_is_another_identity(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
-    """Found again when the first one is back; what was stored by neither is given for the other."""
+    """The blocks of the first profile are found again when it is back. Neither profile's blocks are
+    returned for the other."""
     path = disk.parent / "profile.kvtp"
     first, second = (files.encode(profile_of(SPEC, step=step)) for step in (0, 6))
     for turn, text in enumerate((first, second, first, second)):
@@ -293,14 +302,14 @@ def test_a_profile_that_was_replaced_is_another_identity(
                 if at % 8 == 3:
                     assert block == once_lost("ecsq-mid", SPEC, 16 * at, saved, step)
             assert turn < 2 or len(blocks) == CHAIN
-            # A file that changes while it serves changes nothing.
+            # Changing the file while the daemon runs has no effect.
             path.write_bytes(first if text == second else second)
             client.open(SPEC)
         daemon.stop()
 
 
 @pytest.mark.parametrize("asked", ["q4", "ecsq-mid"])
-def test_damage_on_the_disk_is_a_miss_or_what_the_twin_says(
+def test_a_damaged_lossy_block_is_a_miss_or_decoded_correctly(
     daemon_of: Callable[..., Daemon], disk: Path, asked: str
 ) -> None:
     daemon = began(daemon_of, disk, asked)
@@ -321,7 +330,7 @@ def test_damage_on_the_disk_is_a_miss_or_what_the_twin_says(
     daemon = began(daemon_of, disk, asked)
     with daemon.connect() as client:
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] > 0)
-        time.sleep(0.5)
+        daemon.wait_for_disks()
         came = 0
         for chain in range(CHAINS):
             came += check(asked, found(client, chain), whole=False)
@@ -330,25 +339,27 @@ def test_damage_on_the_disk_is_a_miss_or_what_the_twin_says(
         assert daemon.stats()["tiers"]["cold"]["faults"] == 0, "the disk is sound"
 
 
-def test_a_kill_at_any_moment_leaves_what_the_twin_says_or_nothing(
+def test_after_a_kill_lossy_blocks_are_correct_or_missing(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     chance, came = random.Random(5), 0
     for cycle in range(4):
         daemon = began(daemon_of, disk, "ecsq-mid")
         with daemon.connect() as client:
-            time.sleep(0.3)
+            daemon.wait_for_disks()
             for chain in range(4 * cycle):
                 came += check("ecsq-mid", found(client, chain), whole=False)
             for chain in range(4 * cycle, 4 * cycle + 4):
                 save(client, chain, SPEC, content)
-            time.sleep(chance.random() * 0.3)  # some are being encoded, some written
+            time.sleep(chance.random() * 0.3)  # some blocks are being encoded, others written
             daemon.process.send_signal(signal.SIGKILL)
             daemon.process.wait()
     assert came > 4 * CHAIN
 
 
-def test_a_full_disk_costs_blocks_and_no_byte(daemon_of: Callable[..., Daemon], disk: Path) -> None:
+def test_a_full_disk_loses_blocks_but_returns_no_wrong_byte(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
     folder = disk.parent / "mounted"
     folder.mkdir()
     with mounted(folder, 128 << 20) as file_system:

@@ -1,4 +1,4 @@
-"""What a tenant's odd spaces leave behind in the daemon's memory."""
+"""Memory that unusual spaces of a tenant leave in the daemon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.layout import Group, KvSpec
 from support.daemons import start_daemon
 
 
-def test_headers_of_spaces_that_are_gone_take_no_memory(tmp_path: Path) -> None:
+def test_headers_of_removed_spaces_use_no_memory(tmp_path: Path) -> None:
     cold = tmp_path / "cold"
     cold.mkdir()
     config = (

@@ -1,4 +1,4 @@
-"""The commands of who runs the daemon: keys, purge, monitor, top; and all, where no daemon answers."""
+"""The operator's commands: keys, purge, monitor, top; and all commands without a working daemon."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def kvtier(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def told(*arguments: str) -> Any:
+def json_of(*arguments: str) -> Any:
     done = kvtier(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def saved(client: Client, name: str, count: int, first: int = 0) -> list[bytes]:
-    """Save a chain of so many blocks in a space of this name."""
+    """Save a chain of `count` blocks in a space of this name."""
     space = client.open(spec_of(name))
     keys = space.keys([first] * count * 16)
     space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
@@ -74,7 +74,7 @@ TALKS = {
     "top": ["--once"],
 }
 AT_ONCE = 6
-GOES_ON = {"bugreport": ["--dry-run"], "doctor": []}  # and says what it could not ask
+GOES_ON = {"bugreport": ["--dry-run"], "doctor": []}  # they report that the daemon did not answer
 ASKS_NOBODY = {
     "bench",
     "calibrate",
@@ -94,7 +94,7 @@ def test_every_command_is_known_to_talk_or_not() -> None:
 
 @contextlib.contextmanager
 def listening(path: Path, answer: bytes) -> Iterator[None]:
-    """Something that answers this to whoever connects, and hangs up."""
+    """A server that sends this answer to every client, and closes the connection."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen(8)
@@ -119,7 +119,7 @@ def listening(path: Path, answer: bytes) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str]]]:
-    """Sockets of daemons that are no use, each with what is to be said of it."""
+    """Sockets without a working daemon, each with the expected message."""
     folder = tmp_path_factory.mktemp("places")
     newer = wire.Failed(
         1, "wrong_schema", "the daemon is kvtier 99.9 and uses another schema", True
@@ -139,12 +139,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple
 
 
 @pytest.mark.parametrize("how", ["dead", "hung", "newer", "other"])
-def test_who_asks_a_daemon_that_is_no_use_is_told_in_a_line(
+def test_commands_without_a_working_daemon_report_it_in_one_line(
     places: dict[str, tuple[str, str]], how: str
 ) -> None:
     path, text = places[how]
     asked = [(name, *TALKS[name], *more) for name in sorted(TALKS) for more in ([], ["--json"])]
-    with ThreadPoolExecutor(AT_ONCE) as together:  # most of them do nothing but wait
+    with ThreadPoolExecutor(AT_ONCE) as together:  # most of them only wait
         for words, done in zip(
             asked, together.map(lambda words: kvtier(*words, "--socket", path), asked), strict=True
         ):
@@ -157,7 +157,7 @@ def test_who_asks_a_daemon_that_is_no_use_is_told_in_a_line(
 def test_a_command_that_took_long_to_start_waits_less_for_a_daemon_that_hangs(
     places: dict[str, tuple[str, str]],
 ) -> None:
-    """So that who asks is told in the same time."""
+    """The user gets the message within the same total time."""
     path, _ = places["hung"]
     slow = "import sys, time; time.sleep(1); from kvtier_daemon.cli import main; main(sys.argv[1:])"
     for words in (["status"], ["purge", "--all", "--yes"]):
@@ -170,7 +170,7 @@ def test_a_command_that_took_long_to_start_waits_less_for_a_daemon_that_hangs(
 
 @pytest.mark.parametrize("how", ["dead", "hung", "newer", "other"])
 @pytest.mark.parametrize("command", sorted(GOES_ON))
-def test_who_can_go_on_without_a_daemon_says_why_there_is_none(
+def test_commands_that_work_without_a_daemon_report_why_it_is_missing(
     places: dict[str, tuple[str, str]], command: str, how: str
 ) -> None:
     path, text = places[how]
@@ -182,8 +182,8 @@ def test_who_can_go_on_without_a_daemon_says_why_there_is_none(
         assert done.returncode == 0, done.stderr
 
 
-def test_doctor_tells_a_missing_daemon_from_what_fails_here(tmp_path: Path) -> None:
-    """So a script may ask before the first start."""
+def test_doctor_distinguishes_a_missing_daemon_from_failed_checks(tmp_path: Path) -> None:
+    """A script may run it before the first start."""
     nobody = ("--socket", str(tmp_path / "dead"))
     done = kvtier("doctor", "--json", *nobody)
     levels = {one["name"]: one["level"] for one in json.loads(done.stdout)}
@@ -194,7 +194,7 @@ def test_doctor_tells_a_missing_daemon_from_what_fails_here(tmp_path: Path) -> N
     assert kvtier("doctor", "--config", str(wrong), *nobody).returncode == 2
 
 
-def test_a_daemon_that_stops_while_it_is_watched_is_told(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_command_reports_that_its_daemon_stopped(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     with started("monitor", "--socket", daemon.socket) as watching:
         wait_for_a_watcher(daemon)
@@ -207,12 +207,12 @@ def test_a_daemon_that_stops_while_it_is_watched_is_told(daemon_of: Callable[...
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def test_keys_lists_spaces_and_what_they_hold(daemon_of: Callable[..., Daemon]) -> None:
+def test_keys_lists_spaces_and_their_blocks(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     with daemon.connect() as client:
         keys = saved(client, "listed", 40)
         saved(client, "another", 3)
-        (spaces,) = told("keys", "--socket", daemon.socket)["tenants"].values()
+        (spaces,) = json_of("keys", "--socket", daemon.socket)["tenants"].values()
         held = {space["model"]: space for space in spaces}
         assert held["listed"]["memory_blocks"] == 40
         assert held["listed"]["memory_bytes"] == 40 * spec_of().block_bytes
@@ -221,12 +221,12 @@ def test_keys_lists_spaces_and_what_they_hold(daemon_of: Callable[..., Daemon]) 
         number = str(held["listed"]["space"])
         identity = held["listed"]["identity"]
         for name in (number, identity[:8]):
-            report = told("keys", "--space", name, "--limit", "100", "--socket", daemon.socket)
+            report = json_of("keys", "--space", name, "--limit", "100", "--socket", daemon.socket)
             assert {one["key"] for one in report["keys"]} == {key.hex() for key in keys}
-        few = told("keys", "--space", number, "--limit", "7", "--socket", daemon.socket)
+        few = json_of("keys", "--space", number, "--limit", "7", "--socket", daemon.socket)
         assert len(few["keys"]) == 7
         with client.open(spec_of("listed")).load(keys[:5], deadline_ms=60_000):
-            report = told("keys", "--space", number, "--limit", "100", "--socket", daemon.socket)
+            report = json_of("keys", "--space", number, "--limit", "100", "--socket", daemon.socket)
             leased = {one["key"] for one in report["keys"] if one["leases"]}
             assert leased == {key.hex() for key in keys[:5]}
         table = kvtier("keys", "--space", number, "--socket", daemon.socket).stdout
@@ -236,7 +236,7 @@ def test_keys_lists_spaces_and_what_they_hold(daemon_of: Callable[..., Daemon]) 
     assert nothing.returncode == 2 and "kvtier keys" in nothing.stderr
 
 
-def test_a_long_list_comes_in_pieces(shared_daemon: Daemon) -> None:
+def test_a_long_list_is_sent_in_parts(shared_daemon: Daemon) -> None:
     spec = spec_of("small", layers=1, kv_heads=1, head_dim=32, block_tokens=1)
     count = wire.LIMIT_LISTED + 500
     with shared_daemon.connect() as client:
@@ -244,14 +244,14 @@ def test_a_long_list_comes_in_pieces(shared_daemon: Daemon) -> None:
         keys = space.keys([7] * count)
         space.save(keys, [bytes(spec.block_bytes)] * count)
         number = str(space.index)
-        report = told(
+        report = json_of(
             "keys", "--space", number, "--limit", "9999", "--socket", shared_daemon.socket
         )
         assert sorted(one["key"] for one in report["keys"]) == sorted(key.hex() for key in keys)
         space.forget(keys)
 
 
-# --- whose it is ---------------------------------------------------------------------------------
+# --- permissions ---------------------------------------------------------------------------------
 
 BE_NOBODY = f"""
 import contextlib, io, os
@@ -268,7 +268,7 @@ def attempt(client, request, kind):
 """
 
 
-def test_what_is_anothers_is_neither_listed_nor_forgotten_nor_watched(
+def test_blocks_of_another_tenant_are_not_listed_forgotten_or_watched(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     if os.geteuid() != 0:
@@ -302,12 +302,13 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
         command = [sys.executable, "-c", script]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as theirs:
-            assert theirs.stdout is not None
-            lines = [theirs.stdout.readline().split() for _ in range(5)]
+        ) as other_user:
+            assert other_user.stdout is not None
+            lines = [other_user.stdout.readline().split() for _ in range(5)]
             client.open(spec_of("secret-model")).match(keys)
-            time.sleep(0.2)
-            out, _ = theirs.communicate("\n", timeout=30)
+            for _ in range(20):
+                client.ping()
+            out, _ = other_user.communicate("\n", timeout=60)
         assert lines[:3] == [
             ["ours", "no_tenant", "no_tenant", "no_tenant"],
             ["theirs", "Report", "Listed", "unknown_space"],
@@ -315,8 +316,8 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
         ]
         assert lines[3:] == [["False", "False"], ["watches"]]
         assert out == "0\n"
-        # Who runs the daemon sees both.
-        assert set(told("keys", "--socket", daemon.socket)["tenants"]) == {"ours", "theirs"}
+        # The operator sees both tenants.
+        assert set(json_of("keys", "--socket", daemon.socket)["tenants"]) == {"ours", "theirs"}
         assert client.open(spec_of("secret-model")).match(keys).ready == 4
 
 
@@ -352,20 +353,20 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
             command, capture_output=True, text=True, check=False, timeout=60,
             env=dict(os.environ, PYTHONPATH=path),
         )  # fmt: skip
-        said = done.stdout
-        assert said.startswith("4\n"), ("each block can be told from the others", done.stderr)
-        ready = [line.split() for line in said.splitlines()[1:5]]
+        output = done.stdout
+        assert output.startswith("4\n"), ("each block can be told from the others", done.stderr)
+        ready = [line.split() for line in output.splitlines()[1:5]]
         assert [count for _, count in ready] == ["0"] * 4, "what was listed can't be loaded"
         every = [key.hex() for key in (*keys, *missing)]
-        assert not any(key in said for key in every)
+        assert not any(key in output for key in every)
         assert {listed[:16] for listed, _ in ready} == {key[:16] for key in every[:4]}
-        # Who runs the daemon sees them in full.
-        listed = told_of(daemon, space.index)
+        # The operator sees the full keys.
+        listed = listed_keys(daemon, space.index)
         assert {one["key"] for one in listed} == set(every[:4])
 
 
-def told_of(daemon: Daemon, space: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = told("keys", "--space", str(space), "--socket", daemon.socket)[
+def listed_keys(daemon: Daemon, space: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json_of("keys", "--space", str(space), "--socket", daemon.socket)[
         "keys"
     ]
     return found
@@ -382,7 +383,7 @@ def cold(folder: Path) -> str:
     )
 
 
-def test_what_was_purged_stays_so_after_a_kill(
+def test_purged_blocks_stay_purged_after_a_kill(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     config = cold(tmp_path)
@@ -403,7 +404,7 @@ def test_what_was_purged_stays_so_after_a_kill(
             first, forgotten = piece.next, forgotten + piece.blocks
             if not first:
                 break
-        daemon.process.kill()  # at once: the last answer is a promise
+        daemon.process.kill()  # immediately: the last answer confirms that the purge persists
         assert forgotten == 700
     daemon.process.wait(60)
     daemon = daemon_of(folder=tmp_path / "d", config=config)
@@ -419,14 +420,14 @@ PIECE = 64
 
 
 def pieces_on_disk(folder: Path) -> set[bytes]:
-    """All aligned pieces of 64 bytes, but for zeros, of the frames in segment files, and of
-    what lies where frames may."""
+    """All aligned pieces of 64 bytes, except zeros, of the frames in segment files, and of the places
+    where frames may be."""
     found: set[bytes] = set()
     for path in (folder / "cold" / "segments").rglob("*"):
         if path.is_file():
             text = path.read_bytes()
             end = len(text) - PAGE
-            with contextlib.suppress(FrameError):  # one that is full lists its frames at its end
+            with contextlib.suppress(FrameError):  # a full segment lists its frames at its end
                 end = Trailer.decode(text[-PAGE:], Head.decode(text[:PAGE])).table_at
             found |= {text[at : at + PIECE] for at in range(PAGE, end, PIECE)}
     return found - {bytes(PIECE)}
@@ -438,11 +439,11 @@ def on_disk(count: int) -> Callable[[dict[str, Any]], bool]:
 
 @pytest.mark.parametrize("codec", ["raw", "r32"])
 @pytest.mark.parametrize("what", ["--space", "--all"])
-def test_nothing_of_what_was_purged_is_left_on_disk(
+def test_no_bytes_of_purged_blocks_remain_on_disk(
     daemon_of: Callable[..., Daemon], tmp_path: Path, codec: str, what: str
 ) -> None:
-    """Neither the blocks as they were saved nor as they were encoded, also where the daemon is killed right
-    after the answer; and what was not purged is found again."""
+    """Neither the saved nor the encoded bytes remain, even if the daemon is killed right after the
+    answer. All other blocks are found again."""
     config = f'{cold(tmp_path)}codec = "{codec}"\n'
     daemon = daemon_of(folder=tmp_path / "d", config=config)
     with daemon.connect() as client:
@@ -480,20 +481,20 @@ def test_nothing_of_what_was_purged_is_left_on_disk(
             assert texts == [pattern(key, space.spec.block_bytes) for key in staying]
 
 
-def test_purge_all_forgets_what_is_held_too(daemon_of: Callable[..., Daemon]) -> None:
+def test_purge_all_forgets_leased_blocks_too(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     with daemon.connect() as client:
         keys = saved(client, "held", 30)
         space = client.open(spec_of("held"))
         assert space.pin(keys) > 0
         with space.load(keys, deadline_ms=60_000) as blocks:
-            told("purge", "--all", "--yes", "--socket", daemon.socket)
+            json_of("purge", "--all", "--yes", "--socket", daemon.socket)
             assert bytes(blocks[3]) == pattern(keys[3], len(blocks[3]))
             assert space.match(keys).ready == 0
         assert daemon.stats()["tiers"]["warm"]["used_bytes"] == 0
 
 
-def test_who_is_asked_whether_to_purge_is_told_of_what_and_may_leave(
+def test_the_question_before_a_purge_names_its_size_and_can_be_declined(
     shared_daemon: Daemon,
 ) -> None:
     with shared_daemon.connect() as client:
@@ -509,7 +510,7 @@ def test_who_is_asked_whether_to_purge_is_told_of_what_and_may_leave(
             while b"Continue?" not in text:
                 text += os.read(outer, 4096)
             assert b"blocks in memory and 0 on disk, in " in text
-            # One that comes between the question and the read is seen only after the read.
+            # Blocks that are added between the question and the read are seen only after the read.
             deadline = time.monotonic() + 60
             while process.poll() is None and time.monotonic() < deadline:
                 process.send_signal(signal.SIGINT)
@@ -522,7 +523,7 @@ def test_who_is_asked_whether_to_purge_is_told_of_what_and_may_leave(
             os.close(outer)
 
 
-def test_an_interrupted_purge_says_so_and_can_be_run_again(
+def test_an_interrupted_purge_reports_it_and_can_be_repeated(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kvtier_daemon.cli import main
@@ -533,14 +534,14 @@ def test_an_interrupted_purge_says_so_and_can_be_run_again(
         keys = space.keys([3] * 3000)
         space.save(keys, [bytes(spec.block_bytes)] * 3000)
         pieces = 0
-        asks = type(client.link).ask
+        plain_ask = type(client.link).ask
 
         def ask(link: Any, request: wire.Message, kind: Any) -> Any:
             nonlocal pieces
             pieces += isinstance(request, wire.Purge)
             if pieces == 3:
                 raise KeyboardInterrupt
-            return asks(link, request, kind)
+            return plain_ask(link, request, kind)
 
         flags = ["--space", str(space.index), "--yes", "--socket", shared_daemon.socket]
         with monkeypatch.context() as patch:
@@ -549,9 +550,9 @@ def test_an_interrupted_purge_says_so_and_can_be_run_again(
                 main(["purge", *flags])
         assert left.value.code == 130
         assert capsys.readouterr().out.startswith("interrupted: 1,024 blocks are forgotten")
-        left_over = told("keys", *flags[:2], "--limit", "5000", *flags[3:])["keys"]
+        left_over = json_of("keys", *flags[:2], "--limit", "5000", *flags[3:])["keys"]
         assert len(left_over) == 3000 - 1024
-        assert told("purge", *flags)["blocks"] == 3000 - 1024
+        assert json_of("purge", *flags)["blocks"] == 3000 - 1024
 
 
 # --- what commands must not accept ----------------------------------------------------------------
@@ -578,15 +579,15 @@ def test_monitor_refuses_values_that_no_event_has(shared_daemon: Daemon, term: s
     assert known[term.partition("=")[0].rpartition(",")[2]] in " ".join(done.stderr.split())
 
 
-# --- what goes wrong quietly ---------------------------------------------------------------------
+# --- silent problems -----------------------------------------------------------------------------
 
 
-def test_blocks_that_are_lost_unwritten_are_told_by_status_top_and_doctor(
+def test_blocks_lost_unwritten_are_reported_by_status_top_and_doctor(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     config = cold(tmp_path).replace('"64MiB"', '"4MiB"')
     daemon = daemon_of(folder=tmp_path / "d", config=config)
-    told("tier", "drain", "cold", "--socket", daemon.socket)
+    json_of("tier", "drain", "cold", "--socket", daemon.socket)
     with daemon.connect() as client:
         for number in range(3):
             saved(client, "lost", 60, first=number)
@@ -617,7 +618,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_a_watcher(daemon: Daemon) -> None:
-    """Until `kvtier monitor` is connected, and a moment longer."""
+    """Wait until `kvtier monitor` is connected and watches."""
     deadline = time.monotonic() + 60
     with daemon.connect() as client:
         while True:
@@ -629,7 +630,24 @@ def wait_for_a_watcher(daemon: Daemon) -> None:
     time.sleep(0.1)
 
 
-def test_monitor_tells_what_happens(daemon_of: Callable[..., Daemon], tmp_path: Path) -> None:
+def printed_until(
+    process: subprocess.Popen[str], complete: Callable[[list[dict[str, Any]]], bool]
+) -> str:
+    """Read the events that a process prints until they are complete. Returns the output."""
+    assert process.stdout is not None
+    guard = threading.Timer(60, process.kill)
+    guard.start()
+    printed, events = "", []
+    for line in process.stdout:
+        printed += line
+        events.append(json.loads(line))
+        if complete(events):
+            break
+    guard.cancel()
+    return printed
+
+
+def test_monitor_prints_events(daemon_of: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = daemon_of(folder=tmp_path / "d", config=cold(tmp_path))
     with started("monitor", "--json", "--socket", daemon.socket) as watching:
         wait_for_a_watcher(daemon)
@@ -640,10 +658,17 @@ def test_monitor_tells_what_happens(daemon_of: Callable[..., Daemon], tmp_path: 
             space.match(space.keys([9] * 32))
             daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 900)
             saved(client, "watched", 300, first=1)
-            time.sleep(0.3)
-        time.sleep(0.2)
+
+        def complete(events: list[dict[str, Any]]) -> bool:
+            went = any(e.get("what") == "went" and e["client"] == "engine 7" for e in events)
+            demoted = sum(e["blocks"] for e in events if e["kind"] == "demote")
+            evicted = sum(e.get("demoted", 0) for e in events if e["kind"] == "evict")
+            return went and demoted >= 900 and evicted >= 150
+
+        printed = printed_until(watching, complete)
         watching.send_signal(signal.SIGINT)
-        out, err = watching.communicate(timeout=60)
+        rest, err = watching.communicate(timeout=60)
+        out = printed + rest
     assert watching.returncode == 130, err
     events = [json.loads(line) for line in out.splitlines()]
     engine = [event for event in events if event.get("client") == "engine 7"]
@@ -663,7 +688,7 @@ def test_monitor_tells_what_happens(daemon_of: Callable[..., Daemon], tmp_path: 
     assert not any(key in out for key in whole), "no key is told in full"
 
 
-def test_monitor_shows_what_is_asked_for(shared_daemon: Daemon) -> None:
+def test_monitor_shows_only_the_requested_events(shared_daemon: Daemon) -> None:
     flags = ["--filter", "lookup,space", "--filter", "why=absent", "--limit", "2"]
     with started("monitor", *flags, "--socket", shared_daemon.socket) as watching:
         wait_for_a_watcher(shared_daemon)
@@ -683,7 +708,7 @@ def test_monitor_shows_what_is_asked_for(shared_daemon: Daemon) -> None:
     assert refused.returncode == 2 and "'lokup'" in refused.stderr and "lookup" in refused.stderr
 
 
-def test_monitor_says_that_no_event_has_what_is_asked_for(shared_daemon: Daemon) -> None:
+def test_monitor_reports_a_filter_that_no_event_can_match(shared_daemon: Daemon) -> None:
     flags = ["--filter", "lookup", "--filter", "wy=absent", "--filter", "tenant=default"]
     with started("monitor", *flags, "--socket", shared_daemon.socket) as watching:
         wait_for_a_watcher(shared_daemon)
@@ -700,7 +725,7 @@ def test_monitor_says_that_no_event_has_what_is_asked_for(shared_daemon: Daemon)
 
 
 @pytest.mark.parametrize("command", [["config", "show"], ["status"], ["keys"]])
-def test_a_reader_that_has_left_is_no_fault(shared_daemon: Daemon, command: list[str]) -> None:
+def test_a_closed_output_is_not_an_error(shared_daemon: Daemon, command: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -711,7 +736,9 @@ def test_a_reader_that_has_left_is_no_fault(shared_daemon: Daemon, command: list
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_who_reads_nobody_is_told_what_was_missed(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_monitor_that_does_not_read_learns_the_number_of_missed_events(
+    daemon_of: Callable[..., Daemon],
+) -> None:
     daemon = daemon_of()
     with daemon.connect() as slow, daemon.connect() as engine:
         space = engine.open(spec_of("busy"))
@@ -729,12 +756,12 @@ def test_who_reads_nobody_is_told_what_was_missed(daemon_of: Callable[..., Daemo
             raise AssertionError("no events")
 
         first = ask(wire.Monitor(slow.link.new_id(), ["lookup"]))
-        slow.ping()  # it has been heard
+        slow.ping()  # the daemon has received it
         keys = space.keys([1] * 16)
         space.match(keys)
         assert answer(first).missed == 0
         before = daemon.process_bytes()
-        for _ in range(LIMIT_KEPT + 300):  # and nobody asks for them
+        for _ in range(LIMIT_KEPT + 300):  # no client collects the events
             space.match(keys)
         last = answer(ask(wire.Monitor(slow.link.new_id(), ["lookup"])))
         assert last.missed == 300
@@ -742,7 +769,7 @@ def test_who_reads_nobody_is_told_what_was_missed(daemon_of: Callable[..., Daemo
         assert daemon.process_bytes() - before < 16 << 20
 
 
-def test_who_reads_no_more_ends_a_command_without_a_word(shared_daemon: Daemon) -> None:
+def test_a_command_whose_reader_ended_exits_silently(shared_daemon: Daemon) -> None:
     with started("monitor", "--filter", "lookup", "--socket", shared_daemon.socket) as watching:
         wait_for_a_watcher(shared_daemon)
         assert watching.stdout is not None and watching.stderr is not None
@@ -754,7 +781,7 @@ def test_who_reads_no_more_ends_a_command_without_a_word(shared_daemon: Daemon) 
                 time.sleep(0.05)
         assert watching.wait(60) == 141
         assert watching.stderr.read() == ""
-        watching.stdout = None  # closed: not to be read at the end
+        watching.stdout = None  # closed: it must not be read at the end
 
 
 # --- top -----------------------------------------------------------------------------------------
@@ -797,7 +824,7 @@ def test_top_needs_textual_only_for_its_screen(shared_daemon: Daemon) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_screen_turns_holds_and_goes_on_without_a_daemon() -> None:
+def test_the_screen_changes_views_pauses_and_survives_the_daemon() -> None:
     pytest.importorskip("textual")
     from textual.widgets import Static
 
@@ -878,7 +905,7 @@ def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
         while process.poll() is None:
             assert time.monotonic() < deadline, seen[-500:]
             if select.select([outer], [], [], 0.1)[0]:
-                with contextlib.suppress(OSError):  # the other end is gone
+                with contextlib.suppress(OSError):  # the other end is closed
                     seen += os.read(outer, 65_536)
         assert process.returncode == 0
         assert b"Traceback" not in seen
@@ -912,7 +939,7 @@ def test_a_shell_completes_commands_and_flags() -> None:
     ).returncode == 0  # fmt: skip
 
 
-def test_each_command_says_in_the_list_what_its_help_says() -> None:
+def test_each_command_has_the_same_description_in_the_list_and_its_help() -> None:
     from kvtier_daemon.cli import loaded, main
 
     for name, text in COMMANDS.items():

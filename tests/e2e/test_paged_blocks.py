@@ -1,4 +1,4 @@
-"""An engine's paged blocks, saved and read by several clients: one leases, another reads."""
+"""An engine's paged blocks, saved and read by several clients: one takes the lease, another reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Paged = tuple[NDArray[np.uint8], Pieces]
 
 
 def paged(seed: int | None) -> Paged:
-    """An engine's cache: a layer's pages one after the other, the layers after each other."""
+    """An engine's cache: the pages of each layer are contiguous, and the layers are too."""
     shape = (LAYERS, BLOCKS, PAGE_BYTES)
     memory = np.zeros(shape, np.uint8)
     if seed is not None:
@@ -46,10 +46,11 @@ def saved(space: Space, pieces: Pieces, ids: list[int], seed: int = 0) -> Lease:
     return lease
 
 
-def test_a_copy_takes_its_turn_for_each_piece(
+def test_a_copy_yields_after_each_piece(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever wants it to end waits for one; what was not copied is not committed."""
+    """A thread that waits for the end of the copy waits for one piece at most; blocks that were not
+    copied are not committed."""
     monkeypatch.setattr("kvtier.saving.PIECE_BYTES", 2 * SPEC.block_bytes)
     source, pieces = paged(5)
     turns: list[int] = []
@@ -87,7 +88,7 @@ def test_a_copy_takes_its_turn_for_each_piece(
         lease.release()
 
 
-def test_where_no_slot_is_granted_nothing_is_copied(shared_daemon: Daemon) -> None:
+def test_without_granted_slots_nothing_is_copied(shared_daemon: Daemon) -> None:
     _, pieces = paged(5)
     with shared_daemon.connect() as client:
         space = client.open(SPEC)
@@ -95,7 +96,7 @@ def test_where_no_slot_is_granted_nothing_is_copied(shared_daemon: Daemon) -> No
         saved(space, pieces, [3, 1, 7], 181).release()
 
 
-def test_as_many_pages_as_slots_and_parts_say(shared_daemon: Daemon) -> None:
+def test_the_number_of_pages_must_match_slots_and_parts(shared_daemon: Daemon) -> None:
     _, pieces = paged(6)
     with shared_daemon.connect() as client:
         space = client.open(SPEC)
@@ -109,7 +110,7 @@ def test_as_many_pages_as_slots_and_parts_say(shared_daemon: Daemon) -> None:
             saving.gather(pieces, [1, 2, 3, 4, 5])
 
 
-def test_another_client_reads_what_one_has_leased(shared_daemon: Daemon) -> None:
+def test_a_client_reads_blocks_leased_by_another(shared_daemon: Daemon) -> None:
     source, from_ = paged(1)
     target, to = paged(None)
     with shared_daemon.connect() as writer, shared_daemon.connect() as other:
@@ -124,8 +125,8 @@ def test_another_client_reads_what_one_has_leased(shared_daemon: Daemon) -> None
         lease.release()
 
 
-def test_a_block_may_be_several_of_the_engine_s(shared_daemon: Daemon) -> None:
-    """One after the other in its slot; a reader leaves out what it does not want."""
+def test_a_block_may_consist_of_several_engine_blocks(shared_daemon: Daemon) -> None:
+    """They are contiguous in the slot; a reader may leave some of them out."""
     source, from_ = paged(7)
     target, to = paged(None)
     spec = spec_of("pairs", block_tokens=2 * SPEC.block_tokens)
@@ -167,7 +168,7 @@ def test_a_reader_needs_neither_its_client_nor_the_daemon(
     assert np.array_equal(target[:, [1, 2]], source[:, [4, 8]])
 
 
-def test_a_reader_tells_a_slot_that_was_given_away(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_reader_detects_a_reused_slot(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="1MiB")
     _, from_ = paged(3)
     _, to = paged(None)
@@ -182,10 +183,10 @@ def test_a_reader_tells_a_slot_that_was_given_away(daemon_of: Callable[..., Daem
         assert client.reader().scatter(slots, to, [0, 1, 2]) == 0
 
 
-def test_a_slot_that_is_given_away_while_it_is_copied_is_told(
+def test_a_slot_that_is_reused_during_its_copy_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the copy every slot is still what it was."""
+    """Before the copy every slot is unchanged."""
     pages, copied = SPEC.block_bytes // 4096, []
     extent, table = anonymous(3 * SPEC.block_bytes), anonymous(8 * 3 * pages)
     generations = memoryview(table).cast("Q")
@@ -214,7 +215,7 @@ def anonymous(nbytes: int) -> Mapping:
         os.close(fd)
 
 
-def test_another_run_of_the_daemon_has_another_name(daemon_of: Callable[..., Daemon]) -> None:
+def test_each_run_of_the_daemon_has_its_own_identifier(daemon_of: Callable[..., Daemon]) -> None:
     def run_of(client: Client) -> bytes:
         return client.reader().daemon_run
 
@@ -223,7 +224,7 @@ def test_another_run_of_the_daemon_has_another_name(daemon_of: Callable[..., Dae
         assert run_of(a) == run_of(b) != run_of(c)
 
 
-def test_a_gather_fills_only_what_was_granted(shared_daemon: Daemon) -> None:
+def test_a_gather_fills_only_granted_slots(shared_daemon: Daemon) -> None:
     source, from_ = paged(4)
     with shared_daemon.connect() as client:
         space = client.open(KvSpec.groups(SPEC.cache_groups, model="granted", dtype=SPEC.dtype,
@@ -241,7 +242,7 @@ def test_a_gather_fills_only_what_was_granted(shared_daemon: Daemon) -> None:
         assert shown == [source[:, page].tobytes() for page in (9, 10, 5, 6)]
 
 
-def test_a_gather_that_is_not_committed_leaves_nothing(shared_daemon: Daemon) -> None:
+def test_an_uncommitted_gather_stores_no_block(shared_daemon: Daemon) -> None:
     _, from_ = paged(5)
     with shared_daemon.connect() as client:
         space = client.open(SPEC)

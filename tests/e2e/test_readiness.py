@@ -102,7 +102,7 @@ def test_the_readmes_python_works_right_after_the_daemon_starts(
     monkeypatch.setattr(Link, "wait_for_growth", wait_for_growth)
     monkeypatch.setenv("KVTIER_SOCKET", daemon.socket)
     names: dict[str, object] = {}
-    with daemon.connect() as client:  # the program's blocks do not fit into what is there
+    with daemon.connect() as client:  # the program's blocks do not fit into the initial memory
         other = client.open(spec_of("other"))
         keys = other.keys(list(range(16 * (4 * EXTENT // other.block_bytes))))
         with other.reserve(keys, wait_s=0) as saving:
@@ -113,7 +113,7 @@ def test_the_readmes_python_works_right_after_the_daemon_starts(
     assert waits.is_set() and names["ready"] == 4 and names["first"] == bytes(16)
 
 
-def test_wait_ready_returns_when_memory_is_complete_and_lets_other_threads_ask(
+def test_wait_ready_returns_when_memory_is_complete_and_does_not_block_other_threads(
     growing: GrowingDaemon,
 ) -> None:
     with growing.daemon.connect() as client:
@@ -133,7 +133,7 @@ def test_wait_ready_returns_when_memory_is_complete_and_lets_other_threads_ask(
         assert client.wait_ready(timeout_s=0) == ready[0]
 
 
-def test_a_save_that_may_not_wait_is_refused_and_shows_why(growing: GrowingDaemon) -> None:
+def test_a_save_that_may_not_wait_is_refused_with_the_reason(growing: GrowingDaemon) -> None:
     with growing.daemon.connect() as client:
         space = client.open(spec_of("large"))
         blocks = 12 * EXTENT // space.block_bytes

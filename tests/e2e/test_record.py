@@ -1,4 +1,4 @@
-"""What a daemon records, and that `kvtier sim` reads it."""
+"""A daemon's recording, and `kvtier sim` with it as input."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def record(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Iterator[Kvtie
     def run(*arguments: str, code: int = 0) -> Any:
         with pytest.raises(SystemExit) as left:
             main(["record", *arguments, "--json", "--socket", daemon.socket])
-        told = capsys.readouterr()
-        assert (left.value.code or 0) == code, told.err
-        return json.loads(told.out) if not code else told.err
+        result = capsys.readouterr()
+        assert (left.value.code or 0) == code, result.err
+        return json.loads(result.out) if not code else result.err
 
     yield run
 
 
 def serve(space: Space, prompts: list[list[int]]) -> None:
-    """What an engine does: look a prompt up, compute it, save it."""
+    """Behave like an engine: look a prompt up, compute it, save it."""
     for prompt in prompts:
         keys = space.keys(prompt)
         space.match(keys)
@@ -52,28 +52,28 @@ def lines(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_what_is_looked_up_is_a_trace_that_the_simulator_reads(
+def test_recorded_lookups_are_a_trace_that_the_simulator_reads(
     daemon: Daemon, record: Kvtier, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with daemon.connect() as client:
         space = client.open(spec_of("record"))
         serve(space, PROMPTS[:1])
-        told = record("start")
-        assert told["recording"] and record("status")["path"] == told["path"]
+        result = record("start")
+        assert result["recording"] and record("status")["path"] == result["path"]
         serve(space, [*PROMPTS, PROMPTS[0]])
-        told = record("stop")
+        result = record("stop")
         serve(space, PROMPTS)
-    assert not told["recording"] and not told["writing"] and told["requests"] == 4
-    requests = read(Path(told["path"]))
+    assert not result["recording"] and not result["writing"] and result["requests"] == 4
+    requests = read(Path(result["path"]))
     assert list(requests.lengths) == [10, 14, 6, 10] and requests.block_tokens == 16
     assert list(requests.inputs) == [160, 224, 96, 160] and not any(requests.saved)
     with pytest.raises(SystemExit):
-        main(["sim", told["path"], "--policy", "lru", "--blocks", "100", "--json"])
+        main(["sim", result["path"], "--policy", "lru", "--blocks", "100", "--json"])
     hits = json.loads(capsys.readouterr().out)
     assert (hits["hit_blocks"], hits["unique_blocks"]) == (20, 20)
 
 
-def test_what_is_saved_without_being_looked_up_is_marked(daemon: Daemon, record: Kvtier) -> None:
+def test_saves_without_a_lookup_are_marked(daemon: Daemon, record: Kvtier) -> None:
     record("start")
     with daemon.connect() as client:
         space = client.open(spec_of("record"))
@@ -85,7 +85,7 @@ def test_what_is_saved_without_being_looked_up_is_marked(daemon: Daemon, record:
     assert found[1]["hash_ids"][0] == found[0]["hash_ids"][-1], "below what it follows"
 
 
-def test_names_say_nothing_and_mean_nothing_in_another_trace(
+def test_names_in_a_trace_are_anonymous_and_differ_between_traces(
     daemon: Daemon, record: Kvtier
 ) -> None:
     paths = []
@@ -114,20 +114,20 @@ def test_names_say_nothing_and_mean_nothing_in_another_trace(
     assert all(stat.S_IMODE(Path(path).stat().st_mode) == 0o600 for path in paths)
 
 
-def test_a_trace_ends_where_it_is_full(daemon: Daemon, record: Kvtier) -> None:
+def test_a_trace_ends_when_it_is_full(daemon: Daemon, record: Kvtier) -> None:
     record("start", "--size", "1KiB")
     with daemon.connect() as client:
         space = client.open(spec_of("record"))
         serve(space, [[n] * 160 for n in range(20)])
         daemon.wait_for(lambda stats: record("status")["full"])
-    told = record("status")
-    size = Path(told["path"]).stat().st_size
-    assert size == told["bytes"] <= 1024 and told["requests"] == len(lines(told["path"])) > 0
-    assert told["left_out"] > 0 and not told["recording"]
+    result = record("status")
+    size = Path(result["path"]).stat().st_size
+    assert size == result["bytes"] <= 1024 and result["requests"] == len(lines(result["path"])) > 0
+    assert result["left_out"] > 0 and not result["recording"]
     assert "no trace is being recorded" in record("stop", code=2)
 
 
-def test_a_daemon_that_ends_writes_what_it_noted(daemon: Daemon, record: Kvtier) -> None:
+def test_a_daemon_writes_its_recording_at_its_end(daemon: Daemon, record: Kvtier) -> None:
     path = record("start")["path"]
     with daemon.connect() as client:
         serve(client.open(spec_of("record")), PROMPTS)
@@ -145,7 +145,7 @@ def test_one_trace_at_a_time_and_not_too_many(daemon: Daemon, record: Kvtier) ->
     assert record("start")["recording"]
 
 
-def test_a_trace_of_nothing_is_refused(daemon: Daemon, record: Kvtier) -> None:
+def test_an_empty_trace_is_refused(daemon: Daemon, record: Kvtier) -> None:
     assert "must be above 0" in record("start", "--size", "0", code=2)
     with daemon.connect() as client, pytest.raises(Refused, match="limit_bytes is -5"):
         client.record(limit_bytes=-5)

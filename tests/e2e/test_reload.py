@@ -1,4 +1,5 @@
-"""A daemon that is configured again while it runs: what is swapped, what waits, what changes nothing."""
+"""A daemon that reloads its configuration: keys that change, keys that need a restart, and errors that
+change nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ FIRST = {
 
 @pytest.fixture
 def configured(tmp_path: Path, daemon_of: Callable[..., Daemon]) -> Callable[..., Daemon]:
-    """Starts a daemon, or writes its file anew."""
+    """Starts a daemon, or rewrites its configuration file."""
     folder = tmp_path / "it"
     folder.mkdir()
     (folder / "disk").mkdir()
@@ -61,7 +62,7 @@ def configured(tmp_path: Path, daemon_of: Callable[..., Daemon]) -> Callable[...
     return write
 
 
-def test_a_reload_swaps_what_it_can_and_says_what_needs_a_restart(
+def test_a_reload_changes_what_it_can_and_reports_keys_that_need_a_restart(
     configured: Callable[..., Daemon],
 ) -> None:
     daemon = configured()
@@ -74,10 +75,10 @@ def test_a_reload_swaps_what_it_can_and_says_what_needs_a_restart(
     live = {
         "log_level", "max_clients", "cold.write", "cold.scrub", "cold.daily_writes", "cold.codec",
     }  # fmt: skip
-    told = {one["key"]: one for one in json.loads(done.stdout)["changes"]}
-    assert {key for key, one in told.items() if one["live"]} == live
+    changes = {one["key"]: one for one in json.loads(done.stdout)["changes"]}
+    assert {key for key, one in changes.items() if one["live"]} == live
     waits = {"warm.size", "warm.extent", "tenants.a.quota"}
-    assert {key for key, one in told.items() if not one["live"]} <= waits
+    assert {key for key, one in changes.items() if not one["live"]} <= waits
     done = kvtier("reload", "--socket", daemon.socket)
     assert done.returncode == 0, done.stderr
     assert 'warm.size: "16 MiB" -> "32 MiB" (needs a restart)' in done.stdout
@@ -90,7 +91,7 @@ def test_a_reload_swaps_what_it_can_and_says_what_needs_a_restart(
         assert left <= waits and "warm.size" in left
         assert client.stats()["tiers"]["cold"]["scrub"]["rate"] == 8 << 20
         assert client.stats()["tiers"]["cold"]["day_limit_bytes"] == 1 << 30
-        # Nothing is near to being evicted: what comes to the disk was written at once.
+        # No block is close to eviction, so blocks on the disk were written through.
         space = client.open(spec_of("reload"))
         keys = space.keys(list(range(160)))
         space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
@@ -104,7 +105,7 @@ def test_a_reload_swaps_what_it_can_and_says_what_needs_a_restart(
             other.close()
 
 
-def test_a_file_that_is_wrong_changes_nothing_and_says_all_that_is(
+def test_an_invalid_file_changes_nothing_and_all_its_errors_are_reported(
     configured: Callable[..., Daemon],
 ) -> None:
     daemon = configured()
@@ -144,7 +145,7 @@ def test_more_clients_than_files_may_be_open_are_refused(
 def test_a_user_keeps_the_tenant_whose_memory_it_may_have_mapped_until_a_restart(
     configured: Callable[..., Daemon],
 ) -> None:
-    """A reload can take no mapping back: the user could still overwrite what the tenant saves later."""
+    """A reload cannot remove a mapping: the user could still overwrite blocks that the tenant saves later."""
     daemon = configured()
     configured(uids=12_345)
     done = kvtier("reload", "--socket", daemon.socket)
@@ -158,13 +159,13 @@ def test_a_user_keeps_the_tenant_whose_memory_it_may_have_mapped_until_a_restart
     assert "(done)" in done.stdout and "restart" not in done.stdout, done.stdout
 
 
-def test_sighup_reloads_and_tells_the_manager(
+def test_sighup_reloads_and_notifies_the_service_manager(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     folder = tmp_path / "d"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
-        heard.bind(str(tmp_path / "notify"))
-        heard.settimeout(60)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager_socket:
+        manager_socket.bind(str(tmp_path / "notify"))
+        manager_socket.settimeout(60)
         environment = dict(os.environ, NOTIFY_SOCKET=str(tmp_path / "notify"))
         daemon = daemon_of(folder=folder, command=SERVE, env=environment)
         file = folder / "kvtier.toml"
@@ -174,17 +175,17 @@ def test_sighup_reloads_and_tells_the_manager(
         ):
             file.write_text(text + "\n" + file.read_text())
             daemon.process.send_signal(signal.SIGHUP)
-            while not (said := heard.recv(4096).decode()).startswith("RELOADING=1"):
-                assert "RELOADING" not in said
-            assert "MONOTONIC_USEC=" in said
-            while not (said := heard.recv(4096).decode()).startswith("READY=1"):
-                assert "READY" not in said
-            assert said_last in said
+            while not (message := manager_socket.recv(4096).decode()).startswith("RELOADING=1"):
+                assert "RELOADING" not in message
+            assert "MONOTONIC_USEC=" in message
+            while not (message := manager_socket.recv(4096).decode()).startswith("READY=1"):
+                assert "READY" not in message
+            assert said_last in message
     with daemon.connect() as client:
         assert client.settings()["keys"]["max_clients"][0] == 9
 
 
-def test_settings_are_for_who_runs_the_daemon(
+def test_only_the_operator_may_read_the_settings(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""Through a real daemon: what was saved comes back, byte for byte, and nothing else does."""
+"""With a real daemon: saved blocks are loaded byte for byte, and no other data is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -101,7 +102,7 @@ def test_sources_of_the_wrong_size_store_nothing(shared_daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in KvSpec.__struct_fields__ if n != "cache_groups"])
-def test_another_description_finds_nothing(shared_daemon: Daemon, name: str) -> None:
+def test_a_space_with_another_description_finds_nothing(shared_daemon: Daemon, name: str) -> None:
     spec = spec_of(f"identity-{name}")
     other = msgspec.structs.replace(spec, **{name: changed_value(spec, name)})
     with shared_daemon.connect() as client:
@@ -123,7 +124,11 @@ def test_another_salt_finds_nothing(shared_daemon: Daemon) -> None:
         assert space.match(space.keys(TOKENS)).ready == 0
 
 
-def test_a_load_whose_lease_ran_out_says_so(daemon_of: Callable[..., Daemon]) -> None:
+def has_no_lease(stats: dict[str, Any]) -> bool:
+    return not any(tenant["leases"] for tenant in stats["tenants"].values())
+
+
+def test_a_load_whose_lease_expired_is_an_error(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     spec = spec_of()
     with daemon.connect() as reader, daemon.connect() as writer:
@@ -132,14 +137,16 @@ def test_a_load_whose_lease_ran_out_says_so(daemon_of: Callable[..., Daemon]) ->
         fill(space, keys, spec.block_bytes)
         with pytest.raises(StaleLease), space.load(keys, deadline_ms=50) as blocks:
             assert bytes(blocks[0]) == pattern(keys[0], spec.block_bytes)
-            time.sleep(0.4)
+            daemon.wait_for(has_no_lease)
             many = other.keys(list(range(10**6, 10**6 + 16 * 256)))
             assert len(other.save(many, bytes(spec.block_bytes * 256))) == 256
         with space.load(keys) as blocks:
             assert len(blocks) == 0
 
 
-def test_copies_that_came_too_late_are_not_counted(daemon_of: Callable[..., Daemon]) -> None:
+def test_copies_after_the_end_of_the_lease_are_not_counted(
+    daemon_of: Callable[..., Daemon],
+) -> None:
     daemon = daemon_of(warm="16MiB")
     spec = spec_of()
     with daemon.connect() as reader, daemon.connect() as writer:
@@ -149,13 +156,13 @@ def test_copies_that_came_too_late_are_not_counted(daemon_of: Callable[..., Daem
         lease = space.lease(keys, deadline_ms=50)
         part = lease.part(0, 0)
         assert lease.fresh(part) == 12
-        time.sleep(0.4)
+        daemon.wait_for(has_no_lease)
         many = other.keys(list(range(10**6, 10**6 + 16 * 250)))
         other.save(many, bytes(spec.block_bytes * 250))
         assert lease.fresh(part) == 6, "six blocks were given away, from the tail"
 
 
-def test_views_are_dead_after_the_with_block(shared_daemon: Daemon) -> None:
+def test_views_are_invalid_after_the_with_block(shared_daemon: Daemon) -> None:
     spec = spec_of("views")
     with shared_daemon.connect() as client:
         space = client.open(spec)
@@ -187,7 +194,7 @@ def test_a_lease_is_adopted_by_another_process_of_the_tenant(shared_daemon: Daem
             worker.adopt(lease.token)
 
 
-def test_answers_can_be_polled_for(shared_daemon: Daemon) -> None:
+def test_answers_can_be_polled(shared_daemon: Daemon) -> None:
     spec = spec_of("poll")
     with shared_daemon.connect() as client:
         space = client.open(spec)
@@ -262,7 +269,7 @@ def test_two_writers_of_one_key_neither_wait_nor_mix(shared_daemon: Daemon) -> N
             assert [bytes(b) for b in blocks] == [pattern(k, spec.block_bytes) for k in keys]
 
 
-def test_a_forked_child_is_told_to_connect_again(shared_daemon: Daemon) -> None:
+def test_a_forked_child_must_connect_again(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         read, write = os.pipe()
         child = os.fork()
@@ -282,12 +289,12 @@ def test_a_forked_child_is_told_to_connect_again(shared_daemon: Daemon) -> None:
         client.ping()
 
 
-def test_no_daemon_is_said_with_what_to_do(tmp_path: object) -> None:
+def test_a_missing_daemon_is_reported_with_the_remedy(tmp_path: object) -> None:
     with pytest.raises(Unavailable, match="kvtier serve"):
         Client.connect(f"{tmp_path}/nothing.sock")
 
 
-def test_a_daemon_that_hangs_costs_one_deadline(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_daemon_that_hangs_delays_a_call_by_one_timeout(daemon_of: Callable[..., Daemon]) -> None:
     import signal
 
     daemon = daemon_of()
@@ -326,7 +333,7 @@ def test_a_daemon_that_dies_is_noticed_and_a_new_one_starts_empty(
         assert space.match(keys).ready == 0
 
 
-def test_a_daemon_that_stops_says_goodbye(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_stopping_daemon_sends_a_farewell(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     client = daemon.connect()
     assert daemon.stop() == 0
@@ -336,7 +343,7 @@ def test_a_daemon_that_stops_says_goodbye(daemon_of: Callable[..., Daemon]) -> N
     assert not os.path.exists(daemon.socket)
 
 
-def test_a_burst_keeps_the_newest_and_promises_nothing_false(
+def test_a_burst_of_saves_keeps_the_newest_blocks_and_correct_matches(
     daemon_of: Callable[..., Daemon],
 ) -> None:
     daemon = daemon_of(warm="16MiB")
@@ -368,10 +375,10 @@ def test_a_save_of_nine_tenths_of_the_tier_is_kept_whole(daemon_of: Callable[...
         assert space.match(keys).ready == count
 
 
-def test_a_save_of_more_keys_than_one_reserve_takes_goes_in_parts(
+def test_a_save_of_more_keys_than_one_reserve_is_split(
     daemon_of: Callable[..., Daemon],
 ) -> None:
-    """And ends at the first block that there is no room for: what follows it would never be found."""
+    """The save ends at the first block without room, because the blocks after it could not be found."""
     count = wire.LIMIT_RESERVED + 100
     for warm, kept in (("96MiB", count), ("16MiB", 4096)):
         daemon = daemon_of(warm=warm)
@@ -392,7 +399,7 @@ def test_a_save_of_more_keys_than_one_reserve_takes_goes_in_parts(
 def test_a_part_whose_last_block_another_writes_does_not_end_the_save(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in one reserve: what comes after it is found once the other writer has committed."""
+    """As in a single reserve: later blocks are found when the other writer has committed."""
     spec = spec_of("parts")
     monkeypatch.setattr(wire, "LIMIT_RESERVED", 4)
     with shared_daemon.connect() as first, shared_daemon.connect() as second:

@@ -1,5 +1,5 @@
-"""Damage on the disk is a miss that is counted, never other bytes; saved again, a block is a hit again, also
-after a start."""
+"""Damage on the disk is a counted miss, never wrong bytes. A block that is saved again is a hit again,
+also after a restart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Damage = Callable[[list[Path], random.Random], None]
 
 
 class Site:
-    """A daemon over a directory, started and stopped as a test likes, and what is saved to it."""
+    """A daemon with one directory. Tests start and stop it, and save blocks."""
 
     def __init__(self, daemon_of: Callable[..., Daemon], folder: Path) -> None:
         self.disk, self._folder, self._start = folder / "disk", folder / "daemon", daemon_of
@@ -72,11 +72,11 @@ class Site:
                 data = [pattern(key, SPEC.block_bytes) for key in keys]
                 wanted += space.save(keys, data, checksum=chain % 2 == 0).stored
                 if chain % 4 == 3:
-                    self.settle(wanted)  # what leaves memory has to be on disk by then
+                    self.settle(wanted)  # blocks must be on disk before they are evicted
             self.settle(wanted)
 
     def settle(self, wanted: int) -> None:
-        """Until so many blocks were brought away, and nothing is on its way."""
+        """Wait until `wanted` blocks were written or dropped, and no movement is in progress."""
 
         def settled(stats: dict[str, Any]) -> bool:
             cold = stats["tiers"]["cold"]
@@ -85,11 +85,11 @@ class Site:
         self.daemon.wait_for(settled, 60.0)
 
     def forget_memory(self) -> None:
-        """Fill memory with others, so that what was saved is on disk alone."""
+        """Fill the memory with other blocks, so that the saved ones are only on disk."""
         self.save(range(100, 100 + CHAINS + 3))
 
     def hits(self) -> int:
-        """How many blocks are served; each is compared."""
+        """The number of loaded blocks; each is compared."""
         served = 0
         with self.daemon.connect() as client:
             for chain in range(CHAINS):
@@ -97,13 +97,13 @@ class Site:
         return served
 
     def segments(self) -> list[Path]:
-        """Those that hold frames, oldest first."""
+        """The segment files with frames, oldest first."""
         paths = sorted((self.disk / "segments" / self.tenant).iterdir())
         return [path for path in paths if entries_of(recover(path, None, {}))]
 
 
 def brought_away(cold: dict[str, Any]) -> int:
-    """How many blocks were written, or went without, since the daemon started."""
+    """The number of blocks that were written, or dropped, since the daemon started."""
     return int(cold["states"]["written"] + sum(cold["unwritten"].values()))
 
 
@@ -133,7 +133,7 @@ def site(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Site:
 
 
 def write_over(path: Path, at: int, text: bytes) -> None:
-    """As a disk would have it: on it, and in no cache."""
+    """Write to the disk directly, past all caches."""
     with path.open("r+b") as file:
         file.seek(at)
         file.write(text)
@@ -200,7 +200,8 @@ def swapped(paths: list[Path], chance: random.Random) -> None:
     aside.rename(other)
 
 
-# What costs at least one block where the daemon reads it while it runs, and where a start after it does.
+# Damage that loses at least one block: if a running daemon reads it, and if the next start reads
+# it.
 DAMAGES: dict[Damage, tuple[bool, bool]] = {
     in_payload: (True, True), in_header: (False, False), in_entries: (False, False),
     in_head: (False, True), in_footer: (False, False), in_table: (False, False),
@@ -238,13 +239,13 @@ def test_damage_is_a_miss_and_heals_by_saving_again(
     site.stop(kill=True)
     site.start()
     if running and damage not in (in_payload, copied_over):
-        site.save()  # what only a start reads was not noticed before
+        site.save()  # damage that only a start reads was not noticed before
     assert site.hits() == every
 
 
 def test_no_byte_of_a_header_makes_a_start_serve_other_bytes(site: Site) -> None:
-    """What a kill has left open is found frame by frame; behind a header that is not whole it ends."""
-    blocks = 10  # of a segment that takes more
+    """A segment that a kill left open is recovered frame by frame; the recovery ends at an invalid header."""
+    blocks = 10  # fewer than a segment holds
     site.save(range(1), blocks)
     site.stop(kill=True)
     path = site.disk / "segments" / "default" / "000000"
@@ -268,8 +269,8 @@ def test_no_byte_of_a_header_makes_a_start_serve_other_bytes(site: Site) -> None
     assert site.hits() == blocks
 
 
-def test_a_segment_of_another_tenant_is_none(site: Site, tmp_path: Path) -> None:
-    """Even where the two have one secret, and so the same names."""
+def test_a_segment_of_another_tenant_is_not_used(site: Site, tmp_path: Path) -> None:
+    """Even if both tenants have the same secret, and so the same keys."""
     site.save()
     site.stop()
     segments, secrets = site.disk / "segments", tmp_path / "daemon" / "state" / "secrets"
@@ -286,7 +287,7 @@ def test_a_segment_of_another_tenant_is_none(site: Site, tmp_path: Path) -> None
 def test_a_daemon_refuses_a_directory_that_is_a_copy_of_another(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """The copy may have blocks that were forgotten in the other one since."""
+    """The copy may contain blocks that were forgotten in the other directory after the copy."""
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
     cold = '[cold]\nsize = "128MiB"\nsegment = "1MiB"\ndirectories = '

@@ -1,4 +1,4 @@
-"""As a service: the manager is told when it serves and when it stops."""
+"""As a service: the daemon notifies the service manager when it is ready and when it stops."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 
-def test_the_service_manager_is_told(tmp_path: Path) -> None:
-    heard = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    heard.bind(str(tmp_path / "notify"))
-    heard.settimeout(60)
+def test_the_service_manager_is_notified(tmp_path: Path) -> None:
+    manager_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    manager_socket.bind(str(tmp_path / "notify"))
+    manager_socket.settimeout(60)
     environment = dict(
         os.environ, NOTIFY_SOCKET=str(tmp_path / "notify"), KVTIER_STATE=str(tmp_path / "state")
     )
@@ -20,14 +20,14 @@ def test_the_service_manager_is_told(tmp_path: Path) -> None:
     command += ["--socket", str(tmp_path / "kvtier.sock"), "--log-level", "warning"]
     daemon = subprocess.Popen(command, env=environment)
     try:
-        with heard:
-            said = heard.recv(4096).decode()
-            assert "READY=1" in said and "STATUS=" in said
-            while "64 MiB of 64 MiB" not in said:
-                said = heard.recv(4096).decode()
+        with manager_socket:
+            message = manager_socket.recv(4096).decode()
+            assert "READY=1" in message and "STATUS=" in message
+            while "64 MiB of 64 MiB" not in message:
+                message = manager_socket.recv(4096).decode()
             daemon.terminate()
-            while "STOPPING=1" not in said:
-                said = heard.recv(4096).decode()
+            while "STOPPING=1" not in message:
+                message = manager_socket.recv(4096).decode()
         assert daemon.wait(60) == 0
     finally:
         daemon.kill()

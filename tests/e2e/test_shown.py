@@ -1,4 +1,5 @@
-"""A real daemon over HTTP: metrics that parse and add up, and a dashboard and alerts that name only those."""
+"""A real daemon over HTTP: metrics that parse and add up, and a dashboard and alerts that use only
+these metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def get(daemon: Daemon, path: str, **headers: str) -> tuple[int, str, str]:
-    """Status, kind and text."""
+    """Status, content type and text."""
     host, _, port = daemon.stats()["http"].rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     try:
@@ -62,7 +63,7 @@ def scraped(daemon: Daemon) -> Samples:
 
 
 def of(samples: Samples, name: str, **labels: str) -> float:
-    """The sum of the series that have these labels."""
+    """The sum of the series with these labels."""
     wanted = set(labels.items())
     found = [n for (called, has), n in samples.items() if called == name and wanted <= set(has)]
     assert found, name
@@ -80,7 +81,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     assert "Traceback" not in daemon.log.read_text()
 
 
-def test_every_series_is_there_from_the_start(daemon_of: Callable[..., Daemon]) -> None:
+def test_every_series_exists_from_the_start(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(config=HTTP, warm="16MiB")
     first = scraped(daemon)
     names = {name for name, _ in first}
@@ -102,8 +103,8 @@ def test_every_series_is_there_from_the_start(daemon_of: Callable[..., Daemon]) 
         assert {key for key, _ in scraped(daemon).items()} == set(first), "a series came, or went"
 
 
-def test_a_reason_that_nobody_foresaw_is_counted_under_other(shown: Daemon) -> None:
-    """It was an error of the server's: not one number was shown any more."""
+def test_an_unknown_reason_is_counted_under_other(shown: Daemon) -> None:
+    """An unknown reason used to be a server error, and no metric was shown."""
     figures = json.loads(get(shown, "/status")[2])
     before = {family.name: family for family in metrics.families(figures)}
     figures["miss_tokens"] |= {"whim": 3, "mood": 4}
@@ -114,7 +115,7 @@ def test_a_reason_that_nobody_foresaw_is_counted_under_other(shown: Daemon) -> N
     assert after == before | {name: after[name]}
 
 
-def test_both_formats_say_the_same(shown: Daemon) -> None:
+def test_both_formats_have_the_same_values(shown: Daemon) -> None:
     kinds = {}
     for accept, parse in (
         ("text/plain", text_string_to_metric_families),
@@ -134,11 +135,11 @@ def test_both_formats_say_the_same(shown: Daemon) -> None:
 
 
 def traffic(daemon: Daemon) -> None:
-    """Saves more than memory has, then asks for all of it: hits in memory, on disk, and misses."""
+    """Save more than the memory holds, then look up all of it: hits in memory, on disk, and misses."""
     spec = spec_of("traffic")
     with daemon.connect() as client:
         space = client.open(spec)
-        space.prefill(1.0, 0.0)  # a second a token: the disk is the sooner way
+        space.prefill(1.0, 0.0)  # a second per token: the disk is faster
         blocks = 64
         chains = [
             space.keys([n] * spec.block_tokens * blocks)
@@ -186,7 +187,7 @@ def test_lookups_are_hits_and_misses_and_agree_with_status(shown: Daemon) -> Non
     assert of(now, own, tenant="own") == looked and of(now, own, tenant="others") == 0
     assert of(now, all_, tenant="own") == of(now, "kvtier_hit_tokens_total")
     assert of(now, "kvtier_recompute_seconds_avoided_total") > 0
-    # What the warm tier has adds up to all that was made of it.
+    # The bytes of all states of the warm tier add up to its capacity.
     assert (
         of(now, "kvtier_tier_bytes", tier="warm")
         == 16 << 20
@@ -207,7 +208,7 @@ def test_lookups_are_hits_and_misses_and_agree_with_status(shown: Daemon) -> Non
         )
 
 
-def test_what_is_waited_for_counts_when_its_end_is_known(shown: Daemon) -> None:
+def test_coming_blocks_are_counted_when_their_read_ends(shown: Daemon) -> None:
     spec = spec_of("waited")
     with shown.connect() as client:
         space = client.open(spec)
@@ -231,7 +232,7 @@ def test_what_is_waited_for_counts_when_its_end_is_known(shown: Daemon) -> None:
     assert of(last, "kvtier_lookup_tokens_total") == shown.stats()["lookup_tokens"]
 
 
-def test_status_is_what_the_command_prints(shown: Daemon) -> None:
+def test_the_status_page_equals_the_output_of_the_command(shown: Daemon) -> None:
     status, kind, text = get(shown, "/status")
     body, stats = json.loads(text), shown.stats()
     assert status == 200 and kind == "application/json"
@@ -241,7 +242,7 @@ def test_status_is_what_the_command_prints(shown: Daemon) -> None:
         assert body[name] == stats[name]
 
 
-def test_the_page_and_its_past(shown: Daemon) -> None:
+def test_the_page_shows_current_and_past_values(shown: Daemon) -> None:
     assert "<title>kvtier</title>" in get(shown, "/")[2]
     until = time.monotonic() + 60
     while len(points := json.loads(get(shown, "/history")[2])["points"]) < 2:
@@ -251,7 +252,7 @@ def test_the_page_and_its_past(shown: Daemon) -> None:
     assert later[0] == points[-1]
 
 
-def test_nothing_listens_that_was_not_asked_for(daemon_of: Callable[..., Daemon]) -> None:
+def test_without_a_configured_address_no_port_is_open(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     assert daemon.stats()["http"] == ""
     with open(f"/proc/{daemon.process.pid}/net/tcp") as table:
@@ -260,7 +261,7 @@ def test_nothing_listens_that_was_not_asked_for(daemon_of: Callable[..., Daemon]
     assert not {f"socket:[{inode}]" for inode in listening} & own
 
 
-def test_a_daemon_that_stood_still_says_so(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_stalled_daemon_reports_the_stall(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(config=HTTP, warm="16MiB")
     assert get(daemon, "/healthz")[::2] == (200, "ok\n")
     daemon.process.send_signal(signal.SIGSTOP)
@@ -271,7 +272,7 @@ def test_a_daemon_that_stood_still_says_so(daemon_of: Callable[..., Daemon]) -> 
     assert of(scraped(daemon), "kvtier_loop_lag_max_seconds") >= 2
 
 
-def test_a_port_that_is_taken_is_said_in_one_line(shown: Daemon, tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error_in_one_line(shown: Daemon, tmp_path: Path) -> None:
     environment = dict(
         os.environ, KVTIER_STATE=str(tmp_path), KVTIER_SOCKET=str(tmp_path / "s"), KVTIER_WARM__SIZE="16MiB",
         KVTIER_HTTP__LISTEN=shown.stats()["http"],
@@ -299,7 +300,7 @@ def selectors(node: Any) -> Iterator[Any]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where each one is, and what it is."""
+    """The position and the text of each expression."""
     for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
@@ -310,17 +311,17 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("where", "text"), list(expressions()))
-def test_an_expression_asks_for_what_there_is(shown: Daemon, where: str, text: str) -> None:
+def test_an_expression_uses_only_existing_series(shown: Daemon, where: str, text: str) -> None:
     found = list(selectors(promql_parser.parse(text)))
     assert found, "it asks for nothing"
     samples = scraped(shown)
     for one in found:
-        if one.name == "up":  # Prometheus' own
+        if one.name == "up":  # a metric of Prometheus itself
             continue
         labels = [dict(labels) for name, labels in samples if name == one.name]
         assert labels, f"{one.name} is no series"
         for matcher in one.matchers.matchers:
-            if matcher.name in ("instance", "job"):  # Prometheus' own
+            if matcher.name in ("instance", "job"):  # labels of Prometheus itself
                 continue
             for value in matcher.value.split("|"):
                 assert any(each.get(matcher.name) == value for each in labels), (
@@ -341,7 +342,7 @@ def labels_of(one: Metric) -> tuple[str, ...]:
     return (one.label,) if one.label else ()
 
 
-def test_labels_that_expressions_group_by_are_there() -> None:
+def test_labels_that_expressions_group_by_exist() -> None:
     known = {"instance", "job", "le", *(label for one in SERIES for label in labels_of(one))}
     for where, text in expressions():
         for listed in re.findall(r"(?:by|without|on|ignoring) \(([^)]*)\)", text):
@@ -350,7 +351,7 @@ def test_labels_that_expressions_group_by_are_there() -> None:
 
 @pytest.fixture
 def promtool() -> Callable[..., str]:
-    """Prometheus' own tool, which says nothing of what it finds wrong if it finds nothing."""
+    """Prometheus' own tool. It prints problems, and nothing for valid input."""
     found = shutil.which("promtool")
     if found is None:
         pytest.skip("NOT TESTED: promtool is not here; Debian's package `prometheus` has it")
@@ -377,7 +378,7 @@ def test_prometheus_finds_nothing_wrong_with_a_scrape(
     assert promtool("check", "metrics", given=text) == ""
 
 
-def test_the_dashboard_is_one() -> None:
+def test_the_dashboard_is_valid() -> None:
     dashboard = json.loads((FOLDER / "dashboard.json").read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -393,7 +394,8 @@ def test_the_dashboard_is_one() -> None:
         taken |= cells
 
 
-# --- the page about them ---------------------------------------------------------------------------
+# --- the documents
+# -----------------------------------------------------------------------------------
 
 
 def test_the_documents_list_every_metric_and_every_alert() -> None:

@@ -1,5 +1,5 @@
-"""The units as `kvtier install-service` writes them: sound, hardened, and run by a real systemd where the
-host lets one be started in namespaces of its own."""
+"""The units that `kvtier install-service` writes: valid, hardened, and run by a real systemd if the
+host permits one in its own namespaces."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from support.specs import pattern
 
 PROGRAM = Path("/opt/kvtier/bin/kvtier")
 REPOSITORY = Path(__file__).parents[2]
-# Of another distribution perhaps, whose manager knows more than the host's: what debootstrap makes will do.
+# The build machine may have another distribution and a newer systemd than the host: debootstrap's
+# is sufficient.
 ROOT = Path(os.environ.get("SYSTEMD_ROOT", "/"))
 MANAGER = ROOT / "lib/systemd/systemd"
-# The rest is the sandbox, which is for the manager of the system.
+# The rest is the sandbox, which only the system's manager applies.
 KEPT = (
     "Type=",
     "ExecStart=",
@@ -69,8 +70,8 @@ needs_analyze = pytest.mark.skipif(
 
 
 @needs_analyze
-def test_the_installed_units_are_sound_and_hardened(tmp_path: Path) -> None:
-    # In tenths; sockets of loopback cost what they cost.
+def test_the_installed_units_are_valid_and_hardened(tmp_path: Path) -> None:
+    # In tenths; loopback sockets are necessary.
     cases: list[tuple[dict[str, object], int]] = [
         ({}, 10),
         ({"http": True}, 15),
@@ -80,7 +81,7 @@ def test_the_installed_units_are_sound_and_hardened(tmp_path: Path) -> None:
         root = tmp_path / str(number)
         install.write(plan(root, **options))
         units = root / install.UNITS
-        # A program that is there.
+        # An existing program.
         for unit in units.glob("*.service"):
             unit.write_text(unit.read_text().replace(str(PROGRAM), "/bin/true"))
         names = [path for path in units.iterdir() if path.is_file() and "@" not in path.name]
@@ -101,7 +102,7 @@ def test_the_installed_units_are_sound_and_hardened(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Path) -> None:
+def test_an_uninstall_removes_installed_files_and_keeps_others(tmp_path: Path) -> None:
     flags = ("--root", str(tmp_path), "--program", str(PROGRAM))
     shown = kvtier("install-service", "--dry-run", *flags)
     assert shown.returncode == 0, shown.stderr
@@ -114,28 +115,28 @@ def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Pat
     assert f"ExecStart={PROGRAM} serve" in unit.read_text()
     config = tmp_path / "etc/kvtier/kvtier.toml"
     assert kvtier("config", "check", str(config)).returncode == 0
-    # What its configuration needs is let through, and what was written by somebody else stays.
+    # Resources that the configuration needs are permitted, and files of the administrator are kept.
     config.write_text(
         '[warm]\nsize = "1GiB"\n[cold]\ndirectories = ["/mnt/a"]\nsize = "1TiB"\n'
         '[http]\nlisten = "127.0.0.1:9410"\n'
     )
-    theirs = tmp_path / install.UNITS / "kvtierd.service.d" / "mine.conf"
-    theirs.parent.mkdir()
-    theirs.write_text("[Service]\nNice=5\n")
+    admin_file = tmp_path / install.UNITS / "kvtierd.service.d" / "mine.conf"
+    admin_file.parent.mkdir()
+    admin_file.write_text("[Service]\nNice=5\n")
     done = kvtier("install-service", *flags)
     assert "/install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
-    assert "ReadWritePaths=-/mnt/a" in (theirs.parent / "cold.conf").read_text()
-    assert "IPAddressAllow=localhost" in (theirs.parent / "http.conf").read_text()
+    assert "ReadWritePaths=-/mnt/a" in (admin_file.parent / "cold.conf").read_text()
+    assert "IPAddressAllow=localhost" in (admin_file.parent / "http.conf").read_text()
     assert "1GiB" in config.read_text(), "a configuration that is there stays"
     assert kvtier("install-service", "--uninstall", *flags).returncode == 0
     left = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {config, theirs}
+    assert left == {config, admin_file}
     unit.write_text("[Service]\nExecStart=/bin/true\n")
     done = kvtier("install-service", *flags)
     assert done.returncode == 2 and str(unit) in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_daemons_of_nodes_share_the_sandbox_and_no_place(tmp_path: Path) -> None:
+def test_daemons_of_nodes_share_the_sandbox_but_no_paths(tmp_path: Path) -> None:
     def lines(unit: str, **options: object) -> set[str]:
         text = plan(tmp_path, **options).files[tmp_path / install.UNITS / unit]
         return {line for line in text.splitlines() if line and not line.startswith("#")}
@@ -157,7 +158,7 @@ def test_daemons_of_nodes_share_the_sandbox_and_no_place(tmp_path: Path) -> None
     }
 
 
-def test_a_program_that_the_sandbox_hides_is_refused_and_shown_by_a_dry_run(
+def test_a_program_that_the_sandbox_hides_is_refused_but_shown_by_a_dry_run(
     tmp_path: Path,
 ) -> None:
     flags = ("install-service", "--root", str(tmp_path), "--program", "/home/me/venv/bin/kvtier")
@@ -167,7 +168,7 @@ def test_a_program_that_the_sandbox_hides_is_refused_and_shown_by_a_dry_run(
     shown = kvtier(*flags, "--dry-run")
     assert shown.returncode == 0 and "sandbox hides /home" in shown.stderr
     assert "ExecStart=/home/me/venv/bin/kvtier serve" in shown.stdout
-    # A venv in a good place, made by a Python that is in none.
+    # A venv in a permitted place, made by a Python in a place that the sandbox hides.
     program = tmp_path / "kvtier"
     program.write_text("#!/home/me/python3\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +209,7 @@ def test_a_file_that_names_other_places_than_the_unit_is_refused(tmp_path: Path)
     plan(tmp_path)
 
 
-def test_a_manager_that_knows_no_notify_reload_gets_a_signal(tmp_path: Path) -> None:
+def test_a_manager_without_notify_reload_uses_a_signal(tmp_path: Path) -> None:
     unit = Path(install.UNITS) / "kvtierd.service"
     new = install.plan(tmp_path, PROGRAM, 253).files[tmp_path / unit]
     old = install.plan(tmp_path, PROGRAM, 252).files[tmp_path / unit]
@@ -220,7 +221,7 @@ def test_a_manager_that_knows_no_notify_reload_gets_a_signal(tmp_path: Path) -> 
 
 
 class Manager:
-    """A systemd of its own, for the user, and a shell beside it."""
+    """A separate systemd user manager, and a shell in the same namespaces."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -243,7 +244,7 @@ class Manager:
         )  # fmt: skip
 
     def run(self, command: str) -> str:
-        """What a command says, without its end."""
+        """The output of a command, without the newline at its end."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
@@ -303,7 +304,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 
 
 def installed(manager: Manager, watchdog: str = "30") -> Path:
-    """The socket of units that were installed for this manager."""
+    """The socket of the units that were installed for this manager."""
     folder = manager.folder
     config = folder / "kvtier.toml"
     path = folder / "s" / "kvtier.sock"
@@ -333,15 +334,15 @@ def asked(path: Path, what: Callable[[Client], object]) -> object:
         return what(client)
 
 
-def test_it_is_started_by_its_socket_told_of_reloaded_and_stopped(manager: Manager) -> None:
+def test_the_daemon_is_started_by_its_socket_reloaded_and_stopped(manager: Manager) -> None:
     path = installed(manager)
     manager.run("systemctl --user start kvtierd.socket")
     assert manager.show("ActiveState") == "inactive"
     assert path.stat().st_mode & 0o777 == 0o660
-    stats = asked(path, Client.stats)  # the first client starts it
+    stats = asked(path, Client.stats)  # the first client starts the daemon
     assert isinstance(stats, dict)
     assert manager.show("ActiveState") == "active"
-    manager.wait_for(lambda: "cold " in manager.show("StatusText"), "STATUS= is live", 20)
+    manager.wait_for(lambda: "cold " in manager.show("StatusText"), "STATUS= is live", 60)
     assert manager.show("StatusText").startswith("warm 0 B of 16 MiB, cold ")
 
     config = manager.folder / "kvtier.toml"
@@ -352,11 +353,11 @@ def test_it_is_started_by_its_socket_told_of_reloaded_and_stopped(manager: Manag
     def clients(client: Client) -> object:
         return client.settings()["keys"]["max_clients"][0]
 
-    manager.wait_for(lambda: asked(path, clients) == 7, "the new value is in force", 10)
+    manager.wait_for(lambda: asked(path, clients) == 7, "the new value is in force", 60)
     config.write_text("max_clients = 0\n" + config.read_text())
     manager.run("systemctl --user reload kvtierd.service")
     log = manager.folder / "daemon.log"
-    manager.wait_for(lambda: "reload refused" in log.read_text(), "it is refused", 10)
+    manager.wait_for(lambda: "reload refused" in log.read_text(), "it is refused", 60)
     assert asked(path, clients) == 7 and manager.show("MainPID") == main
     assert manager.show("ActiveState") == "active"
 
@@ -368,7 +369,7 @@ def test_it_is_started_by_its_socket_told_of_reloaded_and_stopped(manager: Manag
         asked(path, Client.ping)
 
 
-def test_a_reload_is_over_when_the_manager_says_so(manager: Manager) -> None:
+def test_a_reload_has_ended_when_systemctl_returns(manager: Manager) -> None:
     if (version := manager.version()) < install.RELOADS_SINCE:
         pytest.skip(f"systemd {version} knows no notify-reload: SYSTEMD_ROOT names a newer one")
     path = installed(manager)
@@ -391,7 +392,7 @@ def test_a_daemon_that_hangs_is_restarted_and_one_that_works_is_not(manager: Man
     path = installed(manager, watchdog="4")
     manager.run("systemctl --user start kvtierd.socket kvtierd.service")
     main = manager.show("MainPID")
-    time.sleep(9)  # twice as long as it may be silent
+    time.sleep(9)  # twice the watchdog's interval
     assert (manager.show("MainPID"), manager.show("NRestarts")) == (main, "0")
     assert main != "0", "it does not run"
     manager.run(f"kill -{signal.SIGSTOP.value} {main}")
@@ -402,7 +403,7 @@ def test_a_daemon_that_hangs_is_restarted_and_one_that_works_is_not(manager: Man
 
 @pytest.fixture
 def frozen(tmp_path: Path) -> Iterator[Mounted]:
-    """A disk for the daemon's directory; to be asked for before the manager, who ends first."""
+    """A disk for the daemon's directory. Request it before the manager, so that the manager ends first."""
     if not os.environ.get("KVTIER_FAULTS"):
         pytest.skip("waits for what hangs; KVTIER_FAULTS=1")
     with mounted(tmp_path, 330 << 20, "xfs") as disk:
@@ -410,7 +411,7 @@ def frozen(tmp_path: Path) -> Iterator[Mounted]:
 
 
 @pytest.mark.parametrize("way", ["stop", "restart", "kill -s KILL"])
-def test_a_disk_that_hangs_holds_up_neither_a_stop_nor_the_next_start(
+def test_a_disk_that_hangs_delays_neither_a_stop_nor_the_next_start(
     frozen: Mounted, manager: Manager, way: str
 ) -> None:
     path = installed(manager)
@@ -432,11 +433,11 @@ def test_a_disk_that_hangs_holds_up_neither_a_stop_nor_the_next_start(
                 assert bytes(block or b"") == pattern(key, SPEC.block_bytes), "other bytes"
             return len(blocks)
 
-    manager.wait_for(lambda: "cold tier is ready" in log.read_text(), "it is open", 20)
+    manager.wait_for(lambda: "cold tier is ready" in log.read_text(), "it is open", 60)
     with frozen.frozen():
         asked(path, lambda client: saved(client, 0))
         asked(path, lambda client: client.tier("warm", "drain"))
-        manager.wait_for(lambda: manager.show("MainPID") != main, "another one stands in", 20)
+        manager.wait_for(lambda: manager.show("MainPID") != main, "another one stands in", 60)
         began = time.monotonic()
         units = "kvtierd.service kvtierd.socket" if way == "stop" else "kvtierd.service"
         manager.run(f"systemctl --user {way} {units}")
@@ -447,7 +448,7 @@ def test_a_disk_that_hangs_holds_up_neither_a_stop_nor_the_next_start(
             assert manager.show("ExecMainStatus") == "75"
             manager.run("systemctl --user start kvtierd.socket kvtierd.service")
         manager.wait_for(lambda: manager.show("ActiveState") == "active", "it is started", 60)
-        manager.wait_for(lambda: bool(asked(path, serves)), "it serves", 20)
+        manager.wait_for(lambda: bool(asked(path, serves)), "it serves", 60)
     manager.wait_for(
         lambda: "is available again, reading its segments" in log.read_text(), "taken up", 60
     )

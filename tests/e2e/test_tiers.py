@@ -1,4 +1,4 @@
-"""Tiers drained, switched off and on again under a daemon that goes on serving."""
+"""Tiers are drained, switched off and on again while the daemon serves clients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def save(space: Space, number: int) -> bytes:
 
 
 def loaded(space: Space, keys: bytes, seconds: float = 60.0) -> int:
-    """How many blocks can be had, however long they take to come; each is what was saved."""
+    """The number of blocks that can be loaded, after all reads ended. Each is compared."""
     until = time.monotonic() + seconds
     while space.match(keys).coming and time.monotonic() < until:
         time.sleep(0.01)
@@ -67,24 +67,24 @@ def threads_of(daemon: Daemon) -> int:
 def tier(daemon: Daemon, *arguments: str) -> dict[str, object]:
     done = kvtier("tier", *arguments, "--json", "--socket", daemon.socket)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert isinstance(told, dict)
-    return told
+    output = json.loads(done.stdout)
+    assert isinstance(output, dict)
+    return output
 
 
-def test_a_drained_warm_tier_is_all_there_after_a_kill(
+def test_all_blocks_of_a_drained_warm_tier_survive_a_kill(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     daemon = started(daemon_of, tmp_path / "it")
     with daemon.connect() as client:
         space = client.open(spec_of("drain"))
         prompts, on_disk, blocks = [save(space, number) for number in range(8)], 0, 0
-        while on_disk == blocks:  # else there is nothing to drain
+        while on_disk == blocks:  # otherwise there is nothing to drain
             assert len(prompts) < 200
             prompts.append(save(space, len(prompts)))
             blocks = len(prompts) * len(prompts[0])
             on_disk = daemon.stats()["tiers"]["cold"]["blocks"]
-        with space.load(prompts[0]) as held:  # who is held is drained too
+        with space.load(prompts[0]) as held:  # leased blocks are drained too
             assert len(held) == len(prompts[0])
             assert tier(daemon, "drain", "warm")["state"] == "drained"
         assert daemon.stats()["tiers"]["warm"]["state"] == "drained"
@@ -101,7 +101,7 @@ def test_a_drained_warm_tier_is_all_there_after_a_kill(
 
 
 @pytest.mark.parametrize("codec", ["raw", "r32"])
-def test_a_cold_tier_that_is_off_lets_its_disk_go_and_comes_back_with_all_that_is_on_it(
+def test_a_cold_tier_that_is_off_releases_its_disk_and_returns_with_all_blocks(
     tmp_path: Path, daemon_of: Callable[..., Daemon], codec: str
 ) -> None:
     folder = tmp_path / "it"
@@ -112,7 +112,7 @@ def test_a_cold_tier_that_is_off_lets_its_disk_go_and_comes_back_with_all_that_i
         prompts = []
         for number in range(40):
             prompts.append(save(space, number))
-            if number % 8 == 7:  # more at once would be evicted before it is written
+            if number % 8 == 7:  # more at once would be evicted before they are written
                 wait_for_disk(daemon, sum(map(len, prompts)))
         tier(daemon, "on", "warm")
         there = daemon.stats()["tiers"]["cold"]["blocks"]
@@ -134,7 +134,7 @@ def test_a_cold_tier_that_is_off_lets_its_disk_go_and_comes_back_with_all_that_i
         assert any(n > before.get(why, 0) for why, n in after.items())
         explained = kvtier("explain", bytes(cold[0]).hex(), "--socket", daemon.socket)
         assert "off" in explained.stdout
-        # Memory goes on, and what is forgotten meanwhile stays so.
+        # The memory continues to serve, and blocks forgotten meanwhile stay forgotten.
         fresh = save(space, 1000)
         assert loaded(space, fresh) == len(fresh)
         with pytest.raises(Refused, match="switched off"):
@@ -143,7 +143,8 @@ def test_a_cold_tier_that_is_off_lets_its_disk_go_and_comes_back_with_all_that_i
         assert done.returncode == 2 and "switched off" in done.stderr
 
         assert tier(daemon, "on", "cold")["state"] in ("on", "recovering")
-        # What is in memory too is known to be on disk: only what is new has to be written.
+        # Blocks that are also in memory are known to be on disk: only new blocks have to be
+        # written.
         tier(daemon, "drain", "warm")
         stats = daemon.stats()
         assert stats["tiers"]["cold"]["blocks"] == there - len(cold) + len(fresh)
@@ -154,7 +155,7 @@ def test_a_cold_tier_that_is_off_lets_its_disk_go_and_comes_back_with_all_that_i
     assert daemon.stats()["failures"]["internal"] == 0
 
 
-def test_a_warm_tier_is_drained_though_the_cold_one_was_off_meanwhile(
+def test_a_warm_tier_is_drained_although_the_cold_one_was_off_meanwhile(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     daemon = started(daemon_of, tmp_path / "it")
@@ -171,7 +172,7 @@ def test_a_warm_tier_is_drained_though_the_cold_one_was_off_meanwhile(
 
 
 def at_random(daemon: Daemon, chance: random.Random) -> None:
-    """Orders that wait for nothing, and for no order before them; then all is on again."""
+    """Send orders without waiting for their results; then switch all tiers on."""
     orders = [("cold", "off"), ("cold", "on"), ("cold", "drain"), ("warm", "drain"), ("warm", "on")]
     with daemon.connect() as client:
 
@@ -191,7 +192,7 @@ def at_random(daemon: Daemon, chance: random.Random) -> None:
             time.sleep(0.02)
 
 
-def test_tiers_are_switched_under_traffic_and_never_a_wrong_byte(
+def test_switching_tiers_under_load_returns_no_wrong_byte(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     daemon = started(daemon_of, tmp_path / "it", warm="4MiB")
@@ -213,7 +214,7 @@ def test_tiers_are_switched_under_traffic_and_never_a_wrong_byte(
                     served[0] += count
                     if count < len(keys):
                         save(space, number)
-                except Exception as error:  # noqa: BLE001  # told below
+                except Exception as error:  # noqa: BLE001  # reported below
                     wrong.append(error)
                     return
 
@@ -236,7 +237,7 @@ def test_tiers_are_switched_under_traffic_and_never_a_wrong_byte(
     assert daemon.stats()["failures"]["internal"] == 0
 
 
-def test_a_directory_that_is_gone_keeps_the_tier_off_and_says_so(
+def test_a_missing_directory_keeps_the_tier_off_with_a_reason(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     daemon = started(daemon_of, tmp_path / "it")
@@ -248,13 +249,13 @@ def test_a_directory_that_is_gone_keeps_the_tier_off_and_says_so(
     assert done.stderr.strip().count("\n") == 0
     for asked in (("tier", "status", "cold"), ("status",)):
         done = kvtier(*asked, "--socket", daemon.socket)
-        told = " ".join((done.stdout + done.stderr).split())
-        assert "off" in told and "cannot use " in told and "No such file" in told
+        output = " ".join((done.stdout + done.stderr).split())
+        assert "off" in output and "cannot use " in output and "No such file" in output
     disk.with_name("away").rename(disk)
     assert tier(daemon, "on", "cold")["state"] == "on"
 
 
-def test_off_and_on_leaves_nothing_behind_and_a_daemon_can_end_while_it_is_off(
+def test_switching_leaks_nothing_and_a_daemon_can_stop_while_a_tier_is_off(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     daemon = started(daemon_of, tmp_path / "it")
@@ -266,13 +267,14 @@ def test_off_and_on_leaves_nothing_behind_and_a_daemon_can_end_while_it_is_off(
         tier(daemon, "on", "cold")
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "on")
         counts.append((daemon.open_files(), threads_of(daemon)))
-    # A segment is begun sooner or later; a ring and its eventfds would be three each time.
+    # A segment may be begun at any time; a ring and its eventfds would be three descriptors each
+    # time.
     assert counts[-1][0] <= counts[0][0] + 2 and counts[-1][1] <= counts[0][1]
     tier(daemon, "off", "cold")
     assert daemon.stop() == 0
 
 
-def test_what_makes_no_sense_is_refused_with_a_reason(
+def test_invalid_orders_are_refused_with_a_reason(
     shared_daemon: Daemon, tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     done = kvtier("tier", "drain", "warm", "--socket", shared_daemon.socket)

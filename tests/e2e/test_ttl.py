@@ -1,4 +1,4 @@
-"""Blocks that are saved with a TTL: through a client and a real daemon with a disk."""
+"""Blocks that are saved with a TTL, through a client and a real daemon with a disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = spec_of("ttl", layers=1, kv_heads=1, head_dim=64)
 
 @pytest.fixture
 def start(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Callable[[], Daemon]:
-    """A daemon whose disk is written to at once; again, a later run of it."""
+    """A daemon that writes to its disk immediately; a second call starts a later run of it."""
     cold = tmp_path / "cold"
     cold.mkdir()
     config = f'[cold]\ndirectories = ["{cold}"]\nsize = "64MiB"\nwrite = "through"\n'
@@ -33,7 +33,7 @@ def saved(space: Space, start: int, **ttl: Any) -> Any:
     return keys
 
 
-def test_blocks_with_a_ttl_go_and_others_stay(start: Callable[[], Daemon]) -> None:
+def test_blocks_with_a_ttl_expire_and_others_stay(start: Callable[[], Daemon]) -> None:
     daemon = start()
     with daemon.connect() as client:
         space = client.open(SPEC)
@@ -71,7 +71,7 @@ def test_blocks_with_a_ttl_are_never_on_disk(start: Callable[[], Daemon]) -> Non
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, "60", True, float("nan")], ids=repr)
-def test_a_ttl_that_makes_no_sense_saves_nothing(shared_daemon: Daemon, ttl_s: Any) -> None:
+def test_an_invalid_ttl_saves_nothing(shared_daemon: Daemon, ttl_s: Any) -> None:
     with shared_daemon.connect() as client:
         space = client.open(SPEC)
         keys = space.keys([9] * SPEC.block_tokens)

@@ -1,4 +1,5 @@
-"""What clients used of what they found: the daemon counts what they report, not what it leased."""
+"""The use of found blocks: the daemon counts the tokens that clients report as used, not those that
+they lease."""
 
 from __future__ import annotations
 
@@ -24,20 +25,20 @@ def space(shared_daemon: Daemon, request: pytest.FixtureRequest) -> Any:
 
 
 def used(client: Client) -> tuple[int, int]:
-    """Tokens and bytes, so far."""
-    client.ping()  # after what was sent without waiting
+    """Tokens and bytes since the start."""
+    client.ping()  # after all messages that need no reply
     stats = client.stats()
     assert stats["tenants"]["default"]["used_tokens"] == sum(stats["used_tokens"].values())
     return stats["used_tokens"]["warm"], stats["bytes"]["loaded"]
 
 
 def grown(client: Client, before: tuple[int, int], space: Space) -> tuple[float, float]:
-    """In blocks."""
+    """The increase in blocks."""
     tokens, nbytes = (now - was for now, was in zip(used(client), before, strict=True))
     return tokens / space.spec.block_tokens, nbytes / space.block_bytes
 
 
-def test_what_is_found_and_not_read_is_not_used(space: Any) -> None:
+def test_found_blocks_that_are_not_read_are_not_used(space: Any) -> None:
     client, space, keys = space
     before = used(client)
     space.match(keys)
@@ -49,7 +50,7 @@ def test_what_is_found_and_not_read_is_not_used(space: Any) -> None:
     assert found[0]["ready"] == BLOCKS and not any(one["used"] for one in found[:2])
 
 
-def test_what_is_read_is_used(space: Any) -> None:
+def test_read_blocks_are_used(space: Any) -> None:
     client, space, keys = space
     before = used(client)
     with space.load(keys):
@@ -71,7 +72,7 @@ def test_what_is_read_is_used(space: Any) -> None:
     assert one["used_tokens"] == (BLOCKS + 4) * space.spec.block_tokens
 
 
-def test_two_who_join_a_lease_tell_what_each_used(space: Any, shared_daemon: Daemon) -> None:
+def test_two_holders_of_a_lease_each_report_their_use(space: Any, shared_daemon: Daemon) -> None:
     client, space, keys = space
     before = used(client)
     lease = space.lease(keys)

@@ -1,4 +1,4 @@
-"""Begun, answered later: what comes and goes in a space, and pins."""
+"""Requests whose replies come later: change feeds of a space, and pins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answer(client: Client, ticket: int, seconds: float = 60.0) -> Any:
 
 
 class Follower:
-    """What a watch says is there, (tier, key)."""
+    """The blocks according to a feed, as (tier, key)."""
 
     def __init__(self, client: Client, space: Space) -> None:
         self.client, self.space = client, space
@@ -48,10 +48,10 @@ class Follower:
             self.ticket = self.space.begin_watch()
 
 
-def test_a_client_is_told_of_its_blocks_ways(
+def test_a_feed_reports_the_movements_of_a_block(
     daemon_of: Callable[..., Daemon], tmp_path: Any
 ) -> None:
-    """Saved by somebody else, evicted, written to the disk, promoted, forgotten."""
+    """Saved by another client, evicted, written to the disk, promoted, forgotten."""
     (tmp_path / "cold").mkdir()
     daemon = daemon_of(config=COLD.format(tmp_path / "cold"))
     with daemon.connect() as client, daemon.connect() as other:
@@ -72,7 +72,9 @@ def test_a_client_is_told_of_its_blocks_ways(
         follower.until(lambda there: not (memory | disk) & there)
 
 
-def test_who_does_not_ask_is_told_how_much_was_missed(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_client_that_does_not_poll_gets_the_number_of_missed_changes(
+    daemon_of: Callable[..., Daemon],
+) -> None:
     daemon = daemon_of(warm="16MiB")
     with daemon.connect() as client, daemon.connect() as other:
         space, same = client.open(spec_of("slow")), other.open(spec_of("slow"))
@@ -81,7 +83,7 @@ def test_who_does_not_ask_is_told_how_much_was_missed(daemon_of: Callable[..., D
         answers: dict[int, Any] = {}
         for round_ in range(80):
             filled(same, round_ * 100_000, 250)
-            answers |= client.poll()  # one who never reads is hung up on
+            answers |= client.poll()  # a client that never reads is disconnected
         changes = answers[told] if told in answers else answer(client, told)
         assert 0 < len(changes.changes) <= wire.LIMIT_CHANGES
         later = answer(client, space.begin_watch())
@@ -89,7 +91,7 @@ def test_who_does_not_ask_is_told_how_much_was_missed(daemon_of: Callable[..., D
         assert daemon.process_bytes() - before < 16 << 20
 
 
-def test_only_one_answer_at_a_time_is_waited_for(daemon_of: Callable[..., Daemon]) -> None:
+def test_only_one_pending_watch_is_permitted(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     with daemon.connect() as client:
         space = client.open(spec_of("two"))
@@ -99,7 +101,7 @@ def test_only_one_answer_at_a_time_is_waited_for(daemon_of: Callable[..., Daemon
         assert len(answer(client, first).changes) == 1
 
 
-def test_a_pin_that_is_begun_holds(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_begun_pin_keeps_its_blocks(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     with daemon.connect() as client:
         space = client.open(spec_of("pins"))
@@ -113,8 +115,10 @@ def test_a_pin_that_is_begun_holds(daemon_of: Callable[..., Daemon]) -> None:
         assert space.match(keys) == Match(20, 0, 0.0)
 
 
-def test_a_client_watches_a_few_spaces_and_no_more(daemon_of: Callable[..., Daemon]) -> None:
-    """What is kept for it is bounded, whatever it asks for."""
+def test_the_number_of_watched_spaces_of_a_client_is_limited(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    """The number of kept changes is bounded for any client."""
     daemon = daemon_of(warm="16MiB")
     with daemon.connect() as client:
         spaces = [client.open(spec_of(f"space {number}")) for number in range(5)]

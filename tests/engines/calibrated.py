@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 SECONDS = 300.0
-# What errors cost a model that was never trained is more than any step makes up for: what a level may cost is
-# so many times as much.
+# Errors have a large effect on an untrained model, so the loss that a level permits is multiplied
+# by this.
 LOSSES = 10.0
 
 
 def write_profile(model: Path, folder: Path) -> Path:
-    """Have one measured on a text, and written into this folder."""
+    """Calibrate a profile with a text, and write it into this folder."""
     target = folder / "model.kvtp"
     done = subprocess.run(
         [sys.executable, __file__, str(model), str(target)],
@@ -28,7 +28,7 @@ def main() -> None:
     from kvtier_daemon.calibration import measuring
     from kvtier_daemon.cli import main as kvtier
 
-    # Short sequences, as a small model has them.
+    # Short sequences, because the model is small.
     measuring.PREFIX, measuring.NEXT, measuring.SEQUENCE, measuring.TRIALS = 64, 16, 81, 8
     for losses in (measuring.ECSQ_LOSS, measuring.CACHEGEN_LOSS):
         losses.update({level: LOSSES * loss for level, loss in losses.items()})

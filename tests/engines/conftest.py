@@ -1,4 +1,4 @@
-"""Real vLLM engines, each in a process of its own, and what their pages held."""
+"""Real vLLM engines, each in its own process, and records of their pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = {
     "ExpertsConnector": "experts",
 }  # fmt: skip
 START_S = 240.0
-ENGINE = ("model_name", "engine")  # labels that every metric has
+ENGINE = ("model_name", "engine")  # labels of every metric
 ANSWER_S = 240.0
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(eq=False)
 class Engine:
-    """A running engine, `host.py` under it."""
+    """A running engine with `host.py`."""
 
     process: subprocess.Popen[str] | Forked
     records: Path
@@ -63,7 +63,7 @@ class Engine:
         self.process.stdin.flush()
 
     def begin(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> None:
-        """Let these run; `answer` has them."""
+        """Start these prompts; `answer` returns the results."""
         self.order(prompts=prompts, tokens=tokens, **more)
 
     def generate(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> list[Any]:
@@ -71,7 +71,7 @@ class Engine:
         return list(self.answer())
 
     def metrics(self, prefix: str = "vllm:kvtier_") -> dict[str, float]:
-        """The engine's Prometheus metrics, as `name` or `name:label`; of a histogram its count."""
+        """The engine's Prometheus metrics, as `name` or `name:label`; for a histogram its count."""
         self.order(metrics=prefix)
         return {
             ":".join(
@@ -81,12 +81,12 @@ class Engine:
         }
 
     def reset(self, connector: bool = False) -> None:
-        """The engine's own cache is empty from now on."""
+        """Clear the engine's own cache."""
         self.order(connector=connector)
         assert self.answer() is True
 
     def recorded(self, what: str) -> list[dict[str, Any]]:
-        """All records of a kind, of every process so far."""
+        """All records of this kind from all processes."""
         found = []
         for path in sorted(self.records.glob("*.jsonl")):
             for line in path.read_text().splitlines():
@@ -96,7 +96,7 @@ class Engine:
         return found
 
     def forget_records(self) -> None:
-        """Only what was saved is remembered: the next comparison is of what is loaded from now on."""
+        """Keep only the records of saves: the next comparison covers only later loads."""
         saved = self.recorded("saved")
         for path in self.records.glob("*.jsonl"):
             path.unlink()
@@ -104,8 +104,8 @@ class Engine:
             file.writelines(json.dumps(one) + "\n" for one in saved)
 
     def compare(self) -> tuple[int, list[tuple[Any, ...]]]:
-        """How many pages were loaded, and the (shard, group, block's key, layer) of those that are not, byte
-        for byte, what was saved under that identity."""
+        """The number of loaded pages, and the (shard, group, block's key, layer) of those that differ
+        from the page that was saved under that identity."""
         saved = {
             (one["shard"], one["group"], one["key"]): one["layers"]
             for one in self.recorded("saved")
@@ -133,7 +133,7 @@ class Engine:
             path.unlink(missing_ok=True)
 
     def wait_for_saves(self, daemon: Any, blocks: int) -> None:
-        """Until the daemon has so many blocks."""
+        """Wait until the daemon has `blocks` blocks."""
         daemon.wait_for(lambda stats: stats["tiers"]["warm"]["blocks"] >= blocks, 30.0)
 
     def stop(self) -> None:
@@ -157,13 +157,13 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def made_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """Makes a model of a kind in a folder, or an adapter from a seed: in another process, as engines do."""
+    """Creates a model in a folder, or an adapter from a seed, in another process."""
     logs = tmp_path_factory.mktemp("made")
 
     def make(*what: str | Path | int) -> None:
         log = logs / f"{what[0]}.log"
-        said = forks.run(HERE / "models.py", *map(str, what), log=log, seconds=START_S)
-        assert said == "made\n", said
+        output = forks.run(HERE / "models.py", *map(str, what), log=log, seconds=START_S)
+        assert output == "made\n", output
 
     return make
 
@@ -197,7 +197,7 @@ def engine_of(
     model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory,
     forks: Forks,
 ) -> Iterator[Callable[..., Engine]]:  # fmt: skip
-    """Starts engines on the spot's models, `spawned` as vLLM would or forked; stops them at the end."""
+    """Starts engines with the generated models, `spawned` as vLLM does or forked; stops them at the end."""
     running: list[Engine] = []
 
     def start(kind: str, socket: str, records: Path | None = None, **changes: Any) -> Engine:
@@ -205,7 +205,7 @@ def engine_of(
         script = HERE / changes.pop("script", "host.py")
         spawned = changes.pop("spawned", False)
         kept = records or folder
-        beside = changes.pop("beside", None)
+        other_connector = changes.pop("beside", None)
         extra = {"socket": socket} | changes.pop("extra", {})
         transfer = {
             "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
@@ -218,9 +218,9 @@ def engine_of(
             "block_size": BLOCK, "max_model_len": 1024, "skip_tokenizer_init": True,
             "prefix_caching_hash_algo": "sha256_cbor", "kv_transfer_config": transfer,
         } | changes  # fmt: skip
-        if beside:
-            # Behind others, in the connector that has several.
-            connectors = [*beside["connectors"], transfer]
+        if other_connector:
+            # Behind others, in the connector that contains several.
+            connectors = [*other_connector["connectors"], transfer]
             arguments["kv_transfer_config"] = transfer | {
                 "kv_connector": "MultiConnector", "kv_connector_module_path": None,
                 "kv_connector_extra_config": {"connectors": connectors},

@@ -1,4 +1,4 @@
-"""Another connector, which has nothing, and tells of its workers before ours does."""
+"""Another connector, which stores no blocks, and sends the metadata of its workers before the plugin does."""
 
 from __future__ import annotations
 

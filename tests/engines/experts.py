@@ -1,8 +1,8 @@
-"""The recording connector, for ranks that step together, as data-parallel ranks of a model with experts do.
+"""The recording connector, for ranks that step together, as data-parallel ranks of a model with experts
+do.
 
-vLLM's communicator on a CPU has neither of the two calls by which such ranks give each other their tokens, so
-that its engine ends with the first request, with a connector or without. They are here.
-"""
+vLLM's communicator for CPUs lacks the two calls with which such ranks exchange tokens, so that its
+engine ends with the first request, with or without a connector. This module implements them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 
 
 class ExpertsConnector(RecordingConnector):
-    """That one, in ranks that can step together."""
+    """The recording connector, for ranks that step together."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)

@@ -1,8 +1,8 @@
-"""Processes of an engine that need not import vLLM: forked from one that has.
+"""Engine processes that need not import vLLM: they are forked from a process that has imported it.
 
-Importing it is nearly all of a small engine's start, and each of its three processes does so, one after the
-other, and a fourth where a model's architecture is looked up. What is forked is an engine as any other.
-"""
+The import takes most of the start of a small engine. Each of its three processes imports vLLM in
+sequence, and a fourth one when the architecture of a model is looked up. A forked engine behaves like
+any other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IMPORTED = (
 
 
 class Forked:
-    """A process of another's, as far as `subprocess.Popen` is one for those who started it."""
+    """A forked process with the part of the interface of `subprocess.Popen` that its users need."""
 
     def __init__(self, handle: int, stdin: IO[str], stdout: IO[str]) -> None:
         self._handle = handle
@@ -44,19 +44,19 @@ class Forked:
 
 
 class Forks:
-    """A process that has imported vLLM, and runs scripts in copies of itself."""
+    """A process that has imported vLLM, and runs scripts in forks of itself."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._orders, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=dict(environment),
+                [sys.executable, __file__, str(child_end.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], env=dict(environment),
             )  # fmt: skip
         self._orders.settimeout(IMPORT_S)
 
     def start(self, script: Path, *arguments: str, log: IO[str], **environment: str) -> Forked:
-        """Run it, with these variables beside those of all."""
+        """Start a script with these additional environment variables."""
         given, stdin = os.pipe()
         stdout, said = os.pipe()
         order = {"script": str(script), "arguments": arguments, "environment": environment}
@@ -70,7 +70,7 @@ class Forks:
         return Forked(handle, os.fdopen(stdin, "w"), os.fdopen(stdout))
 
     def run(self, script: Path, *arguments: str, log: Path, seconds: float) -> str:
-        """Have it run to its end; what it said."""
+        """Run a script to its end. Returns its output."""
         with log.open("w") as sink:
             process = self.start(script, *arguments, log=sink)
         process.wait(seconds)
@@ -85,7 +85,7 @@ class Forks:
 
 
 def prepare() -> None:
-    """Import what an engine's processes import, and have them forked."""
+    """Import the modules that an engine's processes import, and make vLLM fork its processes."""
     import multiprocessing
 
     import vllm
@@ -94,23 +94,23 @@ def prepare() -> None:
 
     for module in IMPORTED:
         importlib.import_module(module)
-    assert vllm.LLM  # imported once it is asked for
+    assert vllm.LLM  # a lazy import
 
     class Contexts:
-        """On CPUs vLLM asks for processes that are spawned, for each to have OpenMP's settings of its own:
-        here all have the same."""
+        """On CPUs vLLM requests spawned processes, so that each may have its own OpenMP settings. Here
+        all have the same."""
 
         @staticmethod
         def get_context(_: str) -> Any:
             return multiprocessing.get_context("fork")
 
     system_utils.multiprocessing = Contexts
-    # In another process for no GPU to be touched.
+    # vLLM uses another process here only to avoid initializing a GPU.
     registry._run_in_subprocess = lambda look_up: look_up()
 
 
 def serve(orders: socket.socket) -> dict[str, Any] | None:
-    """Fork for each order; what was ordered, in the one that was forked."""
+    """Fork for each order. Returns the order, in the forked process."""
     while True:
         body, files, _, _ = socket.recv_fds(orders, MESSAGE, 3)
         if not body:

@@ -1,4 +1,4 @@
-"""Runs a vLLM engine and does what it is told, a line of JSON for a line of JSON."""
+"""Runs a vLLM engine: reads one order per line as JSON, and answers each with one line of JSON."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def main() -> None:
             extra_args={"kv_transfer_params": parameters} if parameters else None,
         )  # fmt: skip
         asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        told = []
+        answers = []
         lora = LoRARequest(*adapter) if adapter else None
         for output in llm.generate(asked, sampling, use_tqdm=False, lora_request=lora):
             one = output.outputs[0]
             chosen = zip(one.token_ids, one.logprobs or (), strict=True)
-            told.append(
+            answers.append(
                 {
                     "tokens": list(one.token_ids),
                     "logprobs": [probable[token].logprob for token, probable in chosen],
@@ -42,7 +42,7 @@ def main() -> None:
                     "told": output.kv_transfer_params,
                 }
             )
-        return told
+        return answers
 
     reply("ready")
     for line in sys.stdin:

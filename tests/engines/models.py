@@ -1,4 +1,4 @@
-"""Small models made on the spot: random, but so that every token of a prompt matters to what comes out."""
+"""Small generated models: random, but every token of a prompt affects the output."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 
 
-# Of experts: all of them for every token, so that no rounding can choose others.
+# The number of experts: all of them are used for every token, so that rounding cannot change the
+# choice.
 EXPERTS = 2
 TIED = 0.05
-# Of K, in an uneven model: these channels, and those that RoPE turns them with, are so many times as large.
+# Channels of K in an uneven model: these, and those that RoPE rotates with them, are larger by this
+# factor.
 LARGE_CHANNELS = (3, 4)
 LARGE = 512.0
 
 
 def configuration(kind: str) -> Any:
-    """What a model of this kind is made of."""
+    """The configuration of a model of this kind."""
     import transformers
 
     if kind in ("llama", "uneven"):
@@ -45,7 +47,8 @@ def configuration(kind: str) -> Any:
             tie_word_embeddings=False, **COMMON,
         )  # fmt: skip
     if kind == "gemma4":
-        # Its full layers have twice the heads' width: half as many tokens in a page of the same size.
+        # Its full layers have heads of twice the width, so a page of the same size holds half as
+        # many tokens.
         return transformers.Gemma4TextConfig(
             num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
             sliding_window=WINDOW, global_head_dim=128, num_kv_shared_layers=0,
@@ -79,7 +82,7 @@ def configuration(kind: str) -> Any:
 
 
 def make_model(kind: str, folder: Path) -> Path:
-    """Write a model of this kind there. The same every time."""
+    """Write a model of this kind. The result is deterministic."""
     import torch
     import transformers
 
@@ -87,7 +90,8 @@ def make_model(kind: str, folder: Path) -> Path:
     config = configuration(kind)
     model = transformers.AutoModelForCausalLM.from_config(config)
     if config.tie_word_embeddings:
-        # What comes out would be what went in, were it not for the layers: let them outweigh it.
+        # The output would equal the input if the layers had little weight, so their weights are
+        # scaled up.
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(TIED)
             model.model.norm.weight.fill_(1 / TIED)
@@ -99,7 +103,7 @@ def make_model(kind: str, folder: Path) -> Path:
 
 
 def make_uneven(model: Any) -> None:
-    """A few channels of K outweigh the others, as in models that were trained; Q makes up for it."""
+    """A few channels of K are much larger than the others, as in trained models; Q compensates for it."""
     import torch
 
     dims = COMMON["head_dim"]
@@ -111,7 +115,7 @@ def make_uneven(model: Any) -> None:
 
 
 def tokenizer() -> Any:
-    """A byte is a token: for calibration, which reads text."""
+    """One token per byte: for calibration, which reads text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -124,7 +128,7 @@ def tokenizer() -> Any:
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
-    """Write a LoRA adapter for the Llama there, of other content for another seed."""
+    """Write a LoRA adapter for the Llama model; its content depends on the seed."""
     import torch
     from safetensors.torch import save_file
 

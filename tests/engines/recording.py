@@ -1,9 +1,9 @@
-"""The connector under test, writing down what every page holds when it is saved and when it has been loaded.
+"""The connector under test, which records the content of every page when it is saved and after it was
+loaded.
 
-What a page holds is read from the tensors as the engine sees them, not from where the plugin says it is.
-A file named `break` in the folder of the records makes a load go wrong: `swap`, `zero`, or `stale`; one named
-`order` has the daemon told that pages lie in that order.
-"""
+It reads pages from the tensors as the engine sees them, not from the plugin's addresses. A file named
+`break` in the folder of the records makes a load fail: `swap`, `zero`, or `stale`; a file named `order`
+contains the page order that is sent to the daemon."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def record(**fields: Any) -> None:
 
 
 def name_of(load: Any) -> str:
-    """Other than any other load's, of whatever engine: a request is loaded again after it was preempted."""
+    """A name that is unique among all loads of all engines: a preempted request is loaded again."""
     return f"{load.request_id} {load.number}"
 
 
 def broken() -> str:
-    """How a load is to go wrong now."""
+    """How a load is to fail now, or an empty string."""
     try:
         return (FOLDER / "break").read_text()
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def broken() -> str:
 
 
 def swap(read: Any, others: list[Any]) -> None:
-    """Its first two slots; of a state, of which there is one, that of the next group."""
+    """Exchange its first two slots; a state has only one, and is exchanged with that of the next group."""
     one, two = read.slots[:SLOT_BYTES], read.slots[SLOT_BYTES : 2 * SLOT_BYTES]
     if two:
         read.slots = two + one + read.slots[2 * SLOT_BYTES :]
@@ -59,7 +59,7 @@ def swap(read: Any, others: list[Any]) -> None:
 
 
 def watch(side: Any, *names: str) -> None:
-    """Write down how long the engine was kept by these at most."""
+    """Record the longest time that the engine spent in each of these calls."""
     longest = dict.fromkeys(names, 0.0)
 
     def watched(name: str) -> Any:
@@ -81,18 +81,18 @@ def watch(side: Any, *names: str) -> None:
 
 
 def watch_waiting() -> None:
-    """Write down who waits for the daemon: it has to be a thread of the plugin's own."""
+    """Record which threads wait for the daemon: only the plugin's own threads may."""
 
     def watched(kind: Any, name: str) -> None:
         call = getattr(kind, name)
 
-        def told(*args: Any) -> Any:
+        def recording_call(*args: Any) -> Any:
             thread = threading.current_thread().name
             if not thread.startswith("kvtier-"):
                 record(what="waits", name=name, thread=thread)
             return call(*args)
 
-        setattr(kind, name, told)
+        setattr(kind, name, recording_call)
 
     watched(Connection, "wait")
     watched(Connection, "send")
@@ -100,22 +100,22 @@ def watch_waiting() -> None:
 
 
 def tell_orders() -> None:
-    """Have spaces opened from now on as the file `order` says that pages lie, while there is one."""
+    """While the file `order` exists, open spaces with the page order that it contains."""
     call = Client.open
 
-    def told(client: Client, spec: KvSpec) -> Any:
-        said = FOLDER / "order"
-        if said.exists():
+    def recording_call(client: Client, spec: KvSpec) -> Any:
+        order_file = FOLDER / "order"
+        if order_file.exists():
             layout, mark, _ = spec.layout.partition(ORDER_MARK)
             assert mark
-            spec = msgspec.structs.replace(spec, layout=layout + mark + said.read_text())
+            spec = msgspec.structs.replace(spec, layout=layout + mark + order_file.read_text())
         return call(client, spec)
 
-    setattr(Client, "open", told)  # noqa: B010
+    setattr(Client, "open", recording_call)  # noqa: B010
 
 
 class RecordingConnector(KvtierConnector):
-    """See above."""
+    """See the module's description."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,7 +132,8 @@ class RecordingConnector(KvtierConnector):
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         after = time.monotonic()
         if found[0] is None:
-            # From after the first such answer to before the last: no more than what the plugin counted.
+            # Measured from after the first such answer to before the last, so it is at most the
+            # time that the plugin counted.
             self._asked.setdefault(request.request_id, (after, before))
             self._asked[request.request_id] = (self._asked[request.request_id][0], before)
         elif request.request_id in self._asked:
@@ -212,7 +213,7 @@ class RecordingConnector(KvtierConnector):
             if how == "swap":
                 swap(read, others)
             if how == "stale":
-                # As if the first slot had been given away: another generation.
+                # As if the first slot had been reused: another generation.
                 extent, reserved, offset, generation = SLOT.unpack_from(read.slots)
                 other = SLOT.pack(extent, reserved, offset, generation + 1)
                 read.slots = other + read.slots[SLOT_BYTES:]
@@ -249,7 +250,7 @@ class RecordingConnector(KvtierConnector):
 
 
 class PatientConnector(RecordingConnector):
-    """One that expects recomputing to take forever: it loads whatever is on disk."""
+    """A connector that expects recompute to take forever: it loads every block that is on disk."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

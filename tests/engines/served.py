@@ -1,4 +1,4 @@
-"""An engine that takes requests from many threads, `serving.py` under it, and what it may have loaded."""
+"""An engine that takes requests from many threads, with `serving.py`, and records of its loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER_S = 120.0
 
 
 class Served:
-    """Orders go out at once, and each answer comes to who asked."""
+    """Orders are sent immediately, and each answer is returned to its caller."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -48,7 +48,7 @@ class Served:
         return self.begin(prompt, tokens, **more).result(ANSWER_S)
 
     def compute(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
-        """What must come out: one after the other, and without kvtier."""
+        """The expected answers: computed one at a time, and without kvtier."""
         no = {"kvtier": {"load": False, "save": False}}
         return [self.serve(prompt, tokens, parameters=no) for prompt in prompts]
 
@@ -59,9 +59,10 @@ class Served:
         return bool(self.order("reset", **more).result(ANSWER_S)["done"])
 
     def check_nothing_is_held(self, daemon: Daemon) -> dict[str, Any]:
-        """No page of the engine, no lease, no slot that is being written; what it came to so far."""
+        """Verify that no page of the engine, no lease, and no slot of an unfinished save is held.
+        Returns the state."""
         for _ in range(100):
-            # A save's end is told with the next step.
+            # The end of a save is reported with the next step.
             self.serve([5, 6, 7], 1)
             state = self.state()
             if not any(state["held"].values()):
@@ -79,8 +80,9 @@ class Served:
 
 
 class Records:
-    """What was saved and loaded, read as it is written. A block may have been saved more than once, and with
-    other neighbours in the batch its last bits are others: it has to be one of those, as a whole."""
+    """The saved and loaded pages, read while they are recorded. A block may have been saved several
+    times. Its last bits depend on the other requests of the batch, so a load must equal one of the
+    saves as a whole."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,7 +96,7 @@ class Records:
         self.waits: list[dict[str, Any]] = []
 
     def wrong(self) -> list[dict[str, Any]]:
-        """The pages loaded since the last call that are not what was saved by that name."""
+        """The pages loaded since the last call that differ from those that were saved under their name."""
         for path in sorted(self._folder.glob("*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._read[path])
@@ -108,7 +110,7 @@ class Records:
             key = self._wanted.get((one["load"], one["group"], one["page"]))
             saved = self._saved.get((one["shard"], one["group"], key))
             if key is None or saved is None:
-                # In a file that was read before this one: it is there by the next time.
+                # The save is in a file that was read before this one; the next call finds it.
                 if "late" in one:
                     wrong.append(one)
                 else:

@@ -1,8 +1,8 @@
-"""Serves requests with a vLLM engine as they come: a line of JSON for each order, and one when it is done.
+"""Serves requests with a vLLM engine as they arrive: one line of JSON per order, and one when it is
+done.
 
-The engine's core is in this process, so that what it holds can be looked at and a request be aborted in the
-state that is meant; its workers are in processes of their own, as they are where the core is too.
-"""
+The engine's core runs in this process, so that its state can be inspected, and a request can be aborted
+in a chosen state. Its workers are separate processes, as in production."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDLE_S = 0.05
 
 
 class Serving:
-    """The engine, and who waits for what."""
+    """The engine, and its pending orders."""
 
     def __init__(self, arguments: dict[str, Any], replies: Any) -> None:
         from vllm import EngineArgs
@@ -37,7 +37,7 @@ class Serving:
         self._replies.flush()
 
     def run(self) -> None:
-        """Until there are no more orders."""
+        """Run until there are no more orders."""
         while True:
             idle = not self._core.scheduler.has_requests()
             try:
@@ -78,7 +78,7 @@ class Serving:
     def _serve(
         self, id: int, prompt: list[int], tokens: int, parameters: Any = None, abort: str = ""
     ) -> None:
-        """Answered when it is over. `abort`: in this state it is given up."""
+        """Answered at the end of the request. `abort`: the state in which the request is aborted."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -118,7 +118,7 @@ class Serving:
         self.reply(id, done=self._engine.reset_prefix_cache(running, connector))
 
     def _state(self, id: int) -> None:
-        """What is held, by the engine's own account and by the plugin's."""
+        """The held resources, according to the engine and to the plugin."""
         scheduler = self._core.scheduler
         side, pool = scheduler.connector._scheduler, scheduler.kv_cache_manager.block_pool
         preempted = [

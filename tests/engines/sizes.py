@@ -1,4 +1,5 @@
-"""What vLLM allocates for models that are only described: `sizes.py FOLDER...` prints it as JSON."""
+"""What vLLM allocates for models of which only the configuration exists: `sizes.py FOLDER...` prints it
+as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ BLOCK_TOKENS = 16
 
 
 def layers_of(folder: str, kv_dtype: str) -> list[dict[str, Any]]:
-    """Kind and bytes of each layer that keeps something: the engine's own layers, without weights."""
+    """Kind and bytes of each layer with a cache: the engine's own layers, without weights."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -32,7 +33,7 @@ def layers_of(folder: str, kv_dtype: str) -> list[dict[str, Any]]:
         if not isinstance(layer, AttentionLayerBase):
             continue
         spec = layer.get_kv_cache_spec(config)
-        if spec is None:  # it reads another layer's
+        if spec is None:  # it uses the cache of another layer
             continue
         if isinstance(spec, MambaSpec):
             found.append({"kind": "state", "bytes": spec.state_content_size_bytes})
@@ -57,14 +58,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as meeting, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{meeting}/all", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         for argument in sys.argv[1:]:
             folder, _, kv_dtype = argument.partition("=")
             try:
-                told[argument] = layers_of(folder, kv_dtype or "auto")
-            except Exception as error:  # noqa: BLE001 - told, and the test fails by it
-                told[argument] = f"{type(error).__name__}: {error}"
-    json.dump(told, replies)
+                report[argument] = layers_of(folder, kv_dtype or "auto")
+            except Exception as error:  # noqa: BLE001 - it is reported, and the test fails
+                report[argument] = f"{type(error).__name__}: {error}"
+    json.dump(report, replies)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The connector under test, with saves that can be made to wait: files in the records' folder say where.
+"""The connector under test, with saves that can be delayed: files in the folder of the records name the
+point.
 
-`reserved`: slots are there, and nothing is copied yet. `copying`: the first layer of each block is copied,
-the others are not.
-"""
+`reserved`: slots are reserved, and nothing is copied yet. `copying`: the first layer of each block is
+copied, the others are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOK_S = 0.005
 
 
 def hold(where: str) -> None:
-    """Wait for as long as that file is there; say that it has begun."""
+    """Wait while that file exists; report that the wait has begun."""
     flag = FOLDER / where
     while flag.exists():
         (FOLDER / f"{where}.now").touch()
@@ -30,7 +30,7 @@ def hold(where: str) -> None:
 
 
 def copy_slowly(saving: Saving, halves: tuple[Pieces, Pieces], block_ids: Sequence[int]) -> None:
-    """Both halves of each block, one after the other, into its slot."""
+    """Copy both halves of each block in sequence into its slot."""
     ids = [block_ids[at] for at in saving.granted]
     first, rest = halves
     gather(first, ids, saving._extents, saving.slots)
@@ -44,7 +44,7 @@ def copy_slowly(saving: Saving, halves: tuple[Pieces, Pieces], block_ids: Sequen
 
 
 class SlowConnector(RecordingConnector):
-    """See above."""
+    """See the module's description."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)

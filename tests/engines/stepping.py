@@ -1,5 +1,5 @@
-"""Runs a vLLM engine of two data-parallel ranks, each request on the one that is named, and does what it is
-told, a line of JSON for a line of JSON."""
+"""Runs a vLLM engine with two data-parallel ranks, each request on the named rank: reads one order per
+line as JSON, and answers each with one line of JSON."""
 
 from __future__ import annotations
 

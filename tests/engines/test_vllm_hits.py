@@ -1,4 +1,4 @@
-"""What a vLLM engine loads is, byte for byte, what it saved: within one life and over restarts."""
+"""A vLLM engine loads exactly the bytes that it saved: within one life and over restarts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def engine(daemon: Daemon, engine_of: Callable[..., Any]) -> Any:
 def test_a_prompt_is_loaded_after_the_engine_forgot_it(engine: Any, daemon: Daemon) -> None:
     (first,) = engine.generate([prompt(1)], 40)
     assert first["cached"] == 0
-    # Ten blocks of the prompt, and one that filled while decoding.
+    # Ten blocks of the prompt, and one that was filled while decoding.
     engine.wait_for_saves(daemon, 11)
     engine.reset()
     engine.forget_records()
@@ -70,8 +70,8 @@ def test_decoded_blocks_are_found_by_the_next_turn(engine: Any, daemon: Daemon) 
 
 
 @pytest.mark.parametrize("how, wrong_pages", [("swap", 8), ("zero", 1)])
-def test_a_wrong_page_is_seen(engine: Any, daemon: Daemon, how: str, wrong_pages: int) -> None:
-    """The controls: two blocks of a prefix exchanged, one page zeroed."""
+def test_a_wrong_page_is_detected(engine: Any, daemon: Daemon, how: str, wrong_pages: int) -> None:
+    """The controls: two blocks of a prefix are exchanged, or one page is zeroed."""
     engine.generate([prompt(1)], 1)
     engine.reset()
     engine.forget_records()
@@ -86,7 +86,7 @@ def test_a_wrong_page_is_seen(engine: Any, daemon: Daemon, how: str, wrong_pages
 
 
 def check_failed_load(engine: Any) -> None:
-    """A load that fails is computed instead, and nothing of it is kept."""
+    """A load that fails is recomputed, and none of its pages is saved."""
     engine.reset()
     (right,) = engine.generate([prompt(1)], 40)
     assert right["cached"] == 10 * BLOCK
@@ -106,7 +106,7 @@ def test_a_load_that_fails_within_a_step_is_computed(engine: Any) -> None:
     check_failed_load(engine)
 
 
-def test_another_prompt_is_none_of_these(engine: Any) -> None:
+def test_another_prompt_has_no_hits(engine: Any) -> None:
     engine.reset()
     one, other = engine.generate([prompt(1), prompt(3)], 8)
     assert one["cached"] == 10 * BLOCK and other["cached"] == 0
@@ -133,7 +133,7 @@ def test_a_reset_of_the_connector_forgets(engine: Any, daemon: Daemon) -> None:
     assert one["cached"] == 0
 
 
-def test_nothing_is_held_when_all_is_over(engine: Any, daemon: Daemon) -> None:
+def test_nothing_is_held_after_all_requests_ended(engine: Any, daemon: Daemon) -> None:
     engine.generate([prompt(50, 40)], 1)
     held = engine.recorded("held")[-1]
     assert (held["prompts"], held["leases"], held["tickets"]) == (0, 0, 0)
@@ -145,7 +145,8 @@ def test_warm_and_cold_hits_over_restarts(
     engine: Any, daemon: Daemon, daemons: list[Daemon], folder: Path,
     engine_of: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """The engine restarts: warm hits. The daemon restarts: hits from the disk. By loads between steps."""
+    """The engine restarts: hits from memory. The daemon restarts: hits from the disk. With loads
+    between steps."""
     engine.stop()
     extra = {"socket": daemon.socket, "load": "async", "patience_ms": 5000}
     second = engine_of("llama", daemon.socket, engine.records, extra=extra, spawned=True)
@@ -164,7 +165,7 @@ def test_warm_and_cold_hits_over_restarts(
     start(folder, daemons)
     second.reset()
     second.forget_records()
-    # The plugin comes back by itself, within its pause.
+    # The plugin reconnects by itself, within its retry interval.
     for _ in range(100):
         (cold,) = second.generate([prompt(2)], 8)
         second.reset()

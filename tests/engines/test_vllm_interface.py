@@ -14,7 +14,7 @@ WRITTEN_FOR = Path(__file__).with_name("vllm_interface.json")
 
 
 def interface() -> dict[str, str]:
-    """What a connector may define, with its arguments."""
+    """The methods that a connector may define, with their arguments."""
     base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
     found = {}
     for kind in (base.KVConnectorBase_V1, base.SupportsHMA):
@@ -29,7 +29,7 @@ def interface() -> dict[str, str]:
     return found
 
 
-def test_the_interface_is_the_one_this_was_written_for() -> None:
+def test_the_interface_is_the_recorded_one() -> None:
     now, then = interface(), json.loads(WRITTEN_FOR.read_text())
     moved = {
         name: f"{then.get(name, 'not there')} -> {now.get(name, 'gone')}"
@@ -39,18 +39,18 @@ def test_the_interface_is_the_one_this_was_written_for() -> None:
     assert not moved, "look at what moved, then write it down: " + json.dumps(moved, indent=1)
 
 
-def test_what_the_plugin_defines_is_asked_for() -> None:
-    """A method that no engine calls any more would do nothing, silently."""
+def test_the_engine_calls_every_method_that_the_plugin_defines() -> None:
+    """A method that the engine no longer calls would silently have no effect."""
     connector = pytest.importorskip("kvtier_vllm.connector").KvtierConnector
     known = {name.partition(".")[2] for name in interface()}
     own = {name for name in vars(connector) if not name.startswith("_")}
     assert own <= known, own - known
 
 
-def test_what_is_written_wrong_stops_an_engine_on_a_gpu_before_its_weights_are_loaded(
+def test_an_invalid_option_stops_a_gpu_engine_before_it_loads_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asks about graphs when its configuration is made; the options are looked at then."""
+    """vLLM calls the connector when its configuration is created, and the plugin checks the options there."""
     config = pytest.importorskip("vllm.config")
     from vllm.platforms import current_platform
 
@@ -69,10 +69,11 @@ def test_what_is_written_wrong_stops_an_engine_on_a_gpu_before_its_weights_are_l
     assert made(patience_ms=5)
 
 
-def test_a_block_in_one_run_is_asked_for_where_it_is_offered(
+def test_the_contiguous_block_layout_is_requested_if_available(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By vLLM's own choice among what its attention offers. A CPU's offers one, and is not asked."""
+    """By vLLM's own choice among the layouts of its attention backend. On CPUs there is only one, so
+    vLLM does not choose."""
     connector = pytest.importorskip("kvtier_vllm.connector")
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 

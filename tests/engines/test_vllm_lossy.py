@@ -1,5 +1,6 @@
-"""What an engine loads from a disk that stores its model with a loss: near what was saved, and what is said
-of it near what would have been said. One engine, over a daemon that restarts with another codec each time."""
+"""An engine with a disk that stores its model with a loss: loaded pages are close to the saved ones,
+and answers are close to the computed ones. One engine, with a daemon that restarts with another codec
+each time."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from support.daemons import Daemon, start_daemon
 from support.prompts import BLOCK, prompt
 
 PROMPTS = 4
-# So small a model may be computed sooner than it is read: then the planner would not read it.
+# Recompute of a small model may be faster than a read: then the planner would not read.
 PATIENT: dict[str, Any] = {"connector": "PatientConnector", "extra": {"patience_ms": 10_000}}
-AGAIN_S = 30.0  # until the plugin has found a daemon that was started again
-# How far a logprob may go: of bits enough for half a percent of each channel, of four bits of mantissa and
-# less, and of what was calibrated for a divergence of 1e-2.
+AGAIN_S = 30.0  # until the plugin has connected to a restarted daemon
+# The largest difference of a logprob: for bits that give half a percent per channel, for a mantissa
+# of four bits or less, and for a calibrated divergence of 1e-2.
 NEAR = {"q8": 0.3, "fp8": 0.9, "ecsq-hi": 0.9}
 
 
@@ -29,7 +30,7 @@ def profile(model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 
 class Disk:
-    """A daemon's, which is started again with this codec or another; one at a time."""
+    """A daemon's disk. The daemon is restarted with one codec at a time."""
 
     def __init__(self, folder: Path, profile: Path) -> None:
         self.folder = folder
@@ -70,13 +71,12 @@ def engine(disk: Disk, engine_of: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def in_bfloat16(disk: Disk, engine_of: Callable[..., Any]) -> Any:
-    """Its pages are tiles where the processor multiplies those."""
+    """Its pages are tiles if the processor supports them."""
     return engine_of("uneven", disk.socket, dtype="bfloat16", **PATIENT)
 
 
 def over_the_disk(engine: Any, disk: Disk, codec: str, seed: int) -> tuple[list[Any], list[Any]]:
-    """Prompts as they were computed, and as they are once they come from the disk; every page that was loaded
-    has lost something."""
+    """The answers as computed, and after a load from the disk. Every loaded page has a loss."""
     prompts = [prompt(seed + number) for number in range(PROMPTS)]
     blocks = 10 * PROMPTS
     computed = saved(engine, disk.restart(codec), prompts, blocks)
@@ -92,7 +92,7 @@ def over_the_disk(engine: Any, disk: Disk, codec: str, seed: int) -> tuple[list[
 
 
 def saved(engine: Any, daemon: Daemon, prompts: list[list[int]], blocks: int) -> list[Any]:
-    """Have them computed once the engine has found the daemon: all of them is on its disk."""
+    """Compute the prompts after the engine is connected. At the end all blocks are on the disk."""
 
     def written(stats: dict[str, Any]) -> int:
         return int(stats["tiers"]["cold"]["states"]["written"])
@@ -110,7 +110,7 @@ def saved(engine: Any, daemon: Daemon, prompts: list[list[int]], blocks: int) ->
 
 
 def found(engine: Any, prompts: list[list[int]]) -> list[Any]:
-    """Each of them once it is loaded: a daemon takes clients before it knows all of its disk."""
+    """Repeat each prompt until it is loaded: a daemon accepts clients before its recovery is complete."""
     answers = []
     for tokens in prompts:
         deadline = time.monotonic() + AGAIN_S
@@ -124,8 +124,8 @@ def found(engine: Any, prompts: list[list[int]]) -> list[Any]:
 
 
 def distance(computed: list[Any], loaded: list[Any]) -> float:
-    """How far logprobs are from each other at most, as far as the same was said before. Of two tokens that
-    were the likeliest the logprobs are no further apart than the distributions."""
+    """The largest difference of logprobs, up to the first different token. The logprobs of two tokens
+    that were each the likeliest differ at most as much as the distributions."""
     found = 0.0
     for one, other in zip(computed, loaded, strict=True):
         pairs = zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True)
@@ -137,21 +137,22 @@ def distance(computed: list[Any], loaded: list[Any]) -> float:
 
 
 @pytest.mark.parametrize("codec", NEAR)
-def test_what_a_lossy_codec_gives_back_is_near(engine: Any, disk: Disk, codec: str) -> None:
+def test_a_lossy_codec_gives_close_answers(engine: Any, disk: Disk, codec: str) -> None:
     seed = 100 * (1 + list(NEAR).index(codec))
     far = distance(*over_the_disk(engine, disk, codec, seed))
     print(f"{codec}: logprobs {far:.3f} apart at most")
     assert 0.0 < far < NEAR[codec]
 
 
-def test_pages_taken_in_another_order_are_seen(engine: Any, disk: Disk) -> None:
-    """The control: K as V lies, and V as K, so that a channel's step is made of others."""
+def test_a_wrong_page_order_is_detected(engine: Any, disk: Disk) -> None:
+    """The control: with the order of K and V exchanged, the steps of a channel are derived from other
+    elements."""
     far = by_another_order(engine, disk, 900)
     print(f"another order: logprobs {far:.3f} apart")
     assert far > NEAR["q8"]
 
 
-def test_pages_in_bfloat16_are_taken_as_they_lie(in_bfloat16: Any, disk: Disk) -> None:
+def test_pages_in_bfloat16_are_stored_in_their_order(in_bfloat16: Any, disk: Disk) -> None:
     far = distance(*over_the_disk(in_bfloat16, disk, "q8", 1000))
     wrong = by_another_order(in_bfloat16, disk, 1100)
     print(f"bfloat16: logprobs {far:.3f} apart, {wrong:.3f} by another order")

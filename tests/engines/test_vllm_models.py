@@ -1,4 +1,4 @@
-"""Other shapes of cache, and features that change what is cached or how: byte for byte, as with one group."""
+"""Other cache layouts, and features that change what is cached or how: loads are exact, as with one group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from support.prompts import BLOCK, CLOSE, check_same, prompt
 long = pytest.mark.skipif(
     not os.environ.get("KVTIER_FAULTS"), reason="an engine more; KVTIER_FAULTS=1"
 )
-STATES_BLOCK = 160  # tokens: as long as vLLM makes attention's pages for states to fit
+STATES_BLOCK = 160  # in tokens: vLLM makes attention pages this long so that states fit
 WINDOW_BLOCKS = 4  # of 100 tokens: the 99 before the next one
 REPEATING = prompt(1, 40) * 8 + prompt(1, 5)
 
 
 @dataclass
 class Case:
-    """How an engine is started, and what it loads of a prompt: so many pages, of so many whole blocks."""
+    """How an engine is started, and what it loads of a prompt: the number of pages, and of whole blocks."""
 
     kind: str
     pages: int
@@ -34,10 +34,11 @@ class Case:
     compared: int = 40
     close: float = CLOSE
     slow: bool = False
-    tiles: bool = False  # only where a processor multiplies them
+    tiles: bool = False  # only if the processor supports them
 
 
-# Where a processor multiplies tiles, vLLM would take what needs them, and bfloat16, unless it is told.
+# On a processor with tiles, vLLM would choose kernels that need them, and bfloat16, without these
+# settings.
 REFERENCE = {"block_size": 16, "attention_backend": "CPU_MLA"}
 FP8 = {"kv_cache_dtype": "fp8"}
 NGRAM = {
@@ -51,14 +52,16 @@ BESIDE = {
     ]
 }
 CASES = {
-    # A window needs its last blocks, of each of its layers.
+    # A window needs its last blocks, in each of its layers.
     "mistral": Case("mistral", 3 * WINDOW_BLOCKS),
     "gemma2": Case("gemma2", 2 * 10 + 2 * WINDOW_BLOCKS, slow=True),
     "gemma3": Case("gemma3", 5 * WINDOW_BLOCKS + 10),
-    # Blocks of 32 and of 64 tokens: five of 64, of which the window needs 99 tokens, in three pages of 32.
+    # Blocks of 32 and of 64 tokens: five of 64; the window needs 99 tokens of them, in three pages
+    # of 32.
     "gemma4": Case("gemma4", 2 * 10 + 2 * 2, blocks=5, block=2 * BLOCK),
     "gpt_oss": Case("gpt_oss", 2 * 10 + 2 * WINDOW_BLOCKS, slow=True),
-    # Neither prefix caching nor chunked prefill there, and the engine's own decoding and prefill differ.
+    # Neither prefix caching nor chunked prefill works there, and the engine's own decode and
+    # prefill differ.
     "deepseek": Case("deepseek", 3 * 20, REFERENCE, 20, 16, compared=4, close=0.05),
     "deepseek on tiles": Case(
         "deepseek", 3 * 10, {"dtype": "bfloat16"}, compared=2, close=0.05, tiles=True
@@ -77,14 +80,14 @@ def multiplies_tiles() -> bool:
 
 
 def assert_silent(engine: Any) -> None:
-    """The plugin has said that it is connected, and nothing else."""
-    said = [line for line in engine.log.read_text().splitlines() if "kvtier:" in line]
-    assert said and all("kvtier: connected to kvtier" in line for line in said), said
+    """The plugin has reported its connection, and nothing else."""
+    lines = [line for line in engine.log.read_text().splitlines() if "kvtier:" in line]
+    assert lines and all("kvtier: connected to kvtier" in line for line in lines), lines
 
 
 def wait_until_saved(daemon: Daemon, tokens: int) -> None:
-    """So many are, and nothing more is on its way: groups and ranks are saved one after the other, and each
-    counts its tokens."""
+    """Wait until `tokens` tokens are saved and no save is in progress: groups and ranks save in
+    sequence, and each counts its tokens."""
 
     def over(stats: dict[str, Any]) -> bool:
         writing = stats["tiers"]["warm"]["states"]["writing"]
@@ -121,11 +124,12 @@ def test_a_prompt_is_loaded_as_it_was_saved(
     assert_silent(engine)
 
 
-def test_an_adapter_s_blocks_are_of_its_content(
+def test_blocks_depend_on_the_content_of_the_adapter(
     shared_daemon: Daemon, engine_of: Callable[..., Any], tmp_path: Path,
     make_adapter: Callable[[Path, int], Path],
 ) -> None:  # fmt: skip
-    """Two adapters and none: three prompts. The engine's own hash knows an adapter by name and path only."""
+    """Two adapters and no adapter: three different prompts. The engine's own hash identifies an adapter
+    only by name and path."""
     one, two = (make_adapter(tmp_path / str(seed), seed) for seed in (1, 2))
     engine = engine_of(
         "llama", shared_daemon.socket, enable_lora=True, max_loras=2, max_lora_rank=8,
@@ -157,11 +161,12 @@ def test_an_adapter_s_blocks_are_of_its_content(
     engine.stop()
 
 
-def test_a_model_with_states_goes_on_from_where_one_was_kept(
+def test_a_model_with_states_continues_from_a_saved_state(
     shared_daemon: Daemon, engine_of: Callable[..., Any]
 ) -> None:
-    """After a restart, in blocks of 160 tokens: all of one layer's, and the last state of three layers."""
-    # Its linear attention is there in bfloat16 only.
+    """After a restart, in blocks of 160 tokens: all blocks of one layer, and the last state of three
+    layers."""
+    # Its linear attention exists only in bfloat16.
     options = {"dtype": "bfloat16", "extra": {"patience_ms": 20_000}}
     engine = engine_of("qwen3_next", shared_daemon.socket, **options)
     before = shared_daemon.stats()["tiers"]["warm"]["blocks"]
@@ -175,7 +180,8 @@ def test_a_model_with_states_goes_on_from_where_one_was_kept(
     assert again["cached"] == 4 * STATES_BLOCK
     check_same(first, again)
     assert other.compare() == (4 + 3, [])
-    # Its attention is there from before, and none of its states: nothing is loaded up to there.
+    # Its attention blocks are stored from before, but none of its states: nothing is loaded up to
+    # there.
     (between,) = other.generate([text[: 3 * STATES_BLOCK + 1]], 1)
     assert between["cached"] == 0
     for how, wrong in (("zero", 1), ("swap", 2)):
@@ -193,7 +199,7 @@ def test_a_model_with_states_goes_on_from_where_one_was_kept(
 def test_engines_that_run_at_once_share_their_blocks(
     daemon_of: Callable[..., Daemon], engine_of: Callable[..., Any]
 ) -> None:
-    """What one has saved the other loads. Data-parallel ranks of a dense model are such engines."""
+    """One engine loads what the other saved. Data-parallel ranks of a dense model are such engines."""
     daemon = daemon_of()
     one = engine_of("llama", daemon.socket)
     other = engine_of("llama", daemon.socket, one.records)
@@ -220,13 +226,13 @@ def test_engines_that_run_at_once_share_their_blocks(
 def test_ranks_that_step_together_load_what_the_other_has_computed(
     engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon]
 ) -> None:
-    """Two at once, and one while the other has nothing to do but to go along."""
+    """Two requests at once, and one while the other rank has no request and only steps along."""
     daemon = daemon_of()
     engine = engine_of(
         "mixtral", daemon.socket, script="stepping.py", connector="ExpertsConnector", spawned=True
     )
     prompts = [prompt(seed) for seed in range(3)]
-    # Nothing is found yet: the third is computed by a rank that is alone.
+    # No block is found yet: the third request is computed by a rank that is alone.
     both = engine.generate(prompts[:2], ranks=[0, 1])
     computed = [*both, *engine.generate(prompts[2:], ranks=[0])]
     wait_until_saved(daemon, 3 * 10 * BLOCK)

@@ -1,4 +1,4 @@
-"""What an engine's metrics, hit sources and KV events say of kvtier, through vLLM's own interfaces."""
+"""kvtier in an engine's metrics, hit sources and KV events, through vLLM's own interfaces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 
 
 class Listener:
-    """Somebody who hears the engine's events."""
+    """A subscriber of the engine's events."""
 
     def __init__(self, endpoint: str) -> None:
         import zmq
@@ -69,7 +69,7 @@ class Listener:
                     self.parents[one] = hashes[at - 1] if at else event["parent_block_hash"]
 
     def until(self, engine: Any, holds: Callable[[], bool], blocks: int = 1) -> None:
-        """Events come with steps: have the engine make some, each of so many new blocks."""
+        """Events are sent with steps: have the engine make steps, each with `blocks` new blocks."""
         deadline = time.monotonic() + 90
         while not holds():
             assert time.monotonic() < deadline, {key: len(one) for key, one in self.there.items()}
@@ -98,7 +98,7 @@ def listener(engine: Any, folder: Path) -> Iterator[Listener]:
 
 
 def chain(listener: Listener, medium: str, tokens: list[int]) -> list[Any]:
-    """The hashes of the prompt's leading blocks, as far as the medium has them and by their events."""
+    """The hashes of the prompt's leading blocks in the medium, according to the events."""
     found: list[Any] = []
     for at in range(len(tokens) // BLOCK):
         part = tokens[at * BLOCK : (at + 1) * BLOCK]
@@ -110,7 +110,7 @@ def chain(listener: Listener, medium: str, tokens: list[int]) -> list[Any]:
     return found
 
 
-def test_every_series_is_there_before_anything_happened(engine: Any) -> None:
+def test_every_series_exists_before_the_first_request(engine: Any) -> None:
     from kvtier_vllm.stats import COUNTERS, TIMES
 
     metrics = engine.metrics()
@@ -124,8 +124,9 @@ def test_every_series_is_there_before_anything_happened(engine: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_metrics_show_as_many_adapters_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least busy one's series go when another takes its place, those of every engine."""
+def test_metrics_show_a_limited_number_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another adapter gets the place of the least busy one, the series of all engines for that one
+    are removed."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 
     from kvtier_vllm import stats
@@ -143,9 +144,9 @@ def test_metrics_show_as_many_adapters_as_there_may_be(monkeypatch: pytest.Monke
             counted = stats.PluginStats()
             counted.adapted("adapter_saved_blocks", adapter, 7 * requests)
             counted.adapted("adapter_requests", adapter, requests)
-            told = counted.take()
-            shown.observe(told, engine)
-            assert KvtierStats(told).reduce() == {}, "a line of the log has none of them"
+            taken = counted.take()
+            shown.observe(taken, engine)
+            assert KvtierStats(taken).reduce() == {}, "a line of the log has none of them"
 
         def adapters(engine: int) -> dict[str, float]:
             pattern = rf'saved_blocks_total{{adapter="(\w+)",engine="{engine}"}} (\S+)'
@@ -168,7 +169,7 @@ def test_metrics_show_as_many_adapters_as_there_may_be(monkeypatch: pytest.Monke
             REGISTRY.unregister(one)
 
 
-def test_metrics_sources_and_events_of_a_block_s_ways(
+def test_metrics_sources_and_events_follow_a_block(
     engine: Any, listener: Listener, daemon: Daemon
 ) -> None:
     """Saved, loaded from memory, evicted, loaded from disk."""
@@ -194,7 +195,7 @@ def test_metrics_sources_and_events_of_a_block_s_ways(
     listener.until(engine, lambda: not set(hashes) & listener.there["CPU"], 20)
     assert set(hashes) <= listener.there["STORAGE"]
     engine.reset()
-    # It waits for the disk where that is expected to be faster than computing.
+    # The engine waits for the disk if that is expected to be faster than recompute.
     for _ in range(20):
         (one,) = engine.generate([prompt(1)], 1)
         engine.reset()
@@ -206,7 +207,7 @@ def test_metrics_sources_and_events_of_a_block_s_ways(
     cached = engine.metrics("vllm:prompt_tokens_cached_by_source")
     assert cached["vllm:prompt_tokens_cached_by_source:disk"] == cold
     listener.until(engine, lambda: set(hashes) <= listener.there["CPU"])
-    # The daemon counts what the engine used, and its two processes as one engine.
+    # The daemon counts the tokens that the engine used, and its two processes as one engine.
     now = engine.metrics()
     used = {tier: now[f"vllm:kvtier_hit_tokens:{tier}"] for tier in ("warm", "cold")}
     stats = daemon.wait_for(lambda stats: stats["used_tokens"] == used)
@@ -216,7 +217,7 @@ def test_metrics_sources_and_events_of_a_block_s_ways(
     assert daemon.socket in line and "warm 16 MiB, cold 512 MiB" in line
 
 
-def test_a_failed_load_is_no_hit(engine: Any) -> None:
+def test_a_failed_load_is_not_a_hit(engine: Any) -> None:
     before = engine.metrics()
     engine.reset()
     engine.break_loads("stale")
@@ -242,7 +243,7 @@ def test_a_pinned_prompt_outlives_others(engine: Any, listener: Listener) -> Non
     assert one["told"]["kvtier"] == {"warm_tokens": TOKENS, "cold_tokens": 0, "pinned_blocks": 10}
     assert engine.generate([prompt(2)], 1)[0]["told"] is None
     evicted = listener.evicted
-    # More than memory holds.
+    # More than the memory holds.
     listener.until(engine, lambda: listener.evicted > evicted + 150, 20)
     assert hashes <= listener.there["CPU"]
 

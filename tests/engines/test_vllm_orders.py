@@ -1,4 +1,5 @@
-"""How elements lie in a page of vLLM's on a CPU: what its own kernel writes is found where the order says."""
+"""The order of elements in a vLLM page on a CPU: data that its own kernel writes is found at the
+positions of the order."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvtier_vllm.layout import AMX, LATENT, VEC, _kernel_order, page_order
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
-# Of what vLLM imports.
+# The modules that vLLM imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 HEADS, TOKENS, DIMS = 2, 32, 64
@@ -26,7 +27,7 @@ def anew() -> None:
 
 
 @pytest.mark.parametrize("isa, order", [("vec", VEC), ("vec16", VEC), ("amx", AMX)])
-def test_an_order_says_where_the_kernel_puts_what(
+def test_an_order_gives_the_positions_that_the_kernel_writes(
     monkeypatch: pytest.MonkeyPatch, isa: str, order: str
 ) -> None:
     from vllm import _custom_ops as ops
@@ -37,7 +38,7 @@ def test_an_order_says_where_the_kernel_puts_what(
     assert page_order(tensor, 1) == order
     keys, values = (torch.randn(TOKENS, HEADS, DIMS).bfloat16() for _ in range(2))
     view = tensor.view(3, HEADS, 2 * TOKENS, DIMS)
-    slots = torch.arange(TOKENS) + TOKENS  # of the second block
+    slots = torch.arange(TOKENS) + TOKENS  # in the second block
     ops.cpu_attn_reshape_and_cache(keys, values, *view.chunk(2, dim=2), slots, isa)
     group = Group(layers=1, kv_heads=HEADS, head_dim=DIMS)
     spec = KvSpec.groups(
@@ -57,13 +58,13 @@ def test_an_order_says_where_the_kernel_puts_what(
 
 
 @pytest.mark.parametrize("backend", ["CPU_MLA", "AMX_MLA"])
-def test_latents_and_what_rope_has_turned_lie_side_by_side(backend: str) -> None:
+def test_latents_and_rope_dims_are_adjacent(backend: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     cache = torch.zeros(3, 16, 512 + 64, dtype=torch.bfloat16)
     assert page_order(cache, 1, backend) == page_order(cache[:, None], 1, backend) == LATENT
     latents, turned = torch.randn(16, 512).bfloat16(), torch.randn(16, 1, 64).bfloat16()
-    slots = torch.arange(16) + 16  # of the second block
+    slots = torch.arange(16) + 16  # in the second block
     kernel = AttentionBackendEnum[backend].get_class().get_impl_cls()
     kernel.do_kv_cache_update(None, latents, turned, cache, slots, "auto", torch.ones(1))
     assert _bytes_of(cache[1]) == _bytes_of(torch.cat([latents, turned[:, 0]], dim=-1))
@@ -74,7 +75,7 @@ def _bytes_of(tensor: Any) -> bytes:
     return found
 
 
-def test_what_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_layouts_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends import cpu_attn
 
     whole = torch.zeros(3, HEADS, TOKENS, 2 * DIMS, dtype=torch.bfloat16)

@@ -1,4 +1,5 @@
-"""Where pages lie: over real tensors, in the layouts that vLLM makes, and its own descriptions of caches."""
+"""The positions of pages: with real tensors, in the layouts of vLLM, and with its own descriptions of
+caches."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def layout() -> Layout:
 
 
 def caches(order: tuple[int, ...]) -> dict[str, Any]:
-    """A view [blocks, heads, tokens, width] for each layer of one memory in this order."""
+    """A view [blocks, heads, tokens, width] for each layer of one memory with this order."""
     shape = (LAYERS, BLOCKS, HEADS, TOKENS, WIDTH)
     memory = torch.randn([shape[axis] for axis in order])
     back = [order.index(axis) for axis in range(5)]
@@ -34,7 +35,7 @@ def caches(order: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_block_is_its_layers_pages_one_after_the_other(order: str) -> None:
+def test_a_block_consists_of_its_layers_pages_in_sequence(order: str) -> None:
     tensors = caches(ORDERS[order])
     pages, arrays = find_pages(layout(), tensors, BLOCKS)
     (group,) = pages.groups
@@ -54,9 +55,9 @@ def test_a_block_is_its_layers_pages_one_after_the_other(order: str) -> None:
         assert bytes(memoryview(mapping)[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]) == want
 
 
-def test_layouts_that_look_alike_have_other_digests() -> None:
+def test_similar_layouts_have_different_digests() -> None:
     digests = {find_pages(layout(), caches(order), BLOCKS)[0].digest for order in ORDERS.values()}
-    # Where the layers lie is no part of a page: only the order within it is.
+    # The positions of the layers do not belong to a page: only the order within it does.
     assert len(digests) == 2
 
 
@@ -67,7 +68,7 @@ def test_kernel_blocks_are_taken_together() -> None:
     assert {(page.stride, page.nbytes) for page in group} == {(PAGE_BYTES, PAGE_BYTES)}
 
 
-def test_pages_that_are_no_run_of_bytes_are_refused() -> None:
+def test_pages_that_are_not_contiguous_are_refused() -> None:
     shape = (BLOCKS, HEADS, LAYERS, TOKENS, WIDTH)
     memory = torch.randn(shape)
     tensors = {f"layer.{n}": memory[:, :, n] for n in range(LAYERS)}
@@ -98,7 +99,7 @@ def test_caches_on_two_devices_are_refused() -> None:
 
 
 def test_the_engine_s_own_descriptions_are_understood() -> None:
-    """vLLM's classes as they are now: what they are called, and what they say of a page."""
+    """vLLM's current classes: their names, and their descriptions of a page."""
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     from kvtier_vllm.layout import read_layout
 

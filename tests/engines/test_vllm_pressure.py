@@ -1,5 +1,5 @@
-"""A cache that is too small: requests are preempted, given up and resumed, and pages change hands while they
-are saved. What comes out is right, what is found is what was saved, and nothing is left behind."""
+"""A cache that is too small: requests are preempted, aborted and resumed, and pages are reused while
+they are saved. Answers are correct, loaded pages are those that were saved, and nothing remains held."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from engines.served import Records, Served
 from support.daemons import Daemon
 from support.prompts import BLOCK, check_same, prompt
 
-PAGES = 40  # of which one is nobody's
-CHUNK = 4 * BLOCK  # of a prompt, in a step
+PAGES = 40  # of which vLLM reserves one
+CHUNK = 4 * BLOCK  # of a prompt, in one step
 GROWING = [prompt(seed, 250) for seed in range(200, 206)]
-GROWN = 200  # tokens, by which four of them no longer fit
+GROWN = 200  # tokens, by which four of the requests no longer fit
 MANY = [prompt(seed, 250 + seed % 20) for seed in range(210, 228)]
 TOKENS = 40
-STILL_S = 1.0  # something that would happen at once does not
+STILL_S = 1.0  # an event that happens immediately would be seen within this time
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,10 @@ def nothing_is_left(
     assert records.wrong() + records.wrong() == []
 
 
-def test_preempted_requests_end_as_if_they_were_alone(engine: Served, records: Records) -> None:
-    """What they had is saved when it is taken from them, and loaded when they are resumed."""
+def test_preempted_requests_have_the_same_answers_as_alone(
+    engine: Served, records: Records
+) -> None:
+    """Their blocks are saved when they are preempted, and loaded when they are resumed."""
     right = engine.compute(GROWING, GROWN)
     before = engine.state()["preemptions"]
     for _ in range(3):
@@ -65,8 +67,8 @@ def test_preempted_requests_end_as_if_they_were_alone(engine: Served, records: R
     assert records.wrong() == [] and records.compared > 50
 
 
-def test_pages_that_change_hands_are_never_found_wrong(engine: Served, records: Records) -> None:
-    """The first pass computes and saves, the next ones load; each makes requests wait for pages."""
+def test_reused_pages_are_never_loaded_with_wrong_content(engine: Served, records: Records) -> None:
+    """The first pass computes and saves, the next ones load; in each pass requests wait for pages."""
     right = engine.compute(MANY, TOKENS)
     before = records.compared
     for _ in range(4):
@@ -78,8 +80,8 @@ def test_pages_that_change_hands_are_never_found_wrong(engine: Served, records: 
 
 
 @pytest.mark.parametrize("state", ["queued", "loading", "running", "saving"])
-def test_requests_that_are_given_up(engine: Served, state: str) -> None:
-    """While others go on, whose pages they leave free."""
+def test_aborted_requests_do_not_affect_others(engine: Served, state: str) -> None:
+    """While other requests run, for which their pages become free."""
     known = [prompt(seed, 330) for seed in range(230, 234)]
     right = engine.compute(known, 8)
     for one in known:
@@ -89,7 +91,7 @@ def test_requests_that_are_given_up(engine: Served, state: str) -> None:
     for number in range(12):
         engine.reset()
         others = [engine.begin(one, 8) for one in known[1:3]]
-        # What is to be loaded is known, what is to be saved is not.
+        # A prompt that is to be loaded is known, one that is to be saved is new.
         mine = prompt(300 + number, 330) if state in ("saving", "running") else known[number % 4]
         given_up = engine.begin(mine, 100, abort=state)
         aborted += given_up.result().get("aborted") == state
@@ -101,7 +103,7 @@ def test_requests_that_are_given_up(engine: Served, state: str) -> None:
 
 
 def wait_for_saves(engine: Served, prompts: list[list[int]]) -> None:
-    """Until all whole blocks of these are loaded."""
+    """Wait until all whole blocks of these prompts are loaded."""
     for one in prompts:
         for _ in range(100):
             engine.reset()
@@ -111,7 +113,7 @@ def wait_for_saves(engine: Served, prompts: list[list[int]]) -> None:
             raise AssertionError("not saved")
 
 
-def test_a_reset_takes_what_runs_and_forgets_what_was_saved(engine: Served) -> None:
+def test_a_reset_preempts_running_requests_and_forgets_saved_blocks(engine: Served) -> None:
     one = prompt(240, 330)
     (right,) = engine.compute([one], 100)
     engine.serve(one, 100)
@@ -120,18 +122,19 @@ def test_a_reset_takes_what_runs_and_forgets_what_was_saved(engine: Served) -> N
     running = engine.begin(one, 100)
     while engine.state()["free"] == PAGES - 1:
         assert not running.done()
-    # Resumed in the same step: as weights that were changed in place demand it, with a new generation.
+    # The request resumes in the same step with a new generation, as is required when weights are
+    # changed in place.
     assert engine.reset(running=True, connector=True)
     assert not running.done()
     done = running.result()
     check_same(done, right)
     assert done["cached"] == 0
-    # What was computed after it is of the new one.
+    # Blocks computed after the reset belong to the new generation.
     wait_for_saves(engine, [one])
 
 
 class Held:
-    """Saves wait at a place, from when it is made until it is let go."""
+    """Saves wait at this point until the context ends."""
 
     def __init__(self, folder: Path, where: str) -> None:
         self._flag, self._now = folder / where, folder / f"{where}.now"
@@ -152,17 +155,18 @@ class Held:
 
 
 def fill(engine: Served, seed: int) -> list[Any]:
-    """Requests that need more pages than there are."""
+    """Requests that need more pages than the engine has."""
     return [engine.begin(prompt(one, 480), 8) for one in range(seed, seed + 3)]
 
 
-def test_a_page_is_not_given_away_in_the_middle_of_its_copy(engine: Served) -> None:
-    """The step that would overwrite it waits for the copy, and what was copied is whole."""
+def test_a_page_is_not_reused_during_its_copy(engine: Served) -> None:
+    """The step that would overwrite it waits for the copy, and the copied page is intact."""
     one = prompt(250, 330)
     (right,) = engine.compute([one], 8)
     engine.reset()
     with Held(engine.engine.records, "copying") as held:
-        # Chunks are saved each by itself: the first one is held, the others are behind it.
+        # Each chunk is saved separately: the first one is held, and the others are queued behind
+        # it.
         engine.serve(one, 8)
         held.wait_for_one()
         others = fill(engine, 260)
@@ -177,8 +181,8 @@ def test_a_page_is_not_given_away_in_the_middle_of_its_copy(engine: Served) -> N
     assert CHUNK <= again["cached"] <= 10 * BLOCK
 
 
-def test_a_save_whose_page_was_given_away_is_aborted(engine: Served, shared_daemon: Daemon) -> None:
-    """It had slots, and had copied nothing: no block of it is found, and nobody waited."""
+def test_a_save_whose_page_was_reused_is_aborted(engine: Served, shared_daemon: Daemon) -> None:
+    """It had slots, and had copied nothing: none of its blocks is found, and no step waited."""
     one = prompt(270, 330)
     engine.check_nothing_is_held(shared_daemon)
     before = engine.state()["counts"].get("drop:overwritten", 0)

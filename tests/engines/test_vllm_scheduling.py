@@ -1,5 +1,6 @@
-"""What can't start on a CPU: asynchronous scheduling, which is a GPU's default, Jamba, Bamba and Mamba. The
-engine core, scheduler and cache manager are vLLM's, and every page is compared; nothing is computed."""
+"""Features that do not start on a CPU: asynchronous scheduling, which is the default on GPUs, Jamba,
+Bamba and Mamba. The engine core, scheduler and cache manager are vLLM's, and every page is compared;
+nothing is computed."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from support.neighbour import Neighbour  # noqa: E402
 from support.numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to  # noqa: E402
 
 WITH_STATES = ("jamba", "bamba", "qwen3_next", "mamba")
-DENSE = {"prefix_cache_retention_interval": None}  # keep each state that the engine comes by
+DENSE = {"prefix_cache_retention_interval": None}  # keep each state that the engine has
 EngineOf = Callable[..., NumbersEngine]
 
 
 @pytest.fixture
 def numbers_of(tmp_path: Path, shared_daemon: Daemon) -> Iterator[EngineOf]:
-    """Starts engines of numbers with this module's daemon, of weights that nobody else has."""
+    """Starts engines of numbers with this module's daemon; no other test uses the same weights."""
     running: list[NumbersEngine] = []
     shared_daemon.wait_for_arena()
 
@@ -48,7 +49,7 @@ def numbers_of(tmp_path: Path, shared_daemon: Daemon) -> Iterator[EngineOf]:
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
-    """Each piece of a save takes so much longer."""
+    """Delay each piece of a save by `seconds`."""
     call = RankSaves._copy
 
     def slowly(side: RankSaves, *args: Any) -> Any:
@@ -76,7 +77,7 @@ def test_a_prompt_is_loaded_as_it_was_saved(
 
 
 def spoil(rank: Any, how: str, name: str, page: int, other: int) -> None:
-    """One page of a layer holds what it must not."""
+    """Write wrong content into one page of a layer."""
     page, foreign = rank.page(name, page), rank.page(name, other)
     held = page.clone()
     page.copy_(foreign) if how != "zeroed" else page.zero_()
@@ -90,10 +91,10 @@ def spoil(rank: Any, how: str, name: str, page: int, other: int) -> None:
     [("full and window", 0), ("full and window", 1), ("jamba", 0), ("jamba", 3)],
     ids=["full", "window", "state", "full beside states"],
 )
-def test_a_wrong_page_is_seen(
+def test_a_wrong_page_is_detected(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, model: str, layer: int, how: str
 ) -> None:
-    """The controls: one page of one layer, of two requests that are loaded."""
+    """The controls: one page of one layer is wrong, in one of two requests that are loaded."""
     one = numbers_of(model)
     asked = prompt(1, 150), prompt(2, 150)
     one.run(*asked)
@@ -106,7 +107,8 @@ def test_a_wrong_page_is_seen(
         pages = next(read for read in load.shards[0] if read.group == group).block_ids
         before.append(pages[-1])
         if len(before) == 2:
-            # The first request may have gone on already: the second one's page is nobody's to read yet.
+            # The first request may already have continued; the second request's page is not read
+            # yet.
             spoil(again.rank, how, name, before[1], before[0])
         return good
 
@@ -119,10 +121,10 @@ def test_a_wrong_page_is_seen(
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", WITH_STATES)
-def test_a_state_is_found_where_it_was_kept(
+def test_a_state_is_found_where_it_was_saved(
     numbers_of: EngineOf, model: str, asynchronous: bool
 ) -> None:
-    """Not between two of them, though attention has all of its blocks; not beyond the last one."""
+    """Not between two states, although all attention blocks are stored; not beyond the last one."""
     one = numbers_of(model, asynchronous=asynchronous)
     text = prompt(1, 300)
     one.run(text[:150])
@@ -130,7 +132,7 @@ def test_a_state_is_found_where_it_was_kept(
     assert again.run(text[:140]) == [0]
     assert again.core.reset_prefix_cache()
     assert again.run(text) == [144]
-    # That one has kept some, too: one where its head ends, one where it does itself.
+    # This prompt saved states too: one where its common head ends, and one at its own end.
     assert again.core.reset_prefix_cache()
     assert again.run(text[:145]) == [144]
     assert again.core.reset_prefix_cache()
@@ -142,7 +144,8 @@ def test_a_state_is_found_where_it_was_kept(
 def test_each_state_that_the_engine_keeps_is_saved(
     numbers_of: EngineOf, model: str, asynchronous: bool
 ) -> None:
-    """Of the prompt's chunks, and of what was generated: a second turn goes on from there."""
+    """The states at the ends of the prompt's chunks, and of generated tokens: a second turn continues
+    from them."""
     one = numbers_of(model, asynchronous=asynchronous, budget=64, **DENSE)
     text = prompt(1, 150)
     name = one.add(text, 40)
@@ -159,15 +162,15 @@ def test_each_state_that_the_engine_keeps_is_saved(
 @pytest.mark.parametrize(
     ("model", "blocks"), [("full", 24), ("full and window", 44), ("jamba", 48), ("mamba", 12)]
 )
-def test_nothing_is_wrong_under_pressure(
+def test_all_pages_are_correct_under_pressure(
     numbers_of: EngineOf,
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     blocks: int,
     asynchronous: bool,
 ) -> None:
-    """Pages for half of what is asked: requests are preempted, given up, and the engine's cache is dropped,
-    while saves are so slow that their pages are somebody else's before. Then all of it is loaded."""
+    """Pages for half of the requests: requests are preempted and aborted, and the engine's cache is
+    reset, while saves are so slow that their pages are reused before. Then all prompts are loaded."""
     chance = random.Random(f"{model} {asynchronous}")
     slow, call = random.Random(1), RankSaves._copy
     slow_down(monkeypatch, lambda: slow.choice((0, 0, 0, 0.003, 0.02)))
@@ -197,7 +200,7 @@ def test_nothing_is_wrong_under_pressure(
         if not waiting and names.keys() <= one.reasons.keys() | given_up:
             if preempted:
                 break
-            # Where answers come late, few run at once, and their pages may do.
+            # With late answers few requests run concurrently, and their pages may suffice.
             waiting = list(asked)
     one.settle()
     assert preempted and given_up and not one.rank.wrong, one.rank.wrong
@@ -209,10 +212,10 @@ def test_nothing_is_wrong_under_pressure(
     assert sum(again.run(*asked)) > 12 * BLOCK
 
 
-def test_a_window_that_moves_on_costs_no_hit_at_the_end(
+def test_a_moving_window_does_not_prevent_a_hit_at_the_end(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages are given away at once, far sooner than they are saved."""
+    """Its pages are reused immediately, long before they are saved."""
     slow_down(monkeypatch, lambda: 0.002)
     one = numbers_of("full and window", hasty=True)
     asked = [prompt(seed, 500) for seed in range(4)]
@@ -236,7 +239,7 @@ def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(numbers_of: Engin
     assert not consumer.connector._scheduler.counts["saved_tokens"]
 
 
-def test_what_is_reset_is_not_found(numbers_of: EngineOf) -> None:
+def test_blocks_from_before_a_reset_are_not_found(numbers_of: EngineOf) -> None:
     engine = numbers_of("jamba", asynchronous=True)
     text = prompt(1, 150)
     engine.run(text)
@@ -246,10 +249,10 @@ def test_what_is_reset_is_not_found(numbers_of: EngineOf) -> None:
     assert engine.run(text) == [144]
 
 
-def test_an_engine_that_sleeps_is_served_without(
+def test_an_engine_in_sleep_mode_is_not_served(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives up its pages, those that are being saved among them, and tells no connector."""
+    """It discards its pages, also those that are being saved, and informs no connector."""
     slow_down(monkeypatch, lambda: 0.2)
     one = numbers_of("full", sleeps=True, hasty=True)
     text = prompt(1, 150)
@@ -264,26 +267,27 @@ def test_an_engine_that_sleeps_is_served_without(
 
 @pytest.fixture
 def neighbour(monkeypatch: pytest.MonkeyPatch) -> type[Neighbour]:
-    """The other connector of the next engine, which has nothing yet."""
+    """The other connector of the next engine, which has no blocks yet."""
     monkeypatch.setattr(Neighbour, "offers", {})
     return Neighbour
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("good", [True, False], ids=["good", "failed"])
-def test_what_another_connector_loads_is_saved_where_that_went_well(
+def test_blocks_that_another_connector_loaded_are_saved_only_after_success(
     numbers_of: EngineOf, neighbour: type[Neighbour], good: bool, asynchronous: bool
 ) -> None:
-    """Nothing of the pages that it left unfilled, nor of what was computed from them: of the request that it
-    loads for, and of one that shares its pages in the same step."""
+    """Pages that it left unfilled are not saved, and neither are blocks computed from them: of the
+    request that it loads for, and of one that shares its pages in the same step."""
     one = numbers_of(
-        "full", asynchronous=asynchronous, beside="Neighbour", budget=128, long_prefill_token_threshold=64,
+        "full", asynchronous=asynchronous, other_connector="Neighbour", budget=128,
+        long_prefill_token_threshold=64,
     )  # fmt: skip
     one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, good
     neighbour.offers["r1"] = 96
     asked = prompt(1, 300), prompt(1, 96) + prompt(2, 204)
     names, side = [one.add(text, 1) for text in asked], one.connector._scheduler
-    one.until(lambda: not side.in_flight["tickets"], side._receive)  # the first step serves both
+    one.until(lambda: not side.in_flight["tickets"], side._receive)  # the first step schedules both
     one.until(lambda: all(name in one.reasons for name in names))
     one.settle()
     assert {name for name, _, _ in one.rank.wrong} == (set() if good else set(names))
@@ -296,11 +300,12 @@ def test_what_another_connector_loads_is_saved_where_that_went_well(
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", ["window", "mamba"])
 @pytest.mark.parametrize("good", [True, False], ids=["good", "failed"])
-def test_what_has_nothing_before_it_is_not_saved(
+def test_blocks_without_valid_predecessors_are_not_saved(
     numbers_of: EngineOf, neighbour: type[Neighbour], model: str, good: bool, asynchronous: bool
 ) -> None:
-    """Where another's load of a window, or a state, fails, the engine goes on at the first of its pages."""
-    one = numbers_of(model, asynchronous=asynchronous, beside="Neighbour")
+    """If another connector's load of a window or a state fails, the engine continues at the first of
+    its pages."""
+    one = numbers_of(model, asynchronous=asynchronous, other_connector="Neighbour")
     one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, good
     neighbour.offers["r1"] = 96
     text = prompt(1, 300)
@@ -315,7 +320,7 @@ def test_what_has_nothing_before_it_is_not_saved(
 def test_a_window_is_loaded_between_steps(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load that fails has its request computed from the beginning."""
+    """If a load fails, its request is computed from the beginning."""
     text = prompt(1, 300)
     numbers_of("window").run(text[:161])
     one = numbers_of("window", extra={"load": "sync"})
@@ -334,17 +339,17 @@ def test_a_window_is_loaded_between_steps(
     assert again.run(text) == [288]
 
 
-def test_a_rank_that_can_t_serve_leaves_no_page_in_doubt(
+def test_a_declined_rank_leaves_no_page_unverified(
     numbers_of: EngineOf, neighbour: type[Neighbour], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tells which step is over all the same."""
+    """The rank still reports which step ended."""
 
     def refuse(*args: Any) -> None:
         raise Unsupported("not here")
 
     monkeypatch.setattr(connector, "open_device", refuse)
     monkeypatch.setattr(NumbersEngine, "connect", lambda engine: None)
-    one = numbers_of("full", beside="Neighbour")
+    one = numbers_of("full", other_connector="Neighbour")
     neighbour.rank, neighbour.good = one.rank, True
     neighbour.offers["r1"] = 96
     assert one.run(prompt(1, 200)) == [96]
@@ -352,10 +357,10 @@ def test_a_rank_that_can_t_serve_leaves_no_page_in_doubt(
 
 
 @pytest.mark.parametrize(("chunk", "shared"), [(32, 192), (24, 32)])
-def test_what_an_engine_finds_in_its_cache_of_a_load_that_failed_is_not_saved(
+def test_cached_blocks_of_a_failed_load_are_not_saved(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, chunk: int, shared: int
 ) -> None:
-    """It computes those pages once more, in some steps, and has another request use them meanwhile: some that
+    """It recomputes those pages in several steps, and another request uses them meanwhile: some that
     were not computed yet, or half of one."""
     text, other = prompt(1, 400), prompt(1, shared) + prompt(2, 100)
     numbers_of("full").run(text[:161])

@@ -1,4 +1,4 @@
-"""`kvtier size` and what vLLM's own layers allocate, to the byte."""
+"""`kvtier size` equals the allocation of vLLM's own layers, to the byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier_daemon.tools.sizing import read_config
 
 HERE = Path(__file__).parent
 FEW_EXPERTS = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
-# transformers' class, its fields, the cache's type
+# transformers' class, its fields, and the type of the cache.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("Llama", {"num_key_value_heads": 8}, "auto"),
     "llama_fp8": ("Llama", {"num_key_value_heads": 8}, "fp8"),
@@ -49,8 +49,8 @@ def allocated(
 ) -> dict[str, Any]:
     arguments = {name: f"{folders[name]}={MODELS[name][2]}" for name in MODELS}
     log = tmp_path_factory.mktemp("sizes") / "log"
-    told = json.loads(forks.run(HERE / "sizes.py", *arguments.values(), log=log, seconds=900))
-    return {name: told[argument] for name, argument in arguments.items()}
+    report = json.loads(forks.run(HERE / "sizes.py", *arguments.values(), log=log, seconds=900))
+    return {name: report[argument] for name, argument in arguments.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,5 +1,5 @@
-"""The cap of a cold tier holds through kills and other sizes: nothing is made before what has no place is
-gone."""
+"""The size limit of a cold tier holds across kills and changes of the size: no file is created before
+files without a place are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEGMENTS = (MIB, 5 * MIB // 4, 2 * MIB)
 SIZES = (64 * MIB, 80 * MIB, 128 * MIB)
 
 
-def test_the_cap_holds_over_kills_and_other_sizes(tmp_path: Path) -> None:
+def test_the_size_limit_holds_across_kills_and_other_sizes(tmp_path: Path) -> None:
     disk, log = tmp_path / "disk", tmp_path / "daemon.log"
     disk.mkdir()
     chance, oracle = random.Random(23), Oracle()

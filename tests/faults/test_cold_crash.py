@@ -1,4 +1,5 @@
-"""A cold tier is killed at any moment, again and again: what it said is on disk is there, and is itself."""
+"""A cold tier is killed repeatedly at random moments: all blocks that it reported as written are on
+disk and intact."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from daemon.tiers.test_cold import BLOCK, SIZE, Bench, key, used
+from support.cold_bench import BLOCK, SIZE, Bench, key, used
 from support.specs import pattern
 
 CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 20
@@ -20,7 +21,7 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3].split(":")
-from daemon.tiers.test_cold import Bench, run
+from support.cold_bench import Bench, run
 
 async def work():
     bench = Bench([Path(sys.argv[1])], codec="r32")
@@ -37,7 +38,7 @@ run(work())
 """
 
 
-def test_what_was_said_to_be_on_disk_survives_any_kill(tmp_path: Path) -> None:
+def test_blocks_reported_as_written_survive_any_kill(tmp_path: Path) -> None:
     chance = random.Random(11)
     number = 0
     for _cycle in range(CYCLES):
@@ -49,13 +50,13 @@ def test_what_was_said_to_be_on_disk_survives_any_kill(tmp_path: Path) -> None:
         assert child.stdout.readline() == "ready\n"
         time.sleep(chance.random() * 0.15)
         child.send_signal(signal.SIGKILL)
-        said = [int(line) for line in child.stdout if line.strip().isdecimal()]
+        reported = [int(line) for line in child.stdout if line.strip().isdecimal()]
         child.stdout.close()
         child.wait()
-        before, number = number, max([number, *said])
+        before, number = number, max([number, *reported])
         assert used(tmp_path) <= SIZE
         asyncio.run(verify(tmp_path, range(before, number)))
-        # A block that was not announced may be there all the same; its number is not used again.
+        # Blocks that were not reported may exist; their numbers are not used again.
         number += 64
 
 
@@ -69,6 +70,7 @@ async def verify(folder: Path, announced: range) -> None:
         sorted(bench.on_disk), min(40, len(bench.on_disk))
     )
     for number in [*sample, *announced[-40:]]:
-        if number in bench.on_disk or number in announced[-40:]:  # the oldest may leave meanwhile
+        # The oldest may be evicted meanwhile.
+        if number in bench.on_disk or number in announced[-40:]:
             assert await bench.read(number) == pattern(key(number), BLOCK)
     await bench.tier.close()

@@ -1,4 +1,5 @@
-"""The disk under the cold tier fails, fills up, hangs, goes: nobody is served other bytes, and it is said."""
+"""The disk of the cold tier fails, is full, hangs, or disappears: no client gets wrong bytes, and the
+fault is reported."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from support.oracle import content
 from support.specs import pattern
 
 MIB = 1 << 20
-WARM = 3  # chains that fit into memory, one more than that are asked for
+WARM = 3  # the number of chains that fit into memory; tests request one more
 HASTY = """
 import json, sys
 paths, haste = sys.argv.pop(1), sys.argv.pop(1)
@@ -53,7 +54,7 @@ HASTE = {"OFF_S": 0.3, "LONGEST_OFF_S": 1.0, "RETRY_GROW_S": 0.5, "HANGS_S": 1.0
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 WRITES = ("write", "sync", "allocate")
 LOOKS = 200
-SAMPLE = 10  # of the points at which a call can go wrong, for each engine
+SAMPLE = 10  # the number of tested points at which a call can fail, for each engine
 STILL_TURNS = (
     60  # of the daemon's own clock, 50 ms each, without a write: nothing more will be written
 )
@@ -61,12 +62,12 @@ ANSWER_S = 60.0  # a client's deadline: disks hang for longer, until the test re
 
 
 def numbers(key: bytes, nbytes: int) -> bytes:
-    """What an encoded block holds."""
+    """A block that codecs can shrink."""
     return content(key, 1, nbytes)
 
 
 class Served:
-    """A daemon with a cold tier, and a client whose every block is compared."""
+    """A daemon with a cold tier, and a client that compares every block."""
 
     def __init__(
         self, folder: Path, disk: Path | list[Path], engine: str, env: Mapping[str, str] | None,
@@ -90,7 +91,7 @@ class Served:
             f'write = "through"\nengine = "{self._engine}"\n'
             f'codec = "{self._codec}"\n'
         )
-        # What is there is waited for, however busy the machine is.
+        # Wait for an existing directory, even on a busy machine.
         haste = self._haste | {"OPEN_S": 60.0} if is_there else self._haste
         words = (sys.executable, "-c", HASTY, ":".join(sys.path), json.dumps(haste), "serve")
         return start_daemon(self._folder, config=config, command=words, env=self._env)
@@ -121,14 +122,14 @@ class Served:
 
     @property
     def turns(self) -> int:
-        """How many turns the daemon's clock has made."""
+        """The number of turns of the daemon's clock."""
         return int(self.client.stats()["loop"]["counts"][-1])
 
     def log(self) -> str:
         return self.daemon.log.read_text()
 
     def save(self, *chains: int) -> None:
-        """Save each, and wait until it is on disk, or does not get there."""
+        """Save each chain, and wait until it is written or dropped."""
         for chain in chains:
             before = last = self.cold["states"]["written"]
             save(self.client, chain, of=self._content)
@@ -142,7 +143,7 @@ class Served:
                 time.sleep(0.01)
 
     def load(self, chain: int, seconds: float = 60.0) -> int:
-        """How many leading blocks come back; each is compared."""
+        """The number of leading blocks that are loaded; each is compared."""
         space = self.client.open(SPEC)
         keys = space.keys(tokens(chain))
         deadline = time.monotonic() + seconds
@@ -158,7 +159,7 @@ class Served:
         return space.forget(space.keys(tokens(chain)))
 
     def look_ms(self, chain: int) -> float:
-        """How long a load of a chain in memory takes, in the lower quartile."""
+        """The lower quartile of the time of a load of a chain in memory, in ms."""
         space = self.client.open(SPEC)
         keys = space.keys(tokens(chain))
         times = []
@@ -176,10 +177,10 @@ class Served:
             time.sleep(0.01)
 
     def until_written(self, chains: Iterator[int], seconds: float = 60.0) -> int:
-        """Save one chain after the other until one is on disk whole; which."""
+        """Save one chain after another until one is completely on disk. Returns its number."""
         deadline = time.monotonic() + seconds
         for chain in chains:
-            settled(self.daemon)  # what of others was left
+            settled(self.daemon)  # pending writes of earlier chains
             before = self.cold["states"]["written"]
             self.save(chain)
             if self.cold["states"]["written"] >= before + CHAIN:
@@ -214,7 +215,7 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Starts daemons; to be asked for after the disk that they are on, so as to end before it."""
+    """Starts daemons. Request it after the disk that they use, so that they end first."""
     yield from serving(tmp_path)
 
 
@@ -247,7 +248,7 @@ def segments(disk: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("codec", ["raw", "r32"])
-def test_a_full_disk_is_said_and_room_is_used_again(
+def test_a_full_disk_is_reported_and_freed_space_is_used(
     ext4: Mounted, serve: Serve, codec: str
 ) -> None:
     one = serve(ext4.path, codec=codec)
@@ -273,8 +274,9 @@ def test_a_full_disk_is_said_and_room_is_used_again(
     assert one.end() == 0
 
 
-def test_a_file_system_that_has_become_read_only_is_still_read(ext4: Mounted, serve: Serve) -> None:
-    """`mount -o remount,ro` does not take one away that has files open for writing; an error does."""
+def test_a_file_system_that_became_read_only_is_still_read(ext4: Mounted, serve: Serve) -> None:
+    """`mount -o remount,ro` fails while files are open for writing; a device error makes the file
+    system read-only."""
     one = serve(ext4.path)
     one.save(0, 1, 2, 3, 4, 5)
     assert one.cold["states"]["written"] == 6 * CHAIN
@@ -298,7 +300,7 @@ def test_a_file_system_that_has_become_read_only_is_still_read(ext4: Mounted, se
     [(errno.EROFS, WRITES), (errno.EIO, WRITES), (errno.EIO, ("sync",))],
     ids=["EROFS", "EIO", "EIO of a sync"],
 )
-def test_writes_that_fail_are_told_and_taken_up_again(
+def test_failing_writes_are_reported_and_resumed(
     shim: Shim, serve: Serve, code: int, calls: tuple[str, ...]
 ) -> None:
     one = serve(shim.path, "threads", shim.env)
@@ -346,15 +348,13 @@ def fails_to_read(one: Served, failing: Callable[[], AbstractContextManager[None
 
 
 @pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
-def test_reads_that_fail_are_misses_and_taken_up_again(
-    shim: Shim, serve: Serve, codec: str
-) -> None:
+def test_failing_reads_are_misses_and_resumed(shim: Shim, serve: Serve, codec: str) -> None:
     one = serve(shim.path, "threads", shim.env, codec)
     fails_to_read(one, lambda: shim.failing(errno.EIO, "read"))
     assert shim.struck("read") >= FAULTS_TO_OFF
 
 
-def test_a_block_device_that_fails_to_read_is_taken_up_again(
+def test_reads_resume_after_a_failing_block_device_recovers(
     flaky_ext4: Flaky, serve: Serve
 ) -> None:
     one = serve(flaky_ext4.path)
@@ -362,7 +362,7 @@ def test_a_block_device_that_fails_to_read_is_taken_up_again(
 
 
 def test_a_block_device_that_fails_to_write_is_still_read(flaky_ext4: Flaky, serve: Serve) -> None:
-    """The file system becomes read-only by itself then."""
+    """The file system then becomes read-only by itself."""
     one = serve(flaky_ext4.path)
     one.save(0, 1, 2, 3, 4, 5)
     with flaky_ext4.failing("pwrite"):
@@ -400,7 +400,7 @@ def test_a_single_reader_of_a_healthy_disk_is_answered_neither_crowded_nor_late(
 # --- disks that hang --------------------------------------------------------------------------
 
 
-def test_a_frozen_file_system_costs_memory_nothing(ext4: Mounted, serve: Serve) -> None:
+def test_a_frozen_file_system_does_not_slow_memory_hits(ext4: Mounted, serve: Serve) -> None:
     one = serve(ext4.path)
     one.save(0, 1, 2, 3, 4)
     before = one.look_ms(4)
@@ -421,12 +421,12 @@ def test_a_frozen_file_system_costs_memory_nothing(ext4: Mounted, serve: Serve) 
 
 
 def hangs(one: Served, hanging: AbstractContextManager[None], memory: int) -> None:
-    """Reads hang: nobody who asks for more than is in memory waits longer than he wants to."""
+    """Reads hang: a client that requests more than is in memory waits no longer than its time limit."""
     before = one.look_ms(memory)
     with hanging:
         assert one.load(0, seconds=0.5) < CHAIN, "a miss: it hangs until the end of the test"
         one.until(lambda: one.load(1, 0.1) < 0 or one.cold["states"]["not_read"] > 0, "no deadline")
-        # Who asks again and again does not hide that nothing comes.
+        # Repeated requests do not hide that no read completes.
         one.until(
             lambda: one.load(1, 0.1) < 0 or "no request completed" in one.cold["failure"],
             "not said",
@@ -458,7 +458,7 @@ def test_a_block_device_that_hangs_is_a_miss(flaky_ext4: Flaky, serve: Serve) ->
 
 @pytest.mark.skipif(not LONG, reason="waits for what hangs; KVTIER_FAULTS=1")
 @pytest.mark.parametrize("calls", [("read",), WRITES], ids=["reads", "writes"])
-def test_a_daemon_ends_though_its_disk_hangs(
+def test_a_daemon_ends_although_its_disk_hangs(
     shim: Shim, serve: Serve, calls: tuple[str, ...]
 ) -> None:
     one = serve(shim.path, "threads", shim.env)
@@ -468,13 +468,13 @@ def test_a_daemon_ends_though_its_disk_hangs(
         one.load(0, seconds=0.1)
         one.until(lambda: shim.struck(*calls) > 0, "nothing hangs")
         one.daemon.process.terminate()
-        # 75: it did not wait for what hangs.
+        # Exit status 75: it did not wait for the hanging disk.
         assert one.daemon.process.wait(60) in (0, 75)
     one.start()
     assert [one.load(chain) for chain in (1, 2, 3)] == [CHAIN] * 3
 
 
-def test_a_disk_that_hangs_when_it_is_switched_on_holds_up_neither_clients_nor_the_end(
+def test_a_disk_that_hangs_when_it_is_switched_on_delays_neither_clients_nor_the_stop(
     shim: Shim, serve: Serve
 ) -> None:
     one = serve(shim.path, "threads", shim.env, END_S=2.0)
@@ -518,7 +518,7 @@ def test_a_daemon_that_can_not_open_its_disk_yet_can_be_stopped(shim: Shim, tmp_
     assert not (tmp_path / "s").exists()
 
 
-def test_a_daemon_ends_whatever_it_waits_for(shim: Shim, serve: Serve) -> None:
+def test_a_daemon_ends_in_every_state_of_waiting(shim: Shim, serve: Serve) -> None:
     one = serve(shim.path, "threads", shim.env, END_S=1000.0, STOP_S=2.0)
     one.save(0, 1)
     with shim.failing(HANGS, *WRITES):
@@ -540,17 +540,17 @@ def test_a_tier_whose_disk_hangs_is_switched_off_and_the_daemon_serves_and_ends(
     with shim.failing(HANGS, *WRITES), one.daemon.connect(timeout_s=ANSWER_S) as asks:
         save(one.client, 20)
         one.until(lambda: shim.struck(*WRITES) > 0, "nothing hangs")
-        told = asks.tier("cold", "off")
+        reply = asks.tier("cold", "off")
         if ends != "at once":
-            answers = 0  # while it closes: a loop that waits for the disk gives none
+            answers = 0  # while it closes: an event loop that waits for the disk does not answer
             deadline = time.monotonic() + 60
-            while told["state"] == "closing":
+            while reply["state"] == "closing":
                 assert time.monotonic() < deadline
                 answers += 1
-                told = asks.tier("cold")
+                reply = asks.tier("cold")
                 assert one.load(20) == CHAIN
                 time.sleep(0.01)
-            assert told["state"] == "off" and "a disk hangs" in told["failure"]
+            assert reply["state"] == "off" and "a disk hangs" in reply["failure"]
             assert answers > 2
         one.daemon.process.terminate()
         assert one.daemon.process.wait(60) == 75
@@ -575,7 +575,7 @@ def replaced(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("happens", [removed, renamed, replaced])
-def test_a_directory_that_goes_takes_no_client_along(
+def test_a_removed_directory_disconnects_no_client(
     tmp_path: Path, serve: Serve, happens: Callable[[Path], None]
 ) -> None:
     disk = tmp_path / "disk"
@@ -597,7 +597,9 @@ def test_a_directory_that_goes_takes_no_client_along(
     assert one.end() == 0
 
 
-def test_a_second_daemon_is_told_whose_the_directory_is(tmp_path: Path, serve: Serve) -> None:
+def test_a_second_daemon_is_refused_with_the_owner_of_the_directory(
+    tmp_path: Path, serve: Serve
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     first = serve(disk)
@@ -639,7 +641,7 @@ def test_forgets_need_no_room_in_the_index(tmp_path: Path, serve: Serve) -> None
     assert one.end() == 0
 
 
-def test_a_disk_that_takes_nothing_at_the_start_is_read(shim: Shim, serve: Serve) -> None:
+def test_a_disk_without_space_at_the_start_is_read(shim: Shim, serve: Serve) -> None:
     one = serve(shim.path, "threads", shim.env)
     one.save(0)
     assert one.end() == 0
@@ -680,7 +682,7 @@ def emptied(index: Path) -> None:
         (emptied, signal.SIGKILL),
     ],
 )
-def test_a_damaged_index_costs_no_block_that_a_footer_lists(
+def test_a_damaged_index_loses_no_block_that_a_footer_lists(
     tmp_path: Path, serve: Serve, happens: Callable[[Path], None], way: signal.Signals
 ) -> None:
     disk = tmp_path / "disk"
@@ -693,7 +695,7 @@ def test_a_damaged_index_costs_no_block_that_a_footer_lists(
     happens(disk / "index")
     one.start()
     found = [one.load(chain) for chain in range(4)]
-    # After a kill those segments are lost whose footer was not written yet.
+    # A kill loses the segments whose footer was not written yet.
     assert found == [CHAIN] * 4 or way == signal.SIGKILL
     assert one.forget(1) == found[1]
     one.save(10)
@@ -703,12 +705,12 @@ def test_a_damaged_index_costs_no_block_that_a_footer_lists(
     assert one.end() == 0
 
 
-def test_a_forget_that_the_index_can_not_write_is_told(shim: Shim, serve: Serve) -> None:
+def test_a_forget_that_can_not_be_written_is_an_error(shim: Shim, serve: Serve) -> None:
     one = serve(shim.path, "threads", shim.env)
     one.save(0, 1, 2, 3)
-    with shim.failing(errno.ENOSPC, "write", "sync"), pytest.raises(Refused) as told:
+    with shim.failing(errno.ENOSPC, "write", "sync"), pytest.raises(Refused) as reply:
         one.forget(0)
-    assert told.value.code == "disk_failed"
+    assert reply.value.code == "disk_failed"
     assert one.load(0) == 0, "for this life it is"
     assert one.forget(1) == CHAIN
     one.kill()
@@ -717,8 +719,8 @@ def test_a_forget_that_the_index_can_not_write_is_told(shim: Shim, serve: Serve)
     assert [one.load(chain) for chain in (2, 3)] == [CHAIN] * 2
 
 
-def test_an_index_that_can_not_be_written_is_said_at_the_start(ext4: Mounted, serve: Serve) -> None:
-    """Root is refused nothing but by a read-only mount."""
+def test_an_unwritable_index_is_reported_at_the_start(ext4: Mounted, serve: Serve) -> None:
+    """Only a read-only mount prevents root from writing."""
     one = serve(ext4.path)
     one.save(0)
     assert one.end() == 0
@@ -742,8 +744,8 @@ def test_an_index_that_can_not_be_written_is_said_at_the_start(ext4: Mounted, se
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
-def test_no_call_that_fails_or_never_ends_costs_a_byte(tmp_path: Path, engine: str) -> None:
-    """About 1,850 points for each engine with KVTIER_FAULTS=1."""
+def test_no_failing_or_hanging_system_call_gives_wrong_bytes(tmp_path: Path, engine: str) -> None:
+    """With KVTIER_FAULTS=1, about 1,850 points for each engine."""
     needs("strace")
     folder = tmp_path / "disk"
     whole = run_one(folder, engine, *everything(), counts=tmp_path / "counts")
@@ -755,8 +757,8 @@ def test_no_call_that_fails_or_never_ends_costs_a_byte(tmp_path: Path, engine: s
         kind = run_one(folder, engine, *how).kind
         fits = kind == "went on" or kind.startswith("raised")
         if "KILL" in how[-1]:
-            fits = kind in ("went on", "ended: -9")  # this time there were fewer such calls
+            fits = kind in ("went on", "ended: -9")  # this run made fewer such calls
         elif "ENOMEM" in how[-1]:
-            # CPython waits for ever for a thread that had no memory to begin with.
+            # CPython waits forever for a thread that could not start for lack of memory.
             fits = fits or kind == "hung"
         assert fits, f"{how[-1]}: {kind}"

@@ -1,5 +1,5 @@
-"""A daemon is killed at any moment under load, again and again: it never serves what it should not, what it
-called settled is there, and its directories stay within their cap."""
+"""A daemon is killed repeatedly at random moments under load: it never returns wrong or forgotten
+blocks, blocks that it reported as written are found, and its directories stay within their size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMISED = (
     7 * MIB
 )  # a tenant's newest saves: with frames and second chances half of what its segments hold
 FOUND = re.compile(r"cold tier is ready: (\d+) blocks found")
-CODECS = ("r32", "auto", "fix4", "zstd", "raw")  # each life finds what all others have stored
+CODECS = ("r32", "auto", "fix4", "zstd", "raw")  # each life reads the blocks of all others
 AS_ANOTHER = threading.Lock()
 OTHER_UID = pwd.getpwnam("nobody").pw_uid
 TENANTS = {"ours": 0, "theirs": OTHER_UID} if os.getuid() == 0 else {"ours": os.getuid()}
@@ -58,7 +58,7 @@ def config(disks: list[Path], write: str, codec: str) -> str:
 
 
 def connect(daemon: Daemon, uid: int) -> Client:
-    """A client that the daemon takes for this user's."""
+    """A client that the daemon regards as this user's."""
     with AS_ANOTHER:
         own = os.geteuid()
         os.seteuid(uid)
@@ -69,7 +69,7 @@ def connect(daemon: Daemon, uid: int) -> Client:
 
 
 def used(folders: list[Path]) -> int:
-    """What all in the directories takes, as the file system counts."""
+    """The disk space of all files in the directories, as the file system counts it."""
     total = 0
     with AS_ANOTHER:
         for folder in folders:
@@ -80,7 +80,7 @@ def used(folders: list[Path]) -> int:
 
 
 class Watcher(threading.Thread):
-    """Looks at the directories all the time."""
+    """Measures the directories continuously."""
 
     def __init__(self, folders: list[Path]) -> None:
         super().__init__(daemon=True)
@@ -112,7 +112,7 @@ class Place:
         return self.space.block_bytes
 
     def served(self, oracle: Oracle, keys: Keys) -> int:
-        """How many leading blocks are served from memory; each is judged."""
+        """The number of leading blocks that are returned from memory; the oracle checks each."""
         dead = [oracle.dead(key) for key in keys]
         with self.space.load(keys, deadline_ms=60_000) as blocks:
             for key, block, limit in zip(keys, blocks, dead, strict=False):
@@ -132,17 +132,17 @@ def places_of(client: Client) -> list[Place]:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a chain: all of its `count` blocks were new, or it was forgotten."""
+    """The result for a chain: all of its `count` blocks were new, or it was forgotten."""
 
     own: int
     chain: int
     count: int
-    nbytes: int  # that were new in any case
+    nbytes: int  # of the new blocks, in both cases
 
 
 class Engine(threading.Thread):
-    """One client at work: it alone saves to one space and forgets there, and reads from all of its
-    tenant's, until it is stopped or its daemon is gone."""
+    """A client: the only one that saves and forgets in its space. It reads from all spaces of its
+    tenant, until it is stopped or its daemon ends."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Engine(threading.Thread):
                 else:
                     self._forget()
         except Unavailable:
-            pass  # what this was the answer to may have happened, or not
+            pass  # the request that failed may have had its effect
         except BaseException as error:  # noqa: BLE001
             self.failure = error
 
@@ -204,7 +204,7 @@ class Engine(threading.Thread):
 
 
 def brought(place: Place, keys: Keys) -> None:
-    """Wait until nothing of a chain is coming any more."""
+    """Wait until no block of a chain is coming."""
     until = time.monotonic() + 60
     while place.space.match(keys).coming:
         assert time.monotonic() < until, "what is coming never comes"
@@ -218,7 +218,7 @@ def at_rest(stats: dict[str, Any]) -> bool:
 
 
 def settle(daemon: Daemon) -> dict[str, Any]:
-    """The report once nothing is held and nothing moves."""
+    """The stats when no block is leased and no movement is in progress."""
     last = None
     while True:
         stats = daemon.wait_for(at_rest)
@@ -233,17 +233,17 @@ def settle(daemon: Daemon) -> dict[str, Any]:
 
 @dataclass
 class Crashes:
-    """A daemon's lives over the same directories, and what came of them."""
+    """The lives of a daemon over the same directories, and their results."""
 
     folder: Path
     disks: list[Path]
     oracle: Oracle = field(default_factory=Oracle)
     promised: dict[tuple[str, int, int], int] = field(default_factory=dict)  # blocks, by chain
-    reported: int = 0  # blocks on disk, by the daemon's own word
+    reported: int = 0  # blocks on disk, according to the daemon
     kept: int = 0
     on_disk: int = 0  # blocks that were found after a start
     cold_hits: int = 0
-    codecs: set[str] = field(default_factory=set)  # that spaces were stored by
+    codecs: set[str] = field(default_factory=set)  # codecs of stored blocks
 
     def start(self, write: str, codec: str) -> Daemon:
         log = self.folder / "daemon.log"
@@ -259,7 +259,8 @@ class Crashes:
         return daemon
 
     def look(self, daemon: Daemon) -> None:
-        """Everything that a start serves is what it should be, and what was promised is among it."""
+        """Verify that every block that is returned after a start is correct, and that all promised
+        blocks are found."""
         for uid in TENANTS.values():
             with connect(daemon, uid) as client:
                 for own, place in enumerate(places_of(client)):
@@ -278,7 +279,8 @@ class Crashes:
         consistent(stats)
 
     def live(self, daemon: Daemon, chance: random.Random, settled: bool) -> None:
-        """Work until the kill; or stop before it, and note what has to be there afterwards."""
+        """Run clients until the kill; or stop them before it, and record the blocks that must be found
+        afterwards."""
         stop = threading.Event()
         done: dict[str, list[Done]] = {name: [] for name in TENANTS}
         clients = [connect(daemon, uid) for uid in TENANTS.values() for _ in SPECS]
@@ -298,7 +300,7 @@ class Crashes:
                 self.promise(engine.places, done[engine.places[0].tenant])
             spaces = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
             self.codecs |= {space["codec"] for space in spaces}
-            stats = settle(daemon)  # who asks what is there has it brought
+            stats = settle(daemon)  # a lookup promotes the blocks that it checks
             consistent(stats)
             self.reported = stats["tiers"]["cold"]["blocks"]
         killed_at = time.monotonic()
@@ -314,8 +316,8 @@ class Crashes:
             client.close()
 
     def promise(self, places: list[Place], done: list[Done]) -> None:
-        """The chains that were saved last, not forgotten since, and are here: what left memory before it was
-        written is not."""
+        """The chains that were saved last, are not forgotten, and are stored: blocks evicted before
+        their write are not."""
         left, seen = PROMISED, set()
         for one in reversed(done):
             left -= one.nbytes
@@ -342,7 +344,8 @@ def consistent(stats: dict[str, Any]) -> None:
 
 
 def emptied(daemon: Daemon, oracle: Oracle) -> None:
-    """With all forgotten nothing is left, and each tenant can save as much as it could at first."""
+    """After all blocks are forgotten, the memory is empty, and each tenant can save as much as at the
+    beginning."""
     for uid in TENANTS.values():
         with connect(daemon, uid) as client:
             for place in places_of(client):
@@ -360,7 +363,7 @@ def emptied(daemon: Daemon, oracle: Oracle) -> None:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """One that every user can enter, unlike tmp_path: another user connects, too."""
+    """A folder that every user can enter, unlike tmp_path: another user connects too."""
     with tempfile.TemporaryDirectory() as path:
         Path(path).chmod(0o755)
         yield Path(path)
@@ -397,15 +400,15 @@ def crashes(folder: Path) -> Iterator[Crashes]:
     assert watcher.looks > CYCLES and 0 < watcher.most <= CAP
 
 
-def test_no_kill_makes_a_daemon_serve_what_it_should_not(crashes: Crashes) -> None:
-    """Every block that was served, before and after each kill, was judged; this tells that there were
-    enough of them."""
+def test_after_kills_a_daemon_returns_no_wrong_or_forgotten_block(crashes: Crashes) -> None:
+    """Every returned block was checked, before and after each kill; here the test verifies that there
+    were enough."""
     assert crashes.oracle.served > 100 * CYCLES
     assert crashes.on_disk > 50 * CYCLES and crashes.cold_hits > 0
     assert crashes.kept > 2 * CYCLES
     assert crashes.codecs == {"raw", "fix4", "r32", "zstd"}
 
 
-def test_what_was_forgotten_and_answered_stays_so(crashes: Crashes) -> None:
+def test_confirmed_forgets_persist_across_kills(crashes: Crashes) -> None:
     ages = crashes.oracle.returned
     assert not ages, f"{len(ages)} came back, the kill up to {max(ages):.3f} s after the answer"

@@ -1,4 +1,4 @@
-"""One tenant's load and another's answers: counted in requests and bytes, on a clock of the test's own."""
+"""The load of one tenant and the latency of another: counted in requests and bytes, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ HELLO = wire.encode(wire.Hello(1, wire.SCHEMA, "raw"))
 
 @dataclass
 class Site:
-    """A server in this process with tenants "attacker" and "victim". Each request of the attacker's takes
-    `cost_s` of the clock, which stands still otherwise."""
+    """A server in this process with tenants "attacker" and "victim". Each request of the attacker
+    advances the clock by `cost_s`; otherwise the clock stands still."""
 
     path: str
     server: Server
@@ -54,7 +54,7 @@ class Site:
         return sock
 
     async def answer(self, sock: socket.socket) -> wire.Reply:
-        """The first reply of what comes next."""
+        """The next reply."""
         async with asyncio.timeout(60):
             data = await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
         return wire.decode_reply(next(iter(wire.Framer().feed(data))))
@@ -118,7 +118,8 @@ def test_many_connections_of_a_tenant_get_one_turn_of_each_iteration(
                 victim.sendall(wire.encode(wire.Ping(number + 1)))
                 assert await here.answer(victim) == wire.Done(number + 1)
                 waits.append(here.served_at["victim"] - before)
-            # One turn of the attacker's in the iteration that the request is sent in, and one in the next.
+            # One turn of the attacker in the iteration in which the request is sent, and one in the
+            # next.
             assert max(waits) < 2 * (TURN_S + cost_s) + 1e-9, waits
             assert here.served["attacker"] < 60 * 50, "it was under load to the end"
             rounds = here.server.turns.rounds - rounds
@@ -129,10 +130,10 @@ def test_many_connections_of_a_tenant_get_one_turn_of_each_iteration(
     asyncio.run(run())
 
 
-def test_what_many_connections_ask_at_once_is_served_in_many_iterations(
+def test_simultaneous_requests_of_many_connections_are_served_in_many_iterations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request each, so that none of them has waited when another tenant's comes."""
+    """One request each, so that none of them has waited when the request of another tenant arrives."""
 
     async def run() -> None:
         async with site(tmp_path, monkeypatch) as here:
@@ -152,7 +153,7 @@ def test_what_many_connections_ask_at_once_is_served_in_many_iterations(
     asyncio.run(run())
 
 
-def test_who_is_alone_and_asks_one_thing_at_a_time_is_answered_in_the_same_iteration(
+def test_a_lone_client_is_answered_in_the_same_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -167,10 +168,10 @@ def test_who_is_alone_and_asks_one_thing_at_a_time_is_answered_in_the_same_itera
     asyncio.run(run())
 
 
-def test_half_a_request_is_hung_up_on_and_its_memory_goes_to_others(
+def test_a_session_with_an_incomplete_request_is_disconnected_and_its_memory_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By those who have memory promised; who waits for that is not late."""
+    """Only clients with a memory reservation count: a client that waits for one is not late."""
 
     async def run() -> None:
         async with site(tmp_path, monkeypatch) as here:
@@ -197,14 +198,14 @@ def test_half_a_request_is_hung_up_on_and_its_memory_goes_to_others(
             here.server.check_clients()
             assert {session.tenant.name for session in here.server.sessions} == {"victim"}
             assert (share.receiving_bytes, share.unsent_bytes) == (0, 0)
-            told = [await here.answer(sock) for sock in flood]
-            assert {one.code for one in told if isinstance(one, wire.Failed)} == {"bad_frame"}
-            assert len(told) == len(flood)
+            answers = [await here.answer(sock) for sock in flood]
+            assert {one.code for one in answers if isinstance(one, wire.Failed)} == {"bad_frame"}
+            assert len(answers) == len(flood)
 
     asyncio.run(run())
 
 
-def test_answers_that_nobody_takes_are_bounded_for_all_of_a_tenant(
+def test_unread_answers_of_a_tenant_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -233,7 +234,7 @@ def test_answers_that_nobody_takes_are_bounded_for_all_of_a_tenant(
     asyncio.run(run())
 
 
-def test_sessions_that_end_while_they_wait_for_answers_to_be_taken_are_not_kept(
+def test_sessions_that_end_with_unread_answers_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -254,10 +255,10 @@ def test_sessions_that_end_while_they_wait_for_answers_to_be_taken_are_not_kept(
     asyncio.run(run())
 
 
-def test_half_a_request_is_not_held_against_a_session_that_is_not_read(
+def test_an_incomplete_request_is_excused_while_the_daemon_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others of its tenant take no answers, so nothing more of it is received."""
+    """Other sessions of its tenant do not read their answers, so no more of its request is received."""
 
     async def run() -> None:
         async with site(tmp_path, monkeypatch) as here:
@@ -277,7 +278,7 @@ def test_half_a_request_is_not_held_against_a_session_that_is_not_read(
             while session not in share.unanswered:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             here.now[0] += HALF_S + 1
-            here.server.check_clients()  # hangs up on those that take nothing
+            here.server.check_clients()  # disconnects sessions that do not read
             slow.sendall(ping[4:])
             assert await here.answer(slow) == wire.Done(3)
 
@@ -294,7 +295,7 @@ def test_a_long_request_that_carries_no_keys_is_refused_by_its_head(
     raw.ends_with("bad_frame")
 
 
-def test_requests_that_never_end_cost_the_daemon_a_bounded_amount_of_memory(
+def test_endless_requests_use_a_bounded_amount_of_memory(
     shared_daemon: Daemon,
 ) -> None:
     before = shared_daemon.process_bytes()

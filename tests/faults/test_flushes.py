@@ -1,4 +1,5 @@
-"""What is said to be on disk was flushed to it, on either engine: seen from below the system calls."""
+"""Writes that are reported as complete were flushed before, with both engines: observed below the
+system calls."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def file(tmp_path: Path) -> Iterator[Noted]:
 
 
 async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[object]]]:
-    """Write pages to the file one after the other; what each was told, and the requests until then."""
-    loop, told = asyncio.get_running_loop(), []
+    """Write pages to the file one at a time. Returns the result of each, and the requests before it."""
+    loop, results = asyncio.get_running_loop(), []
     drive = DirectoryDisk(loop, "noted", engine, time.monotonic)
     fd = os.open(file.path, os.O_RDWR | os.O_DIRECT)
     try:
@@ -39,7 +40,7 @@ async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[
             text = bytes([number + 1]) * PAGE
 
             def ended(code: int, _: bytes | None, over: asyncio.Future[int] = over) -> None:
-                told.append((code, list(file.requests)))
+                results.append((code, list(file.requests)))
                 over.set_result(code)
 
             drive.write_text(fd, number * PAGE, text, ended)
@@ -47,23 +48,23 @@ async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[
     finally:
         assert await drive.close(LONGEST_S)
         os.close(fd)
-    return told
+    return results
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_write_is_over_after_its_flush(file: Noted, engine: str) -> None:
-    told = asyncio.run(written(file, engine, 3))
+def test_a_write_completes_after_its_flush(file: Noted, engine: str) -> None:
+    results = asyncio.run(written(file, engine, 3))
     one, two, three = ((number * PAGE, PAGE) for number in range(3))
     flushed = [one, "flush"], [one, "flush", two, "flush"]
-    assert told == [(0, flushed[0]), (0, flushed[1]), (0, [*flushed[1], three, "flush"])]
+    assert results == [(0, flushed[0]), (0, flushed[1]), (0, [*flushed[1], three, "flush"])]
     assert file.text == b"".join(bytes([number + 1]) * PAGE for number in range(3))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_flush_that_fails_fails_the_write(file: Noted, engine: str) -> None:
     file.flush_error = errno.EIO
-    told = asyncio.run(written(file, engine, 1))
-    assert told == [(errno.EIO, [(0, PAGE), "flush"])]
+    results = asyncio.run(written(file, engine, 1))
+    assert results == [(errno.EIO, [(0, PAGE), "flush"])]
 
 
 INDEX = """
@@ -82,7 +83,7 @@ print(done, flush=True)
 """
 
 
-def test_an_index_whose_flush_fails_says_nothing_is_on_disk(tmp_path: Path) -> None:
+def test_an_index_whose_flush_fails_confirms_no_change(tmp_path: Path) -> None:
     folder = tmp_path / "index"
     folder.mkdir()
     shim = Shim(tmp_path, folder)

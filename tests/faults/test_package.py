@@ -1,4 +1,5 @@
-"""What is handed out: a wheel made of the sdist, installed where nothing else is, does its main job."""
+"""The distribution: a wheel that is built from the sdist, installed in an empty environment, can save
+and load."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 
 @pytest.mark.faults
-def test_the_wheel_of_the_sdist_serves_where_nothing_else_is(tmp_path: Path) -> None:
+def test_the_wheel_of_the_sdist_works_in_an_empty_environment(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()
     program = f"import scikit_build_core.build as build; build.build_sdist({str(raw)!r})"
@@ -44,13 +45,13 @@ def test_the_wheel_of_the_sdist_serves_where_nothing_else_is(tmp_path: Path) -> 
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", venv)
-    # As the pages say: pip install dist/kvtier-*.whl
+    # As in the documents: pip install dist/kvtier-*.whl
     (tmp_path / "dist").mkdir()
     shutil.copy(wheel, tmp_path / "dist")
     run("sh", "-c", f"{venv}/bin/pip install dist/kvtier-*.whl", cwd=tmp_path)
     installed = run(venv / "bin/pip", "list", "--format=freeze").lower()
     assert not [line for line in installed.splitlines() if line.startswith(("torch", "nvidia"))]
-    # Elsewhere, so that it can't be the sources that run.
+    # In another directory, so that the sources are not imported.
     assert "hit" in run(venv / "bin/kvtier", "demo", cwd=tmp_path).lower()
     shown = run(
         venv / "bin/kvtier", "install-service", "--dry-run", "--root", tmp_path / "root",
@@ -60,7 +61,7 @@ def test_the_wheel_of_the_sdist_serves_where_nothing_else_is(tmp_path: Path) -> 
 
 
 @pytest.mark.faults
-def test_a_checkout_is_installed_as_the_pages_say(tmp_path: Path) -> None:
+def test_a_checkout_is_installed_as_in_the_documents(tmp_path: Path) -> None:
     """`pip install .` in a copy of the tracked files, which pip builds in isolation."""
     listed = run("git", "ls-files", cwd=ROOT).split("\n")
     for name in filter(None, listed):

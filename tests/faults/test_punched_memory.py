@@ -1,4 +1,4 @@
-"""A client that takes pages out of its own extents: no page that the daemon touches may end it."""
+"""A client that punches holes into its own extents: no page that the daemon accesses may kill it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ quota = "50%"
 
 
 def extents_of(daemon: Daemon) -> list[int]:
-    """The descriptors of the tenant's extents, as a client gets them."""
+    """The descriptors of the tenant's extents, as a client receives them."""
     raw = Raw(daemon, hello=False)
     raw.send(wire.Hello(1, wire.SCHEMA, "puncher"), wire.Ping(2))
     found: list[int] = []
@@ -64,7 +64,7 @@ def punch(fd: int) -> None:
 
 @contextlib.contextmanager
 def free_pages_taken() -> Iterator[None]:
-    """Another process has every huge page that is free; those the kernel has pinned for I/O are not."""
+    """Another process uses every free huge page; pages that the kernel has pinned for I/O are not free."""
     fd = os.memfd_create("other", os.MFD_HUGETLB | os.MFD_HUGE_2MB)
     try:
         size = 0
@@ -78,7 +78,7 @@ def free_pages_taken() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("codec", ["raw", "fix4"])
-def test_a_hole_in_huge_pages_ends_neither_the_daemon_nor_what_others_keep(
+def test_a_hole_in_huge_pages_kills_neither_the_daemon_nor_blocks_of_others(
     tmp_path: Path, daemon_of: Callable[..., Daemon], codec: str
 ) -> None:
     (tmp_path / "disk").mkdir()
@@ -96,7 +96,7 @@ def test_a_hole_in_huge_pages_ends_neither_the_daemon_nor_what_others_keep(
                     punch(fd)
                 with free_pages_taken():
                     saving.commit(len(keys))
-                    # Each write reads its block before anything of it is on disk.
+                    # Each write reads its block before any of it is on disk.
                     while "removed pages from the memory" not in daemon.log.read_text():
                         assert daemon.process.poll() is None, "the hole ended the daemon"
                         client.ping()
@@ -108,7 +108,7 @@ def test_a_hole_in_huge_pages_ends_neither_the_daemon_nor_what_others_keep(
         assert daemon.stop() == 0
 
 
-def test_a_hole_in_small_pages_is_filled_and_costs_the_daemon_no_memory(
+def test_a_hole_in_small_pages_is_filled_without_memory_of_the_daemon(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     (tmp_path / "disk").mkdir()

@@ -1,4 +1,4 @@
-"""A real GPU, or a line that says that there is none."""
+"""A real GPU. Without one, a message says so and the tests are skipped."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class RealGpu:
-    """The first device. The host's memory that is given to it is registered: its kernels and copies use it
-    like their own, and tests see into it."""
+    """The first device. Host memory that is passed to it is registered: kernels and copies use it like
+    device memory, and tests can read it."""
 
     def __init__(self) -> None:
         self._driver = Driver(0)

@@ -1,4 +1,5 @@
-"""The codecs on a GPU: it is asked what the processor's levels are, and the text built for the host."""
+"""The codecs on a GPU: it runs the tests of the processor levels, and of the kernels that are built for
+the host."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ def run(
         [*command, *pytest_, *(KERNELS / name for name in files)], capture_output=True, text=True,
         check=False, timeout=SECONDS, env={**os.environ, "KVTIER_DEVICE": "gpu"},
     )  # fmt: skip
-    told = done.stdout[-3000:] + done.stderr[-1000:]
-    assert done.returncode == 0 and "passed" in told and "skipped" not in told, told
-    return told
+    output = done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and "passed" in output and "skipped" not in output, output
+    return output
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_bytes_are_those_of_the_processor_and_the_twins(gpu: Any, file: str) -> None:
+def test_bytes_equal_those_of_the_processor_and_the_models(gpu: Any, file: str) -> None:
     run(files=(file,))
 
 
@@ -41,8 +42,8 @@ def test_a_sanitizer_finds_nothing_in_the_codecs(gpu: Any, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.access(sanitizer, os.X_OK):
         pytest.skip("no compute-sanitizer: THE CODECS' KERNELS ARE NOT RUN UNDER IT HERE")
-    told = run(
+    output = run(
         sanitizer, "--tool", tool, "--error-exitcode", "7", "--target-processes", "application-only",
         files=("test_cuda_codecs.py",), only="payloads or damaged",
     )  # fmt: skip
-    assert re.search(r"ERROR SUMMARY: 0 errors|0 hazards", told), told
+    assert re.search(r"ERROR SUMMARY: 0 errors|0 hazards", output), output

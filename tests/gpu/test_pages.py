@@ -1,4 +1,5 @@
-"""Paged caches on a GPU, to a real arena and back: every byte, beside one large copy of all of it."""
+"""Paged caches on a GPU, copied to a real arena and back: every byte is compared with one large copy of
+the pool."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def client(shared_daemon: Daemon) -> Iterator[Client]:
 
 
 class Pool:
-    """All the pages of a shape in the device's memory, and one large pinned copy of them."""
+    """All pages of a shape in the device's memory, and one large pinned copy of them."""
 
     def __init__(self, driver: Driver, shape: Shape) -> None:
         self.driver, self.shape = driver, shape
@@ -90,7 +91,7 @@ def rig_of(request: pytest.FixtureRequest, gpu: Any) -> Any:
 
 @pytest.mark.parametrize("registered", [True, False], ids=["registered", "staged"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_pages_come_back_as_they_were(
+def test_pages_are_restored(
     client: Client, rig_of: Callable[[Shape], Rig], name: str, registered: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -124,7 +125,7 @@ def test_pages_come_back_as_they_were(
             assert view is not None and bytes(view) == shape.block(content, block)
         del view
 
-    # Into other pages of a pool of other bytes: nothing else changes.
+    # Into other pages of a pool with other bytes: no other page changes.
     other = np.frombuffer(os.urandom(shape.pool_bytes), np.uint8)
     rig.pool.write(other)
     lease = space.lease(keys, 10_000)
@@ -146,10 +147,10 @@ def refuse(address: int, nbytes: int) -> None:
     raise CudaError("refused by the test")
 
 
-def test_a_copy_begins_after_its_event_and_ends_with_its_own(
+def test_a_copy_waits_for_its_event_and_signals_its_end(
     gpu: Any, client: Client, rig_of: Callable[[Shape], Rig]
 ) -> None:
-    """The engine's stream is held; what it writes afterwards is what is saved."""
+    """The engine's stream is paused; the save includes what it writes afterwards."""
     shape = SHAPES["layers apart"]
     rig = rig_of(shape)
     pieces = rig.copier.pieces(*shape.where(rig.pool.address), blocks=shape.blocks)
@@ -189,7 +190,7 @@ def test_a_copy_begins_after_its_event_and_ends_with_its_own(
 def test_an_engine_s_prompt_is_loaded_as_it_was_saved(
     gpu: Any, daemon_of: Callable[..., Daemon], way: str, load: str
 ) -> None:
-    """The whole worker, with the device's own streams and events."""
+    """The complete worker, with the device's own streams and events."""
     daemon = daemon_of(warm="16MiB")
     engines = []
     for cached in (0, 8 * BLOCK):
@@ -206,7 +207,7 @@ def test_an_engine_s_prompt_is_loaded_as_it_was_saved(
 def test_tensors_of_torch_are_found_and_copied(
     gpu: Any, client: Client, order: tuple[int, ...]
 ) -> None:
-    """Pages of four layers in one tensor, a block's side by side or a layer's."""
+    """Pages of four layers in one tensor, ordered by block or by layer."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA: ITS TENSORS ARE NOT TESTED HERE")
@@ -245,5 +246,7 @@ def test_a_sanitizer_finds_nothing(gpu: Any) -> None:
                sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__,
                "-k", "come_back and registered and kernel"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    told = done.stdout[-3000:] + done.stderr[-1000:]
-    assert done.returncode == 0 and "ERROR SUMMARY: 0 errors" in told and "passed" in told, told
+    output = done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and "ERROR SUMMARY: 0 errors" in output and "passed" in output, (
+        output
+    )

@@ -44,8 +44,8 @@ def copies(request: pytest.FixtureRequest) -> Iterator[str]:
 def device_codecs(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DeviceCodecs]:
-    """A device's codecs: by the kernels' own text built for the host, or, where KVTIER_DEVICE is `gpu`, on
-    the first GPU."""
+    """A device's codecs: the kernels' source built for the host, or, if KVTIER_DEVICE is `gpu`, the
+    first GPU."""
     if os.environ.get("KVTIER_DEVICE") == "gpu":
         driver = Driver(0)
         monkeypatch.setattr(codecs, "compile_kernel", compiled_once)
@@ -63,7 +63,7 @@ compiled_once = cache(compile_kernel)
 
 @pytest.fixture(params=[*kernels.implementations("codec"), DEVICE])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What encodes and decodes: each level of processors in turn, and a device."""
+    """The implementations of the codecs: each level of processors in turn, and a device."""
     if request.param == DEVICE:
         use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
     else:
@@ -87,7 +87,7 @@ def guarded() -> type["Guarded"]:
 
 @pytest.fixture
 def packed() -> Callable[..., bytes]:
-    """Packs (extent, offset) or (extent, offset, generation) each."""
+    """Packs (extent, offset) or (extent, offset, generation) records."""
 
     def pack(*slots: tuple[int, ...]) -> bytes:
         return b"".join(
@@ -99,7 +99,7 @@ def packed() -> Callable[..., bytes]:
 
 
 class Guarded:
-    """An array that starts `shift` bytes behind a page, between guard bytes that must stay."""
+    """An array that starts `shift` bytes after a page boundary, between guard bytes that must not change."""
 
     def __init__(self, size: int, shift: int) -> None:
         self.base = np.full(size + 3 * 4096 + shift, 0xA5, np.uint8)

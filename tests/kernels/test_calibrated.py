@@ -1,5 +1,4 @@
-"""The calibrated codecs against their twins, on every processor level, and on bytes that are none of
-theirs."""
+"""The calibrated codecs compared with their models, on every processor level, and with invalid input."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class RopeSaid(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What a profile says of one, for kernels and twins."""
+    """A part's entry in a profile, for kernels and models."""
 
     shape: Shape
     rope: RopeSaid | None = None
@@ -72,7 +71,7 @@ class Part:
         return Rope(np.frombuffer(self.rope.turns, "<u8"), self.rope.interleaved)
 
 
-# Twins are slow, and each level is compared with what they made once.
+# The models are slow, so each result is computed once and compared with all levels.
 @cache
 def encoded_by_twin(
     part: Part, codec: int, element: int, position: int, data: bytes
@@ -119,7 +118,7 @@ def drawn(tokens: int, shape: Shape, element: int, seed: int = 0) -> bytes:
 
 
 def heads_first(shape: Shape, element: int, data: bytes) -> bytes:
-    """The same part as engines keep it whose pages are heads, of tokens each."""
+    """The same part in the order of engines with pages of heads, each with its tokens."""
     words = np.frombuffer(data, np.uint8).reshape(-1, shape.heads, shape.dim * lossy.WIDTH[element])
     return np.ascontiguousarray(words.transpose(1, 0, 2)).tobytes()
 
@@ -145,7 +144,8 @@ def decoded(
 
 
 def same(codec: int, part: Part, element: int, position: int, data: bytes) -> bytes | None:
-    """What kernel and twin both encode it to, in both orders, and both decode alike; None if it is raw."""
+    """The encoded bytes if kernel and model agree, in both orders, and both decode them to the same
+    values; None if the part is raw."""
     native, shape = part.native(codec), part.shape
     twin = encoded_by_twin(part, codec, element, position, data)
     taken, text = encoded(native, element, position, data)
@@ -171,7 +171,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
-def test_encoded_bytes_are_the_twins_and_both_decode_alike(level, codec, element):
+def test_kernel_and_model_encode_and_decode_identically(level, codec, element):
     coded = 0
     for tokens, shape in SHAPES:
         pairs = shape.coded // 4  # not all dims are rotated
@@ -182,7 +182,7 @@ def test_encoded_bytes_are_the_twins_and_both_decode_alike(level, codec, element
     assert coded >= 10
 
 
-# Now and then what is no finite number, or far away, or hardly anything.
+# Sometimes numbers that are not finite, very large, or very small.
 SPECIALS = {
     BF16: [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7FC1, 0x7F7F, 0xFF7F, 0x4700, 0xC700],
     FP16: [0x0000, 0x8000, 0x0001, 0x83FF, 0x7C00, 0xFC00, 0x7E01, 0x7BFF, 0xFBFF, 0x7000, 0xF400],
@@ -226,7 +226,7 @@ def cases(draw: st.DrawFn) -> tuple[int, Part, int, int, bytes]:
 
 @settings(max_examples=int(os.environ.get("KVTIER_CODEC_ROUNDS", 250)), deadline=None)
 @given(cases())
-def test_any_part_is_encoded_and_decoded_as_its_twins_are(case) -> None:
+def test_any_part_is_encoded_and_decoded_as_by_its_model(case) -> None:
     for name in LEVELS:
         kernels.force("codec", name)
         try:
@@ -246,14 +246,14 @@ def test_the_largest_numbers_are_escapes_and_one_more_is_raw(level) -> None:
             values[11, 69] = number
             assert same(codec, part, FP32, 0, values.tobytes()) is not None, number
         for number in (32767.5, -32767.5, 32768, 65536, 2.0**31, 2.0**32, 3e38, np.inf, np.nan):
-            for token in (10, 11):  # an anchor, and another
+            for token in (10, 11):  # an anchor, and another token
                 values[:] = 0
                 values[token, 69] = number
                 assert same(codec, part, FP32, 0, values.tobytes()) is None, number
 
 
-def test_escapes_of_any_number_and_share_come_back(level) -> None:
-    shape = Shape(3, 43)  # tokens lie across streams
+def test_any_escapes_are_decoded(level) -> None:
+    shape = Shape(3, 43)  # tokens cross streams
     for codec in CODECS:
         part = Part(
             shape, exponents=bytes([120] * 129), anchors=bytes([120] * 129), means=bytes(516)
@@ -271,8 +271,8 @@ def test_escapes_of_any_number_and_share_come_back(level) -> None:
             assert (np.frombuffer(back, "<f4").reshape(700, 129) == values).all()
 
 
-def test_parts_share_a_block_and_each_can_be_read_alone(level) -> None:
-    """Streams of different parts are worked on side by side, in fours and in what is left of them."""
+def test_each_part_of_a_block_can_be_decoded_alone(level) -> None:
+    """The decoder processes streams of different parts together, in groups of four and in the remainder."""
     chance = random.Random(7)
     rope = rope_of(16)
     for codec in CODECS:
@@ -289,7 +289,7 @@ def test_parts_share_a_block_and_each_can_be_read_alone(level) -> None:
                 )  # fmt: skip
                 data = drawn(chance.choice([1, 16, 300]), shape, BF16, number)
                 if chance.random() < 0.2:
-                    data = data[:-2] + b"\x80\x7f"  # infinite: this one is raw
+                    data = data[:-2] + b"\x80\x7f"  # infinite, so this part is raw
                 twin = encoded_by_twin(part, codec, BF16, 77, data)
                 parts.append(data)
                 raw = twin is None or len(twin) >= len(data)
@@ -318,8 +318,8 @@ def test_parts_share_a_block_and_each_can_be_read_alone(level) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_large_blocks_go_past_the_caches_and_are_the_same(level, guarded, codec) -> None:
-    """1 MiB and more: lines are written whole then, wherever they lie."""
+def test_large_blocks_written_past_the_caches_are_the_same(level, guarded, codec) -> None:
+    """From 1 MiB on, whole cache lines are written, at any alignment."""
     shape = Shape(2, 64)
     for element, tokens, by_heads in ((BF16, 4100, False), (FP32, 2050, False), (FP16, 4100, True)):
         part = Part(shape, rope_of(20))
@@ -394,8 +394,8 @@ def damaged(chance: random.Random, text: bytes) -> bytes:
     return bytes(copy)
 
 
-def test_damaged_parts_are_refused_as_the_twins_refuse_them(level, guarded) -> None:
-    """Or give the same bytes: of damage that can't be told, such as an escape's."""
+def test_damaged_parts_are_refused_like_by_the_models(level, guarded) -> None:
+    """Or decoded to the same bytes: some damage is undetectable here, such as that of an escape."""
     chance = random.Random(13)
     rounds = int(os.environ.get("KVTIER_CODEC_ROUNDS", 250))
     refused = 0
@@ -428,12 +428,12 @@ def test_damaged_parts_are_refused_as_the_twins_refuse_them(level, guarded) -> N
     assert rounds / 3 < refused < rounds
 
 
-def test_a_last_row_filled_up_otherwise_is_refused(level) -> None:
+def test_a_last_row_with_other_padding_is_refused(level) -> None:
     shape = Shape(3, 5)
     part = Part(shape)
     text = encoded_by_twin(part, ECSQ, BF16, 0, drawn(15, shape, BF16))
     assert text is not None
-    numbers, _ = lossy._read_streams(text, 8, 225, 1, list(TABLE))  # and 31 more to fill up the row
+    numbers, _ = lossy._read_streams(text, 8, 225, 1, list(TABLE))  # and 31 more that fill the row
     for filling in (0, 1):
         _, lengths, body = lossy._write_streams(np.append(numbers, [filling] * 31), list(TABLE))
         found = decoded(part.native(ECSQ), ECSQ, BF16, text[:8] + lengths + body, 450)
@@ -443,7 +443,7 @@ def test_a_last_row_filled_up_otherwise_is_refused(level) -> None:
 def test_an_escape_too_many_or_too_few_is_refused(level) -> None:
     shape = Shape(2, 64)
     for codec in CODECS:
-        part = Part(shape, anchors=bytes([90] * 128))  # whose anchors are far away
+        part = Part(shape, anchors=bytes([90] * 128))  # with anchors far away
         data = drawn(21, shape, BF16)
         text = encoded_by_twin(part, codec, BF16, 0, data)
         assert text is not None
@@ -464,8 +464,8 @@ def test_an_escape_too_many_or_too_few_is_refused(level) -> None:
                     decoded_by_twin(part, codec, BF16, bytes(other), len(data))
 
 
-def test_infinities_of_fp16_are_not_the_numbers_that_they_look_like(level) -> None:
-    """With steps so large that 65,536 would be few of them."""
+def test_infinities_of_fp16_are_not_encoded_as_numbers(level) -> None:
+    """With steps so large that 65,536 would be only a few of them."""
     shape = Shape(2, 64)
     for codec in CODECS:
         for rope in (None, rope_of(20), rope_of(20, True)):
@@ -479,7 +479,7 @@ def test_infinities_of_fp16_are_not_the_numbers_that_they_look_like(level) -> No
                     assert same(codec, part, FP16, 3, wrong.tobytes()) is None
 
 
-def test_a_damaged_part_is_named_among_sound_ones(level) -> None:
+def test_a_damaged_part_among_valid_ones_is_named(level) -> None:
     shape = Shape(2, 64)
     part = Part(shape)
     said = (*shape, -1, part.means, part.anchors, part.exponents, TABLE)
@@ -502,12 +502,12 @@ def test_a_damaged_part_is_named_among_sound_ones(level) -> None:
                 text[at + where] ^= 1
                 known = size - 1 if texts[number][-2:] else 0
                 if where == known and _escaped(codec, texts[number]):
-                    continue  # an escape's
+                    continue  # in an escape
                 assert kernels.decode_calibrated(native, BF16, text, places, False, back) == number
             short = [*places]
             short[number] = (number, codec, at, size - 1, raw_bytes)
             assert kernels.decode_calibrated(native, BF16, payload, short, False, back) == number
-            short[number] = (-1, codec, at, size, raw_bytes)  # of which nothing is known
+            short[number] = (-1, codec, at, size, raw_bytes)  # a part with an unknown place
             assert kernels.decode_calibrated(native, BF16, payload, short, False, back) == number
 
 
@@ -516,7 +516,7 @@ def _escaped(codec: int, text: bytes | None) -> bool:
     return lossy.STREAM.unpack_from(text, 8)[1] > 0
 
 
-def test_calibrations_and_calls_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_calibrations_and_calls_are_refused() -> None:
     part = Part(Shape(2, 64), rope_of(16))
     rope, sound = part.rope, (2, 64, 0, 0, part.means, part.anchors, part.exponents, TABLE)
 
@@ -560,7 +560,7 @@ def test_calibrations_and_calls_that_do_not_fit_are_refused() -> None:
     )
 
 
-def test_what_is_not_made_up_of_channels_stays_raw(level) -> None:
+def test_parts_without_channels_stay_raw(level) -> None:
     shape = Shape(2, 64)
     for codec in CODECS:
         native, data = Part(shape).native(codec), drawn(16, shape, BF16)

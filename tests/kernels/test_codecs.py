@@ -1,4 +1,4 @@
-"""The lossless codecs against their twins, on every processor level, and on bytes that are none of theirs."""
+"""The lossless codecs compared with their models, on every processor level, and with invalid input."""
 
 import os
 import random
@@ -16,12 +16,12 @@ CODECS = [FIX4, R32]
 ELEMENTS = range(5)
 BF16, FP16, FP32, E4M3, E5M2 = ELEMENTS
 ITEM = [2, 2, 4, 1, 1]
-# In elements: around a row, a tile, a stream and several.
+# In elements: around the size of a row, a tile, a stream and several streams.
 COUNTS = [0, 1, 2, 31, 63, 64, 65, 200, 1000, 4097, 8192 + 64, 32767, 32768, 32769, 70001, 140000]
 
 
 def normal(element: int, count: int, seed: int = 0) -> bytes:
-    """Normal values, as K and V look; e4m3 and e5m2 by way of fp16."""
+    """Normal values, like those of K and V; e4m3 and e5m2 are derived from fp16."""
     drawn = np.random.default_rng(seed).standard_normal(count).astype(np.float32)
     if element == FP32:
         return drawn.tobytes()
@@ -37,7 +37,7 @@ def normal(element: int, count: int, seed: int = 0) -> bytes:
 
 
 def specials(element: int, count: int) -> bytes:
-    """Normal values with zeros of both signs, denormals, infinities and NaNs of any payload among them."""
+    """Normal values with zeros of both signs, denormals, infinities and NaNs with any payload among them."""
     width, exponent_bits = FORMS[element]
     bits, most = 8 * width, (1 << exponent_bits) - 1
     fraction = bits - 1 - exponent_bits
@@ -65,14 +65,14 @@ def zeros(element: int, count: int) -> bytes:
 
 
 def infinite(element: int, count: int) -> bytes:
-    """The largest exponent alone: what holds it best might reach beyond all that there are."""
+    """Only the largest exponent: the best range for it could extend beyond the last exponent."""
     width, exponent_bits = FORMS[element]
     word = ((1 << exponent_bits) - 1) << (8 * width - 1 - exponent_bits)
     return word.to_bytes(width, "little") * count
 
 
 def spread(element: int, count: int) -> bytes:
-    """Every exponent as often as any other."""
+    """All exponents with equal frequency."""
     return (
         (np.arange(count * ITEM[element] // 2 + 1) * 25033)
         .astype("<u2")
@@ -81,7 +81,7 @@ def spread(element: int, count: int) -> bytes:
 
 
 def hidden(element: int, count: int) -> bytes:
-    """Rows that are counted look alike; nearly all the others are escapes."""
+    """The rows that the encoder counts have few exponents; in the others nearly all values are escapes."""
     row = constant(element, 64)
     rows = [row if i % 64 == 0 else noise(element, 64) for i in range(count // 64)]
     return b"".join(rows) + zeros(element, count % 64)
@@ -116,7 +116,7 @@ def places(found: list[tuple[int, int]], parts: list[bytes]) -> list[tuple[int, 
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
-def test_encoded_bytes_are_the_twins_and_come_back(level, codec, element):
+def test_encoded_bytes_equal_those_of_the_model_and_are_decoded(level, codec, element):
     for kind in KINDS:
         for count in COUNTS if kind is normal else COUNTS[:12]:
             parts = [kind(element, count) if count else b""]
@@ -129,22 +129,22 @@ def test_encoded_bytes_are_the_twins_and_come_back(level, codec, element):
             assert back == parts[0], (kind.__name__, count)
 
 
-@pytest.mark.parametrize("lane", [3, 20])  # of each half of a row
-def test_a_state_that_is_just_full_gives_its_word_at_once(level, lane):
-    """The first symbol's share is 1 in 256, so that it takes a new state, 2^15, to 2^23, which is just too
-    full for it: its word leaves before another lane's does, a row later."""
+@pytest.mark.parametrize("lane", [3, 20])  # in each half of a row
+def test_a_state_that_is_just_full_writes_its_word_at_once(level, lane):
+    """The first symbol's share is 1 in 256, so that it takes a new state, 2^15, to 2^23, which is just
+    too large: its word is written before that of another lane, a row later."""
     words = np.full((64, 32), 120 << 7, "<u2")
     words[[-1, -2], lane] = words[[-2, -3], lane + 2] = 121 << 7
     parts = [words.tobytes()]
     [(codec, twin)] = reference.encode_parts(R32, BF16, parts)
-    assert codec == R32 and twin[8] == 1  # how often it is expected
+    assert codec == R32 and twin[8] == 1  # the expected frequency
     assert encoded(R32, BF16, parts) == ([(R32, len(twin))], twin)
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
-def test_parts_of_any_size_share_a_block_and_each_can_be_read_alone(level, codec, element):
-    """Streams of different parts are worked on side by side, in fours and in what is left of them."""
+def test_each_part_of_a_block_can_be_decoded_alone_for_any_size(level, codec, element):
+    """The decoder processes streams of different parts together, in groups of four and in the remainder."""
     chance = random.Random(7)
     for _ in range(12):
         parts = []
@@ -166,7 +166,7 @@ def test_parts_of_any_size_share_a_block_and_each_can_be_read_alone(level, codec
         assert alone == parts[number]
 
 
-def test_every_bf16_there_is_comes_back(level):
+def test_every_bf16_value_is_restored(level):
     words = np.arange(1 << 16).astype("<u2")
     parts = [np.tile(words[(words >> 10 & 31) == eight], 4).tobytes() for eight in range(32)]
     for codec in CODECS:
@@ -177,7 +177,7 @@ def test_every_bf16_there_is_comes_back(level):
         assert back == b"".join(parts)
 
 
-def test_what_shrinks_shrinks_as_it_should(level):
+def test_compression_ratios_are_as_expected(level):
     part = normal(BF16, 32768)
     for codec, element, least in (
         (FIX4, BF16, 1.33), (FIX4, FP16, 1.05), (FIX4, FP32, 1.13), (R32, BF16, 1.48),
@@ -189,7 +189,7 @@ def test_what_shrinks_shrinks_as_it_should(level):
 
 
 def test_heads_of_different_sizes_are_all_counted(level):
-    """Rows come in turn from 16 heads: a sample in equal steps would see one of them."""
+    """Rows come from 16 heads in turn: a sample at equal steps would contain only one head."""
     rows = np.frombuffer(normal(BF16, 64 * 256), "<u2").reshape(256, 64).copy()
     larger = np.arange(256) % 16 // 4 * 4  # by powers of two
     rows += (larger << 7).astype("<u2")[:, None]
@@ -198,7 +198,7 @@ def test_heads_of_different_sizes_are_all_counted(level):
         assert taken == codec and rows.nbytes / size >= least, (codec, rows.nbytes / size)
 
 
-def test_what_does_not_shrink_is_kept_raw_in_its_own_room(level, guarded):
+def test_incompressible_parts_are_stored_raw_within_their_size(level, guarded):
     for codec in CODECS:
         for element in ELEMENTS:
             part = noise(element, 9999)
@@ -227,8 +227,8 @@ def test_encoding_and_decoding_stay_within_their_buffers(level, guarded):
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
-def test_large_blocks_go_past_the_caches_and_are_the_same(level, guarded, codec, element):
-    """Lines are written whole then, wherever they lie: what is odd at either end has ways of its own."""
+def test_large_blocks_written_past_the_caches_are_the_same(level, guarded, codec, element):
+    """Whole cache lines are written, at any alignment. Both ends have special cases."""
     counts = [33000, 64, 65, 32768, 100, 128 * 64 + 1]
     parts = [normal(element, count, seed) for seed, count in enumerate(counts)]
     parts.append(noise(element, 500))
@@ -238,7 +238,7 @@ def test_large_blocks_go_past_the_caches_and_are_the_same(level, guarded, codec,
     payload = b"".join(text for _, text in alone)
     found = [one for [one], _ in alone]
     assert block_bytes < 1 << 20
-    if (codec, element) != (FIX4, E4M3):  # that has nothing to gain
+    if (codec, element) != (FIX4, E4M3):  # this codec cannot shrink e4m3
         assert {codec, RAW} == {taken for taken, _ in found}
     block = b"".join(parts)
     for offset in (0, 1, 8, 63):
@@ -253,7 +253,7 @@ def test_large_blocks_go_past_the_caches_and_are_the_same(level, guarded, codec,
 
 
 def damaged(chance: random.Random, text: bytes) -> bytes:
-    """Flipped bits, other bytes, a piece cut out, put in or left away at the end, another number."""
+    """Flipped bits, other bytes, a piece removed, inserted or cut off at the end, another number."""
     copy = bytearray(text)
     for _ in range(chance.choice([1, 1, 1, 2, 5, 40])):
         at = chance.randrange(len(copy)) if copy else 0
@@ -277,8 +277,8 @@ def damaged(chance: random.Random, text: bytes) -> bytes:
     return bytes(copy)
 
 
-def test_damaged_parts_are_an_error_or_bytes_and_harm_nothing(level, guarded):
-    """r32's escapes and rests aside every bit is checked; those are for the frame's digest to tell."""
+def test_damaged_parts_are_an_error_or_bytes_and_touch_no_other_memory(level, guarded):
+    """Every bit is checked except r32's escapes and rests, which the frame's digest protects."""
     chance = random.Random(11)
     rounds = int(os.environ.get("KVTIER_CODEC_ROUNDS", 300))
     refused = 0
@@ -294,10 +294,10 @@ def test_damaged_parts_are_an_error_or_bytes_and_harm_nothing(level, guarded):
         where = [(wanted, 0, len(text), len(part))]
         refused += kernels.decode_parts(element, source.array, where, target.array) == 0
         assert target.intact() and source.intact()
-    assert refused > rounds / 2  # of other lengths and numbers nothing is believed
+    assert refused > rounds / 2  # parts with other lengths and numbers are always refused
 
 
-def test_a_damaged_part_is_named_among_sound_ones(level):
+def test_a_damaged_part_among_valid_ones_is_named(level):
     parts = [normal(BF16, 5000, seed) for seed in range(9)]
     for codec in CODECS:
         found, payload = encoded(codec, BF16, parts)
@@ -310,21 +310,21 @@ def test_a_damaged_part_is_named_among_sound_ones(level):
             assert kernels.decode_parts(BF16, payload, short, bytearray(90000)) == number
 
 
-def test_a_stream_that_ends_otherwise_than_it_began_is_refused(level):
-    """Any word, and any state, decides how the states end."""
+def test_a_stream_whose_final_state_is_wrong_is_refused(level):
+    """Every word and every state affects the final states."""
     part = normal(BF16, 20000)
     [(codec, size)], payload = encoded(R32, BF16, [part])
     where, states = [(codec, 0, size, len(part))], 8 + 32 + 8 + -(-20000 // 64) * 64
     for at in [*range(states, states + 128, 5), *range(states + 128, size, 97)]:
         text = bytearray(payload)
         text[at] ^= 0x10
-        # Escapes lie at the end: they are raw.
+        # Escapes are at the end, and raw.
         (escaped,) = struct.unpack_from("<I", payload, 44)
         kept = kernels.decode_parts(BF16, text, where, bytearray(len(part)))
         assert kept == (1 if at >= size - escaped else 0), at
 
 
-def test_headers_that_lie_are_refused_where_all_else_would_do(level):
+def test_wrong_headers_of_otherwise_valid_parts_are_refused(level):
     part = constant(BF16, 4096)
     for codec in CODECS:
         [(taken, size)], payload = encoded(codec, BF16, [part])
@@ -333,7 +333,7 @@ def test_headers_that_lie_are_refused_where_all_else_would_do(level):
         lies = [{0: FP16}]
         if codec == R32:
             assert payload[2] == 2 and payload[8:11] == bytes([255, 1, 0])
-            # One symbol more, of which the stream has none; one that has no share; one too few.
+            # One more symbol, which does not occur in the stream; one without a share; one fewer.
             lies += [{2: 3, 10: 1}, {2: 3}, {2: 1}, {11: 1}]
         for lie in lies:
             text = bytearray(payload)
@@ -341,12 +341,12 @@ def test_headers_that_lie_are_refused_where_all_else_would_do(level):
                 text[at] = value
             assert kernels.decode_parts(BF16, text, where, back) == 0, (codec, lie)
         count = 4 if codec == FIX4 else 44
-        more = bytearray(payload + b"x")  # an escape that nobody asks for
+        more = bytearray(payload + b"x")  # an escape without a use
         more[count] += 1
         assert kernels.decode_parts(BF16, more, [(taken, 0, size + 1, len(part))], back) == 0
 
 
-def test_calls_that_do_not_fit_are_refused():
+def test_inconsistent_calls_are_refused():
     with pytest.raises(ValueError, match="codec"):
         kernels.encode_parts(3, 0, b"", [], bytearray())
     with pytest.raises(ValueError, match="grids"):
@@ -365,7 +365,7 @@ def test_calls_that_do_not_fit_are_refused():
     assert kernels.decode_parts(0, b"four", [(RAW, 0, 4, 3)], bytearray(6)) == 0
 
 
-def test_frequencies_always_sum_to_a_whole():
+def test_frequencies_always_sum_to_256():
     chance = random.Random(5)
     for _ in range(500):
         counts = [0] * 256

@@ -1,4 +1,4 @@
-"""Copies into slots and out of them against their twins, and the bytes around their targets."""
+"""Copies into and out of slots compared with their models, and the bytes around their targets."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from models import kernels as reference
 
 MIB = 1 << 20
 SIZES = [*range(70), 127, 239, 240, 241, 255, 256, 1023, 1024, 1025, 4095, 4096, 4097, 9999]
-# From 512 KiB on the stores are streaming ones.
+# From 512 KiB on the kernels use streaming stores.
 BIG = [512 * 1024 + d for d in (-1, 0, 1, 63, 64, 65, 1024, 4097)]
 
 
@@ -35,7 +35,7 @@ class OnlyDlpack:
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_copy_matches_its_twin_and_harms_nothing_around(copies, guarded, random_bytes, checksum):
+def test_copy_matches_its_model_and_touches_no_other_bytes(copies, guarded, random_bytes, checksum):
     source = random_bytes(max(BIG) + 100)
     shifts = [(0, 0), (1, 0), (0, 1), (16, 0), (33, 64), (63, 63)]
     for size, (to, start) in itertools.product(SIZES + BIG, shifts):
@@ -87,7 +87,7 @@ def test_copy_refuses_buffers_that_do_not_fit():
 
 
 class Place:
-    """Two extents with slots at odd places, and the same as plain arrays for the twin."""
+    """Two extents with slots at unusual offsets, and the same as plain arrays for the model."""
 
     def __init__(self, make_mapping, packed, count, nbytes, aligned):
         step = -(-nbytes // 4096) * 4096 + (4096 if aligned else 4097)
@@ -112,7 +112,7 @@ CASES = [(0, 3), (1, 1), (100, 5), (241, 3), (4096, 9), (70001, 9), (262144, 4),
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("nbytes, count", CASES)
-def test_copies_of_blocks_match_their_twins(
+def test_copies_of_blocks_match_their_models(
     copies, make_mapping, packed, random_bytes, guarded, nbytes, count, aligned, checksum, threads
 ):
     place = Place(make_mapping, packed, count, nbytes, aligned)
@@ -256,7 +256,7 @@ PIECES = {  # name: (piece sizes, array sizes follow from 7 blocks and a gap)
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("nice", [0, 10])
-def test_gather_and_scatter_match_their_twins(
+def test_gather_and_scatter_match_their_models(
     copies, make_mapping, packed, random_bytes, guarded, name, checksum, threads, nice
 ):
     sizes, blocks, gap, offset = PIECES[name], 7, 40, 24
@@ -297,15 +297,15 @@ def test_gather_shares_one_big_block_between_threads(copies, make_mapping, packe
 
 
 def nice_values():
-    """Those of this process's threads."""
+    """The nice values of this process's threads."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             found.append(int((task / "stat").read_text().rpartition(")")[2].split()[16]))
     return found
 
 
-def test_copies_that_step_back_do_so_in_threads_of_their_own(make_mapping, packed):
+def test_copies_with_low_priority_run_in_separate_threads(make_mapping, packed):
     mapping, array = make_mapping(16 << 20), np.ones(16 << 20, np.uint8)
     pieces = kernels.Pieces([array], [0], [1 << 20], [1 << 20])
     ids, slots = list(range(16)), packed(*((0, at << 20) for at in range(16)))
@@ -354,7 +354,7 @@ def test_pieces_take_arrays_whose_axes_are_in_another_order(make_mapping, packed
             kernels.Pieces([holes], [0], [64], [64])
 
 
-def test_pieces_refuse_what_lies_outside_their_arrays():
+def test_pieces_outside_their_arrays_are_refused():
     array = bytearray(100)
     for offsets, strides, sizes in (
         ([-1], [10], [10]),

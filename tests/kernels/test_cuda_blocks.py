@@ -1,6 +1,7 @@
-"""Blocks to and from a device's pages: what is copied, in what order, and that nothing is touched afterwards.
+"""Blocks to and from a device's pages: what is copied, in which order, and that no memory is touched
+afterwards.
 
-Over a driver without a device, whose streams take their time."""
+With a driver without a device, whose streams are asynchronous."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ WAYS = ("batch", "kernel")
 
 
 class Rig:
-    """Pages of a device, extents, a copier. The second extent stays unregistered."""
+    """Pages of a device, extents, a copier. The second extent is not registered."""
 
     def __init__(
         self, fake: FakeCuda, copier: Copier, make_mapping: Callable[..., Mapping]
@@ -45,7 +46,7 @@ class Rig:
         first: list[Mapping | None] = self.extents[:1]
         copier.pins.of(first)
         soon(lambda: len(copier.pins.of(first).ready) == 1)
-        # The list grows where it is known already, and what is new is refused.
+        # The list may grow if the old part is unchanged; an invalid new part is refused.
         fake.library.fake_refuse_registration(1)
         self.extents = first + self.extents[1:]
         first.append(self.extents[1])
@@ -61,7 +62,7 @@ class Rig:
         return [np.array(memoryview(one)) for one in self.extents if one is not None]
 
     def after(self, ids: list[int], slots: bytes, inwards: bool) -> tuple[Bytes, list[Bytes]]:
-        """What the pages and the extents must be after this copy."""
+        """The expected content of the pages and the extents after this copy."""
         pages, memory = self.pages.copy(), self.memory()
         twin = kernels.Pieces([pages] * LAYERS, *self.where[1:])
         (kernels.gather if inwards else kernels.scatter)(twin, ids, memory, slots)
@@ -123,7 +124,7 @@ def test_more_blocks_than_a_staging_buffer_or_a_table_holds(
 
 
 def test_copies_that_were_started_share_a_table(rig: Rig) -> None:
-    """The second start does not overwrite what the first one's copy has yet to read."""
+    """The second start does not overwrite the table that the first copy has yet to read."""
     rig.fake.hold()
     starts = [([n], rig.slots((0, n))) for n in range(4)]
     wanted = rig.after([0, 1, 2, 3], rig.slots(*((0, n) for n in range(4))), True)
@@ -137,7 +138,8 @@ def test_copies_that_were_started_share_a_table(rig: Rig) -> None:
 @pytest.mark.parametrize("place", [0, 1], ids=["registered", "staged"])
 @pytest.mark.parametrize("inwards", [True, False])
 def test_a_copy_begins_after_its_event(rig: Rig, inwards: bool, place: int) -> None:
-    """What the engine's stream has yet to write is saved; what it has yet to read is not written to."""
+    """A save includes data that the engine's stream has yet to write; a load does not overwrite data
+    that the stream has yet to read."""
     engine, gate = rig.stream(), threading.Event()
     slots = rig.slots((place, 2))
     seen: list[Bytes] = []
@@ -170,7 +172,7 @@ def test_a_copy_begins_after_its_event(rig: Rig, inwards: bool, place: int) -> N
 
 
 def test_the_engine_s_stream_goes_on_after_a_load(rig: Rig) -> None:
-    """Without a thread that waits: what it is told next finds the pages filled."""
+    """No thread waits: work that is queued next finds the pages filled."""
     engine = rig.stream()
     slots = rig.slots((0, 2))
     wanted, _ = rig.after([4], slots, False)
@@ -216,7 +218,7 @@ WRONG: dict[str, tuple[list[int], list[tuple[int, int]], type[Exception], str]] 
 
 @pytest.mark.parametrize("inwards", [True, False])
 @pytest.mark.parametrize("what", WRONG)
-def test_nothing_moves_outside_its_bounds(rig: Rig, what: str, inwards: bool) -> None:
+def test_copies_outside_the_bounds_are_refused(rig: Rig, what: str, inwards: bool) -> None:
     ids, places, error, text = WRONG[what]
     before = rig.pages.copy(), rig.memory()
     with pytest.raises(error, match=text):
@@ -226,10 +228,10 @@ def test_nothing_moves_outside_its_bounds(rig: Rig, what: str, inwards: bool) ->
     assert rig.holds(before)
 
 
-def test_a_start_that_fails_leaves_nothing_under_way(
+def test_a_failed_start_leaves_no_copy_in_progress(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slots are given back as soon as it has raised, and hold another's bytes next."""
+    """Its slots are returned as soon as it has raised, and then contain other data."""
     rig.fake.hold()
     staged = rig.slots((0, 1), (1, 1))
     reached = threading.Event()
@@ -263,7 +265,7 @@ def test_a_start_that_fails_leaves_nothing_under_way(
 def test_extents_stay_registered_while_a_copy_uses_them(
     rig: Rig, make_mapping: Callable[..., Mapping]
 ) -> None:
-    """Also where they are of a run of the daemon that is long gone."""
+    """Also if they belong to an earlier run of the daemon."""
     others: list[list[Mapping | None]] = [[make_mapping(PAGE)] for _ in range(KEPT_ARENAS + 1)]
     rig.fake.hold()
     rig.lane.start(rig.pieces, [1], rig.extents, rig.slots((0, 1)), True, None)
@@ -280,7 +282,7 @@ def test_extents_stay_registered_while_a_copy_uses_them(
 def test_no_caller_of_the_pins_unregisters_anything(
     rig: Rig, make_mapping: Callable[..., Mapping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unmapping takes seconds where there is much, and a step of an engine is among the callers."""
+    """Unmapping much memory takes seconds, and a step of an engine is one of the callers."""
     threads: list[str] = []
     try_call = rig.copier.driver.try_call
 
@@ -300,7 +302,7 @@ def test_no_caller_of_the_pins_unregisters_anything(
     assert threads == ["kvtier-pin"] * 3
 
 
-def test_a_broken_device_is_told(rig: Rig) -> None:
+def test_a_broken_device_is_an_error(rig: Rig) -> None:
     rig.fake.library.fake_break()
     with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
         rig.lane.start(rig.pieces, [1], rig.extents, rig.slots((0, 1)), True, None)
@@ -322,7 +324,7 @@ def test_both_ways_are_measured_and_one_is_chosen(
     copier.driver.close()
 
 
-def test_a_kernel_that_copies_wrongly_is_found_out(
+def test_a_kernel_that_copies_wrongly_is_not_used(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = fake_cuda.device(np.zeros(1 << 16, np.uint8))
@@ -341,7 +343,7 @@ def test_a_kernel_that_copies_wrongly_is_found_out(
     copier.driver.close()
 
 
-def test_without_a_compiler_the_driver_copies_alone(
+def test_without_a_compiler_the_driver_copies(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(text: str, architecture: str) -> bytes:

@@ -1,6 +1,7 @@
-"""Batches of parts that a device encodes and decodes: what is asked for at once, and what is refused.
+"""Batches of parts that a device encodes and decodes: what can be requested together, and what is
+refused.
 
-That the bytes are right is asked where the processor's levels are: there `cuda` is one of them."""
+The tests of the processor levels check the bytes: `cuda` is one of these levels."""
 
 from __future__ import annotations
 
@@ -64,10 +65,10 @@ def by_processor(codec: int, parts: list[bytes]) -> tuple[list[tuple[int, int]],
 
 
 @pytest.mark.parametrize("codec", ALL)
-def test_payloads_of_a_batch_are_each_what_a_processor_writes(
+def test_each_payload_of_a_batch_equals_that_of_a_processor(
     device_codecs: DeviceCodecs, codec: int
 ) -> None:
-    """Parts that shrink and such that don't, in payloads of any number of them."""
+    """Compressible and incompressible parts, in payloads with any number of them."""
     device = device_codecs
     chance = random.Random(codec)
     noise = chance.randbytes(TOKENS * HEADS * DIM * 2)
@@ -101,7 +102,7 @@ def test_payloads_of_a_batch_are_each_what_a_processor_writes(
 
 
 @pytest.mark.parametrize("codec", ALL)
-def test_damaged_parts_are_named_and_harm_no_others(
+def test_damaged_parts_are_named_and_do_not_affect_others(
     device_codecs: DeviceCodecs, codec: int
 ) -> None:
     device = device_codecs
@@ -138,7 +139,7 @@ def test_damaged_parts_are_named_and_harm_no_others(
     device._free()
 
 
-def test_a_batch_is_on_its_way_when_it_was_started(
+def test_a_started_batch_runs_asynchronously(
     fake_cuda: FakeCuda, device_codecs: DeviceCodecs
 ) -> None:
     device = device_codecs
@@ -168,7 +169,7 @@ def raw_rows(*rows: tuple[int, ...]) -> Any:
      (raw_rows((4096, 64, 1, -1)), [(0, 64)], "with an unknown payload"),
      (raw_rows((4096, 64, 1, -1), (4096, 64, 0, -1)), [(0, 64)] * 2, "not in the order")],
 )  # fmt: skip
-def test_what_can_not_be_encoded_is_refused_before_anything_is_told(
+def test_parts_that_can_not_be_encoded_are_refused_before_any_work_is_queued(
     device_codecs: DeviceCodecs, parts: Any, payloads: list[tuple[int, int]], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -187,12 +188,12 @@ def test_parts_of_another_codec_or_calibration_are_refused(device_codecs: Device
         device.coder.decode(FIX4, BF16, parts, device.stream, by)
 
 
-def test_nothing_at_all_is_a_batch_too(device_codecs: DeviceCodecs) -> None:
+def test_an_empty_batch_is_valid(device_codecs: DeviceCodecs) -> None:
     device_codecs.coder.decode(R32, BF16, np.zeros(0, ENCODED_PART), device_codecs.stream)
     assert len(device_codecs.coder.finish()) == 0
 
 
-def test_a_text_that_does_not_compile_says_so_and_leaves_nothing_under_way(
+def test_a_source_that_does_not_compile_is_an_error_and_leaves_no_work(
     device_codecs: DeviceCodecs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(text: str, architecture: str) -> bytes:

@@ -1,4 +1,4 @@
-"""CUDA's kernels and the driver's functions, as far as they show without a device."""
+"""CUDA's kernels and the driver's functions, as far as they can be tested without a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.fake_cuda import toolkit
 FOLDER = Path(__file__).parents[2] / "kernels"
 KERNELS = sorted((FOLDER / "cuda").glob("*.cu"))
 NVCC = ("-Werror", "all-warnings", *(option.decode() for option in OPTIONS))
-MOST_REGISTERS = 64  # with so many a processor holds half of the warps that it might
+MOST_REGISTERS = 64  # with this number a processor can run half of its maximum of warps
 ARCHITECTURES = (
     pytest.param("sm_80", marks=pytest.mark.slow),
     "sm_90",
@@ -43,7 +43,7 @@ def nvcc() -> str:
 
 
 def ptx_of(kernel: Path, architecture: str) -> Path:
-    """The kernel as the compiler hands it on to the assembler; kept from run to run (support/cached.py)."""
+    """The PTX of a kernel; cached (support/cached.py)."""
     command = [f"-arch={architecture.replace('sm', 'compute')}", *NVCC, "-ptx"]
 
     def make(into: Path) -> None:
@@ -59,7 +59,7 @@ def ptx_of(kernel: Path, architecture: str) -> Path:
 
 
 def assembled(ptx: Path, architecture: str) -> str:
-    """What the assembler says of the registers that the kernel takes; kept from run to run."""
+    """The assembler's report about the registers of the kernel; cached."""
     command = [f"-arch={architecture}", *NVCC, "-Xptxas", "-v", "-cubin"]
 
     def make(into: Path) -> None:
@@ -78,26 +78,26 @@ def assembled(ptx: Path, architecture: str) -> str:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
 def test_a_kernel_compiles_without_spills(kernel: Path, architecture: str) -> None:
-    said = re.findall(
+    reports = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers", assembled(ptx_of(kernel, architecture), architecture), re.DOTALL,
     )  # fmt: skip
-    assert {name for name, *_ in said} == set(named(kernel))
-    for name, stores, loads, registers in said:
+    assert {name for name, *_ in reports} == set(named(kernel))
+    for name, stores, loads, registers in reports:
         assert (stores, loads) == ("0", "0"), name
         assert int(registers) <= MOST_REGISTERS, name
 
 
 def named(kernel: Path) -> list[str]:
-    """The kernels of a text; those of codecs bring one that all have."""
+    """The names of the kernels in a source; those of codecs include one that is common to all."""
     text = kernel.read_text()
     found = re.findall(r"KVTIER_KERNEL\((\w+)\)", text)
     return [*found, codecs.SETTLE] if found else re.findall(r"(kvtier_\w+)\(const", text)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
-def test_no_product_is_added_in_one_rounding(kernel: Path) -> None:
-    """What the compiler hands on says of each operation on floats how it is rounded, and keeps denormals."""
+def test_no_product_and_sum_are_fused(kernel: Path) -> None:
+    """PTX states the rounding of each operation on floats, and keeps denormals."""
     operations = set(
         re.findall(
             r"\b(?:add|sub|mul|fma|mad|div|rcp)[a-z.]*\.f32\b", ptx_of(kernel, "sm_90").read_text()
@@ -114,7 +114,7 @@ def test_no_product_is_added_in_one_rounding(kernel: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
-def test_a_kernel_compiles_as_it_does_when_an_engine_starts(kernel: Path) -> None:
+def test_a_kernel_compiles_with_the_options_of_an_engine_start(kernel: Path) -> None:
     try:
         binary = compile_kernel(source(kernel.name), "sm_90")
     except CudaError as error:
@@ -128,14 +128,14 @@ def test_a_kernel_compiles_as_it_does_when_an_engine_starts(kernel: Path) -> Non
         compile_kernel("extern int int;", "sm_90")
 
 
-def test_the_text_that_is_installed_is_that_of_the_sources() -> None:
+def test_the_installed_kernel_source_equals_the_sources() -> None:
     for path in KERNELS:
         assert source(path.name) == path.read_text()
     for name in HEADERS:
         assert source(name) == (FOLDER / ("include" if "/" in name else "cuda") / name).read_text()
 
 
-def test_what_codecs_launch_is_there() -> None:
+def test_the_kernels_that_codecs_launch_exist() -> None:
     assert {KERNEL_FILE} | {one.file for one in codecs.KERNELS.values()} == {
         path.name for path in KERNELS
     }
@@ -145,12 +145,13 @@ def test_what_codecs_launch_is_there() -> None:
     assert launched == {name for path in KERNELS for name in named(path)}
 
 
-def test_functions_are_called_as_the_header_declares_them() -> None:
-    """The number of arguments, and the width of each: a wrong one would go unnoticed, or crash an engine."""
+def test_functions_are_called_as_declared_in_the_header() -> None:
+    """The number of arguments, and the width of each: a wrong one would not be noticed, or would crash
+    an engine."""
     root = toolkit()
     if root is None:
         pytest.skip("no cuda.h: THE DRIVER'S FUNCTIONS ARE NOT CHECKED HERE")
-    # With the names that are exported, the older forms of functions among them.
+    # With the exported names, which include older versions of functions.
     define = "-D__CUDA_API_VERSION_INTERNAL"
     command = ["g++", "-E", "-P", "-x", "c++", define, f"{root}/include/cuda.h"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -172,14 +173,14 @@ def test_functions_are_called_as_the_header_declares_them() -> None:
 
 @st.composite
 def paged(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[int], int, int, int]:
-    """Pieces as (offset, stride, nbytes) that touch nobody else's bytes; blocks; shifts; a grid."""
+    """Pieces as (offset, stride, nbytes) that do not overlap; blocks; shifts; a grid."""
     blocks = draw(st.integers(1, 5))
     unit = draw(st.sampled_from([1, 2, 4, 8, 16, 48]))
     rows, at = [], draw(st.integers(0, 3)) * unit
     for _ in range(draw(st.integers(1, 4))):
         nbytes = draw(st.integers(1, 40)) * unit
         if draw(st.integers(0, 7)) == 0:
-            nbytes += 40_000 // unit * unit  # more than a unit of the kernel's
+            nbytes += 40_000 // unit * unit  # more than a unit of the kernel
         stride = nbytes + draw(st.integers(0, 3)) * unit
         rows.append((at, stride, nbytes))
         at += blocks * stride + draw(st.integers(0, 2)) * unit
@@ -188,8 +189,8 @@ def paged(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[int], int, 
 
 
 @pytest.mark.parametrize("inwards", [True, False])
-def test_the_kernel_moves_what_its_twin_moves(cuda_library: Path, inwards: bool) -> None:
-    """The kernel's own text, a thread after the other; every byte of both memories is compared."""
+def test_the_kernel_copies_the_same_bytes_as_its_model(cuda_library: Path, inwards: bool) -> None:
+    """The kernel's own source, run one thread at a time; every byte of both memories is compared."""
     run = ctypes.CDLL(str(cuda_library)).fake_kernel
 
     @settings(max_examples=150, deadline=None)
@@ -226,8 +227,8 @@ def test_the_kernel_moves_what_its_twin_moves(cuda_library: Path, inwards: bool)
     holds()
 
 
-def test_pieces_side_by_side_are_one() -> None:
-    """As where an engine keeps the layers of a block together."""
+def test_adjacent_pieces_are_merged() -> None:
+    """As in an engine that stores the layers of a block together."""
     together = DevicePieces([1 << 20] * 3, [3000] * 3, [0, 100, 200], [300] * 3, [100] * 3, 10)
     assert together.rows.tolist() == [(1 << 20, 300, 0, 300)]
     assert (together.block_bytes, together.blocks) == (300, 10)
@@ -243,13 +244,13 @@ def test_pieces_side_by_side_are_one() -> None:
      ((999, 0, 100, 200), "overlap"),
      ((700, 200, 200, 200), "at offset 200 do not fit into 700"), ((999, -1, 200, 200), "at offset -1")],
 )  # fmt: skip
-def test_pieces_that_lie_elsewhere_are_refused(row: tuple[int, ...], text: str) -> None:
+def test_pieces_out_of_range_are_refused(row: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         DevicePieces([4096], *([one] for one in row), blocks=3)
 
 
 def test_a_damaged_part_leaves_no_lane_waiting() -> None:
-    """Each lane is a thread here; what is known of the part changes between the looks of two lanes."""
+    """Each lane is a thread here; the damage flag of the part changes between the reads of two lanes."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     tests = Path(__file__).parents[1] / "cuda"

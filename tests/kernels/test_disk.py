@@ -1,4 +1,4 @@
-"""The disk worker: real files, both engines, and what becomes of every failure."""
+"""The disk worker: real files, both engines, and the result of every failure."""
 
 import contextlib
 import ctypes
@@ -87,7 +87,7 @@ class Bench:
         )
 
     def wait(self, *tokens):
-        """The errors of these, in this order, as the eventfd tells of them."""
+        """The errors of these tokens, in this order, as the eventfd signals them."""
         until = time.monotonic() + 60
         while not all(token in self.results for token in tokens):
             assert select.select([self.bell], [], [], max(0, until - time.monotonic()))[0], (
@@ -103,7 +103,7 @@ class Bench:
         return self.results[token][1]
 
     def order(self, *tokens):
-        """These tokens as they came."""
+        """These tokens in the order of their completion."""
         return sorted(tokens, key=lambda token: self.results[token][2])
 
     def close(self):
@@ -132,8 +132,8 @@ def bench(tmp_path, engine):
 
 
 class Plug:
-    """Memory that the kernel can't write to before `pull`: a read into it keeps its thread, as a disk
-    that hangs would."""
+    """Memory that the kernel cannot write to before `pull`: a read into it blocks its thread, like a
+    disk that hangs."""
 
     MODE_MISSING = 1
     API, REGISTER = 0xC018AA3F, 0xC020AA00
@@ -172,7 +172,7 @@ class Plug:
 
 @pytest.fixture
 def plugged(bench):
-    """A disk with one operation at a time, and that one hangs: token 1000."""
+    """A disk with one operation at a time, which hangs: token 1000."""
     made = []
 
     def make(**more):
@@ -196,16 +196,16 @@ def header_at(at, nbytes):
     return struct.pack("<QQ", at, nbytes)
 
 
-# --- what engine it is --------------------------------------------------------------------------
+# --- the engine ---------------------------------------------------------------------------------
 
 
-def test_the_engine_says_what_it_is_and_why(bench, engine):
+def test_the_disk_reports_its_engine_and_the_reason(bench, engine):
     disk = bench(depth=4).disk
     assert (disk.engine, disk.why) == (engine, "asked for")
     assert disk.depth == 4 and disk.threads == (1 if engine == "io_uring" else 4)
 
 
-def test_disk_refuses_what_it_can_not_be():
+def test_disk_refuses_invalid_options():
     fd = os.eventfd(0)
     for more in ({"engine": "aio"}, {"depth": 0}, {"threads": 0}, {"depth": 1 << 20}):
         with pytest.raises(ValueError, match=next(iter(more))):
@@ -252,7 +252,8 @@ def run_python(code):
     return done.stdout
 
 
-# A disk that goes while an operation hangs: the process lives, and its memory is there.
+# A disk object is deleted while an operation hangs: the process continues, and its memory stays
+# valid.
 ABANDONED = """
 import os, select, sys
 sys.path[:0] = [os.getcwd()]
@@ -285,7 +286,7 @@ def test_auto_falls_back_to_threads_where_rings_are_refused():
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
-def test_records_of_odd_sizes_come_back(bench, fixed, direct):
+def test_records_of_odd_sizes_are_read_back(bench, fixed, direct):
     one = bench(fixed=fixed)
     fd = one.file(direct=direct)
     sizes = [1, 4095, 4096, 4097, 100_000, SLOT - 1, SLOT]
@@ -342,7 +343,7 @@ def test_verify_catches_zeroed_bytes_and_the_wrong_record(bench):
     assert one.wait(0, 1, 2) == [0, errno.EBADMSG, errno.EBADMSG]
 
 
-def test_a_file_that_ends_early_is_an_error(bench):
+def test_a_truncated_file_is_an_error(bench):
     one = bench()
     fd = one.file(b"x" * (SLOT + 100))
     one.disk.read(
@@ -380,8 +381,8 @@ def test_bytes_are_read_from_anywhere(bench):
             one.disk.read_bytes(102, fd, *wrong)
 
 
-def test_what_is_read_to_be_decoded_lies_in_the_workers_memory(bench):
-    """And is not copied: so much of it at a time, until the views of it go."""
+def test_staged_reads_use_the_workers_memory(bench):
+    """And it is not copied: the amount is limited until the views of it are released."""
     one = bench()
     fd = one.file(direct=False)
     os.ftruncate(fd, 64 * MIB)
@@ -407,8 +408,8 @@ def test_what_is_read_to_be_decoded_lies_in_the_workers_memory(bench):
     assert view == b"some bytes", "nobody else has used its memory"
 
 
-def test_stop_waits_for_what_is_decoded(bench):
-    """Whatever the kernel has given is decoded or ended, once, and none of it after that."""
+def test_stop_waits_for_frames_that_are_being_decoded(bench):
+    """Everything that the kernel returned is decoded or cancelled, once, and nothing afterwards."""
     one = bench()
     made = [encoded(number) for number in range(32)]
     fd = one.file(b"".join(text for *_, text in made))
@@ -431,7 +432,7 @@ def test_stop_waits_for_what_is_decoded(bench):
     assert bytes(one.memory) == after
 
 
-def test_what_needs_no_memory_goes_past_what_waits_for_some(bench):
+def test_operations_without_memory_overtake_those_that_wait_for_memory(bench):
     one = bench()
     fd = one.file(b"x" * SLOT, direct=False)
     os.ftruncate(fd, 64 * MIB)
@@ -467,7 +468,7 @@ def test_a_view_outlives_its_disk(bench):
     gc.collect()
     assert view == b"some bytes"
     del view
-    one.disk = kernels.Disk(one.bell, "threads")  # for the fixture to stop
+    one.disk = kernels.Disk(one.bell, "threads")  # the fixture stops it
 
 
 def test_a_bad_descriptor_is_ebadf(bench):
@@ -478,7 +479,7 @@ def test_a_bad_descriptor_is_ebadf(bench):
     assert one.wait(1, 2, 3, 4) == [errno.EBADF] * 4
 
 
-def test_nothing_of_a_wrong_batch_is_submitted(bench):
+def test_no_operation_of_an_invalid_batch_is_submitted(bench):
     one = bench()
     fd = one.file(b"x" * SLOT)
     good = one.op(1, fd, 0, PAGE, 0)
@@ -504,7 +505,7 @@ def test_nothing_of_a_wrong_batch_is_submitted(bench):
     assert (one.folder / "file0").read_bytes() == b"x" * SLOT
 
 
-def test_a_mapping_that_may_only_be_read_can_be_written_to_disk(bench):
+def test_a_read_only_mapping_can_be_written_to_disk(bench):
     one = bench(writable=False)
     one.memory[:4] = b"kept"
     fd = one.file()
@@ -515,10 +516,10 @@ def test_a_mapping_that_may_only_be_read_can_be_written_to_disk(bench):
     assert (one.folder / "file0").read_bytes() == b"kept".ljust(PAGE, b"\0")
 
 
-# --- failures that syncs tell of ----------------------------------------------------------------
+# --- failures that a sync reports ----------------------------------------------------------------
 
 
-def test_sync_tells_of_a_failed_write_once(bench):
+def test_sync_reports_a_failed_write_once(bench):
     one = bench()
     fd = one.file(b"x" * SLOT, os.O_RDONLY)
     other = one.file(b"x" * SLOT)
@@ -537,7 +538,7 @@ def test_sync_tells_of_a_failed_write_once(bench):
 
 
 def test_a_sync_asks_the_kernel_for_a_flush(bench):
-    """Of a pipe there is none: a flush says EINVAL, writeback without one ESPIPE, no operation 0."""
+    """A pipe has no flush: a flush returns EINVAL, writeback without one ESPIPE, and no operation 0."""
     one = bench()
     one.files += os.pipe()
     one.disk.sync(1, one.files[-1])
@@ -582,7 +583,7 @@ def test_a_write_that_is_cut_short_is_an_error(bench):
 
 @pytest.mark.parametrize(("depth", "threads"), [(1, 1), (8, 2)])
 def test_large_frames_are_written_whole(bench, depth, threads):
-    """With a ring, header and payload are two calls beside each other."""
+    """With a ring, header and payload are two concurrent calls."""
     one = bench(depth=depth, threads=threads)
     if one.disk.engine == "io_uring":
         assert wait_for_registration(one.disk, 64 * SLOT) == 64 * SLOT
@@ -659,11 +660,11 @@ def test_urgent_reads_overtake_a_full_queue_of_writes(bench):
     one.disk.write(b"".join(one.op(i, out, i * SLOT, SLOT, i % 32) for i in writes))
     one.disk.read(one.op(1000, fd, 0, SLOT, 40, URGENT | DIGEST, digest(data)))
     assert one.wait(1000, *writes) == [0] * 401
-    # Those that the kernel had, those that were over before, and not the rest.
+    # Operations that the kernel had, or that ended before, but not the others.
     assert one.order(1000, *writes).index(1000) < 200
 
 
-def test_what_is_overdue_in_the_queue_touches_nothing(plugged):
+def test_overdue_operations_in_the_queue_touch_no_memory(plugged):
     one, plug, fd = plugged()
     out = one.file(b"old".ljust(PAGE, b"\0"))
     one.memory[:SLOT] = bytes(SLOT)
@@ -679,13 +680,13 @@ def test_what_is_overdue_in_the_queue_touches_nothing(plugged):
     assert one.wait(1, 2, 4, 5, 7) == [errno.ETIMEDOUT] * 5
     assert one.disk.overdue() == 0
     plug.pull()
-    # The write was not done: the first sync that runs says so.
+    # The write was not done: the first sync that runs reports it.
     assert one.wait(1000, 3, 6) == [0, 0, errno.ETIMEDOUT]
     assert one.memory[:SLOT] == bytes(SLOT)
     assert (one.folder / "file1").read_bytes() == b"old".ljust(PAGE, b"\0")
 
 
-def test_what_the_kernel_has_is_counted_when_overdue(bench):
+def test_overdue_operations_in_the_kernel_are_counted(bench):
     one = bench(depth=1)
     plug = Plug(one)
     plug.read(1, one.file(b"x" * PAGE), deadline=1000)
@@ -697,7 +698,7 @@ def test_what_the_kernel_has_is_counted_when_overdue(bench):
     assert one.wait(1) == [0] and one.disk.overdue() == 0
 
 
-def test_stop_ends_what_is_queued_and_waits_for_the_kernel(plugged):
+def test_stop_cancels_queued_operations_and_waits_for_the_kernel(plugged):
     one, plug, fd = plugged()
     out = one.file()
     one.disk.read(one.op(1, fd, 0, PAGE, 0))
@@ -719,7 +720,7 @@ def test_stop_ends_what_is_queued_and_waits_for_the_kernel(plugged):
     assert one.disk.in_flight == 0 and os.fstat(out).st_size == 0
 
 
-def test_stop_with_much_under_way_accounts_for_all(bench):
+def test_stop_with_many_operations_returns_all_of_them(bench):
     one = bench(depth=8)
     fd = one.file(b"x" * 64 * SLOT)
     one.disk.read(b"".join(one.op(i, fd, i % 64 * SLOT, SLOT, i % 64) for i in range(500)))
@@ -728,7 +729,7 @@ def test_stop_with_much_under_way_accounts_for_all(bench):
     assert set(errors) <= {0, errno.ECANCELED} and errno.ECANCELED in errors
 
 
-def test_a_disk_may_go_at_any_time(tmp_path, engine):
+def test_a_disk_may_be_deleted_at_any_time(tmp_path, engine):
     for wait in (0, 0, 0.001, 0.01):
         one = Bench(tmp_path, engine, depth=8)
         fd = one.file(b"x" * 64 * SLOT)
@@ -741,12 +742,12 @@ def test_a_disk_may_go_at_any_time(tmp_path, engine):
         os.close(fd)
 
 
-def test_memory_that_the_kernel_has_outlives_the_disk():
+def test_memory_in_use_by_the_kernel_outlives_the_disk():
     run_python(ABANDONED)
 
 
 @pytest.mark.faults
-def test_what_takes_more_than_one_call_comes_whole(bench):
+def test_operations_that_need_several_calls_are_complete(bench):
     one = bench()
     size = (1 << 30) + 3 * PAGE
     memory = os.memfd_create("large")
@@ -833,7 +834,7 @@ def wait_for_registration(disk, nbytes):
 
 @pytest.mark.skipif(bool(WHY_NO_RING), reason=str(WHY_NO_RING))
 @pytest.mark.parametrize("threads", [1, 2])
-def test_extents_are_registered_while_operations_go_on(tmp_path, threads):
+def test_extents_are_registered_during_operations(tmp_path, threads):
     one = Bench(tmp_path, "io_uring", depth=8, threads=threads)
     data = random.Random(6).randbytes(SLOT)
     fd = one.file(data)
@@ -856,7 +857,7 @@ def test_extents_are_registered_while_operations_go_on(tmp_path, threads):
             )
             ops.append(across)
         tokens = [struct.unpack_from("<Q", op)[0] for op in ops]
-        for op in ops:  # one by one: some of them overlap
+        for op in ops:  # one at a time: some of them overlap
             one.disk.read(op)
             [token] = struct.unpack_from("<Q", op)
             assert one.wait(token) == [0]
@@ -901,7 +902,7 @@ print(disk.registered_bytes)
 
 
 @pytest.mark.skipif(bool(WHY_NO_RING), reason=str(WHY_NO_RING))
-def test_what_may_not_be_locked_is_used_without():
+def test_memory_that_may_not_be_locked_is_used_unregistered():
     assert int(run_python(SMALL_MEMLOCK)) == 1 << 16
 
 
@@ -909,15 +910,19 @@ def test_what_may_not_be_locked_is_used_without():
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_random_operations_do_what_the_twin_does(bench, fixed):
+def test_random_operations_equal_those_of_the_model(bench, fixed):
     chance = random.Random(f"{fixed}")
     one = bench(fixed=fixed, depth=6, threads=2)
     pages, blocks = 16, 40
     content = chance.randbytes(blocks * pages * PAGE)
-    ours = [one.file(content, direct=direct, name=f"ours{direct}") for direct in (True, False)]
-    theirs = [one.file(content, direct=False, name=f"theirs{direct}") for direct in (True, False)]
-    ours.append(9999)
-    theirs.append(9999)
+    disk_files = [
+        one.file(content, direct=direct, name=f"ours{direct}") for direct in (True, False)
+    ]
+    model_files = [
+        one.file(content, direct=False, name=f"theirs{direct}") for direct in (True, False)
+    ]
+    disk_files.append(9999)
+    model_files.append(9999)
     memory = bytearray(64 * SLOT)
     twin = reference.Disk(digest=digest)
     twin.register(memory)
@@ -941,9 +946,9 @@ def test_random_operations_do_what_the_twin_does(bench, fixed):
             at = (region * pages + shift) * PAGE
             right = bytes(16)
             if which != 2 and token % 7:
-                right = digest(os.pread(theirs[which], nbytes, at))
+                right = digest(os.pread(model_files[which], nbytes, at))
             operations.append((kind, token, which, at, nbytes, slot, right))
-        for disk, files, arena in ((one.disk, ours, one.memory), (twin, theirs, memory)):
+        for disk, files, arena in ((one.disk, disk_files, one.memory), (twin, model_files, memory)):
             for kind, number, which, at, nbytes, slot, right in operations:
                 flags = number % 2 * DIGEST
                 if kind == "read":
@@ -983,7 +988,7 @@ def test_random_operations_do_what_the_twin_does(bench, fixed):
 
 
 def encoded(number, codec="r32", nbytes=SLOT):
-    """A block, and its frame as it lies in a file: the header's bytes, the payload's, and all of it."""
+    """A block, and its frame as in a file: the size of the header, the size of the payload, and all bytes."""
     rng = random.Random(number)
     block = bytes(
         byte for _ in range(nbytes // 2) for byte in (rng.randrange(256), rng.choice((0x3E, 0xBF)))
@@ -1030,8 +1035,8 @@ def test_encoded_frames_are_decoded_into_their_slots(bench, decoders):
 
 @pytest.mark.parametrize("flags", [0, URGENT])
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_disk_is_measured_by_several_reads_at_a_time(bench, count, flags):
-    """Fewer are what is left where others wait for decoders."""
+def test_bandwidth_is_measured_only_with_enough_concurrent_reads(bench, count, flags):
+    """Fewer reads remain when others wait for decoders, so they are not measured."""
     one = bench()
     plug = Plug(one)
     fd = one.file(b"x" * SLOT)
@@ -1056,7 +1061,7 @@ def test_a_disk_is_measured_by_several_reads_at_a_time(bench, count, flags):
     assert one.disk.moved()[:2] == (nbytes, seconds), "no block"
 
 
-def test_a_damaged_frame_is_told_and_touches_no_other_slot(bench):
+def test_a_damaged_frame_is_an_error_and_touches_no_other_slot(bench):
     disk, made = bench(), encoded(1)
     _, header_bytes, size, text = made
     places = {"magic": 0, "key": 100, "entry": 260, "payload": header_bytes + size // 2}
@@ -1091,7 +1096,7 @@ def test_a_damaged_frame_is_told_and_touches_no_other_slot(bench):
     [{"payload": 0}, {"payload": SLOT + 1}, {"header": 0}, {"header": 100}, {"element": 5}],
     ids=str,
 )
-def test_a_frame_that_can_not_be_is_refused_with_all_beside_it(bench, changed):
+def test_an_impossible_frame_is_refused_with_its_whole_batch(bench, changed):
     disk, made = bench(), encoded(1)
     fd = disk.file(made[3])
     good = frame_op(disk, 1, fd, 0, 0, made)
@@ -1102,7 +1107,7 @@ def test_a_frame_that_can_not_be_is_refused_with_all_beside_it(bench, changed):
     assert disk.disk.queued == (0, 0, 0) and not any(disk.memory[:SLOT])
 
 
-def test_more_frames_than_can_be_decoded_at_once_all_come(bench):
+def test_more_frames_than_can_be_decoded_at_once_are_all_read(bench):
     disk, made = bench(depth=2), encoded(3)
     fd = disk.file(made[3])
     for token in range(300):
@@ -1112,7 +1117,7 @@ def test_more_frames_than_can_be_decoded_at_once_all_come(bench):
     assert disk.wait(*range(300), 1000) == [0] * 301
 
 
-def test_a_disk_that_is_stopped_decodes_what_it_has_read(bench):
+def test_a_stopped_disk_decodes_frames_that_it_has_read(bench):
     disk, made = bench(), encoded(3)
     fd = disk.file(made[3])
     disk.disk.read_frames(b"".join(frame_op(disk, n, fd, 0, n, made) for n in range(64)))
@@ -1123,8 +1128,8 @@ def test_a_disk_that_is_stopped_decodes_what_it_has_read(bench):
             assert disk.memory[token * SLOT : (token + 1) * SLOT] == made[0]
 
 
-def test_frames_that_have_no_memory_together_all_come(tmp_path):
-    """Each takes 12 MiB until it is decoded: they wait for those before them."""
+def test_frames_larger_than_the_memory_together_are_all_read(tmp_path):
+    """Each needs 12 MiB until it is decoded, so they wait for those before them."""
     disk = Bench(tmp_path, "threads", depth=8)
     nbytes = 64 * SLOT
     block = encoded(5)[0]
@@ -1147,7 +1152,7 @@ def test_frames_that_have_no_memory_together_all_come(tmp_path):
 
 
 def large(number, parts=32, codec="r32"):
-    """A frame of so many parts of a slot each, about 3/4 of that in pieces."""
+    """A frame of `parts` parts of a slot each; about 3/4 of it is read in pieces."""
     block, *_ = encoded(number)
     pieces = tuple(Entry(n, 0, RAW, n * SLOT, SLOT, SLOT) for n in range(parts))
     header, into = (
@@ -1160,10 +1165,10 @@ def large(number, parts=32, codec="r32"):
     return block * parts, len(header), size, seal(bytes(header), payload) + payload
 
 
-def test_frames_in_pieces_come_as_they_were(bench):
+def test_frames_in_pieces_are_read_correctly(bench):
     disk = bench(decoders=2)
     made = [large(number, parts) for number, parts in ((1, 32), (2, 5), (3, 1), (4, 16))]
-    fds = [disk.file(one[3]) for one in made]  # to the byte: the last page is not whole
+    fds = [disk.file(one[3]) for one in made]  # exact sizes: the last page is incomplete
     for turn in range(6):
         disk.memory[:] = b"\xee" * len(disk.memory)
         slot, places, ops = 0, [], b""
@@ -1178,8 +1183,9 @@ def test_frames_in_pieces_come_as_they_were(bench):
         assert set(disk.memory[slot * SLOT :]) == {0xEE}, "no slot but theirs"
 
 
-def test_a_frame_is_decoded_before_all_of_it_was_read(bench):
-    """What is torn at its end is not looked at once all has come, so what is there came before."""
+def test_a_frame_is_decoded_while_it_is_read(bench):
+    """A frame that is damaged at its end is refused if it was read completely, so decoded parts were
+    decoded before."""
     disk, (block, header_bytes, size, text) = bench(), large(1, 60)
     torn = disk.file(text[:-1] + bytes([text[-1] ^ 1]))
     made = block, header_bytes, size, text
@@ -1193,7 +1199,7 @@ def test_a_frame_is_decoded_before_all_of_it_was_read(bench):
     raise AssertionError("never")
 
 
-def test_damage_in_any_piece_is_told(bench):
+def test_damage_in_any_piece_is_an_error(bench):
     disk, made = bench(), large(1)
     _, header_bytes, size, text = made
     for token, at in enumerate((0, 40, 300, header_bytes + 9, header_bytes + size // 2, -1)):
@@ -1208,7 +1214,7 @@ def test_damage_in_any_piece_is_told(bench):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.999])
-def test_a_frame_that_ends_before_its_end_is_told(bench, share):
+def test_a_truncated_frame_is_an_error(bench, share):
     disk, made = bench(), large(1)
     text = made[3]
     fd = disk.file(text[: int(len(text) * share) // PAGE * PAGE] or b"")
@@ -1217,7 +1223,7 @@ def test_a_frame_that_ends_before_its_end_is_told(bench, share):
     assert disk.wait(*range(4)) == [errno.ENODATA] * 4
 
 
-def test_a_file_that_can_not_be_read_is_told_once(bench):
+def test_a_file_that_can_not_be_read_gives_one_error_per_frame(bench):
     disk, made = bench(), large(1)
     fd = disk.file(made[3], flags=os.O_WRONLY)
     for token in range(4):
@@ -1225,7 +1231,7 @@ def test_a_file_that_can_not_be_read_is_told_once(bench):
     assert disk.wait(*range(4)) == [errno.EBADF] * 4
 
 
-def test_a_disk_is_stopped_among_pieces(bench):
+def test_a_disk_can_be_stopped_between_pieces(bench):
     made = large(3)
     for after in range(8):
         disk = bench(decoders=2)

@@ -1,7 +1,6 @@
-"""The decoders, built with the sanitizers, on parts and frames that were damaged.
+"""The decoders, built with the sanitizers, with damaged parts and frames.
 
-Objects, programs and what programs say that end well are kept from run to run (support/cached.py).
-"""
+Objects, programs and successful results of programs are cached (support/cached.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here")
 
 @cache
 def common() -> str:
-    """What every object depends on beside its source. Kernels for a device are included as text."""
+    """The inputs of every object in addition to its source. Kernels for a device are included as source."""
     headers = files_in(*INCLUDED, suffixes=(".h", ".cu"))
     return digest(compiler("g++"), " ".join(FLAGS), *headers)
 
@@ -71,8 +70,8 @@ def program(*own: Path) -> Path:
     return made_once(digest(common(), *sources) + ".program", make)
 
 
-def said(tested: Path, arguments: Sequence[str]) -> str:
-    """What the program prints. It has to end well."""
+def output_of(tested: Path, arguments: Sequence[str]) -> str:
+    """The program's output. It must end with 0."""
 
     def make(into: Path) -> None:
         found = subprocess.run(
@@ -81,31 +80,31 @@ def said(tested: Path, arguments: Sequence[str]) -> str:
         assert found.returncode == 0, found.stderr[-4000:]
         into.write_text(found.stdout)
 
-    # The program's name says what it was built from.
+    # The program's name contains a digest of its sources.
     settings = [f"{name}={value}" for name, value in os.environ.items() if "SAN_OPTIONS" in name]
     name = digest(tested.name, processor(), *sorted(settings), *arguments)
     return made_once(name + ".said", make).read_text()
 
 
 @pytest.mark.parametrize("what", ["codecs", "frames"])
-def test_what_is_damaged_is_refused_or_gives_bytes_and_nothing_else_is_touched(what: str) -> None:
-    found = said(program(HERE / f"fuzz_{what}.cpp"), [str(ROUNDS), "7"])
+def test_damaged_input_is_refused_or_decoded_and_no_other_memory_is_touched(what: str) -> None:
+    found = output_of(program(HERE / f"fuzz_{what}.cpp"), [str(ROUNDS), "7"])
     damaged, refused = (int(word) for word in found.split() if word.isdigit())
     assert damaged >= ROUNDS and damaged / 3 < refused < damaged
 
 
 @pytest.fixture(scope="module")
 def reads() -> Path:
-    """The program that plays a disk that returns less than it was asked for."""
+    """The program that simulates a disk that returns fewer bytes than requested."""
     return program(KERNELS / "cpu" / "disk.cpp", HERE / "fuzz_reads.cpp")
 
 
-def test_a_frame_written_in_two_calls_is_whole_whatever_the_calls_return(reads: Path) -> None:
-    """The payload counts only after all of the header: where the rest begins is one number."""
-    assert said(reads, ["writes"]) == "360 pairs\n"
+def test_a_frame_written_in_two_calls_is_complete_for_any_results_of_the_calls(reads: Path) -> None:
+    """The payload counts only after the whole header: the position where the rest begins is one number."""
+    assert output_of(reads, ["writes"]) == "360 pairs\n"
 
 
-def test_a_frame_in_pieces_is_read_whatever_a_disk_returns(reads: Path) -> None:
-    found = said(reads, [str(ROUNDS), "7"])
+def test_a_frame_in_pieces_is_read_for_any_results_of_the_disk(reads: Path) -> None:
+    found = output_of(reads, [str(ROUNDS), "7"])
     read, failed = (int(word) for word in found.split() if word.isdigit())
     assert read >= ROUNDS // 60 and read / 20 < failed < read / 2

@@ -1,4 +1,4 @@
-"""Checksums and names against their twins and against the published packages."""
+"""Checksums and names compared with their models and with the published packages."""
 
 import random
 from array import array
@@ -37,7 +37,7 @@ def test_xxh3_matches_the_package_at_all_sizes(xxh3, seed):
 
 
 @pytest.mark.parametrize("seed", [0, 2**64 - 1])
-def test_xxh3_twin_matches_the_package(seed):
+def test_the_xxh3_model_matches_the_package(seed):
     for size in [*range(1101), 4096, 5000]:
         expected = xxhash.xxh3_128_digest(DATA[:size], seed)
         assert reference.xxh3_128(DATA[:size], seed) == expected, size
@@ -56,7 +56,7 @@ def test_blake3_matches_the_package_at_all_sizes(names):
         assert kernels.blake3(data, DATA[:32]) == blake3.blake3(data, key=DATA[:32]).digest(), size
 
 
-def test_blake3_twin_matches_the_package():
+def test_the_blake3_model_matches_the_package():
     for size in (0, 1, 31, 32, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2048, 2049, 3073, 5121):
         data = DATA[:size]
         assert reference.blake3(data) == blake3.blake3(data).digest(), size
@@ -80,7 +80,7 @@ TOKENS = [random.Random(2).randrange(2**32) for _ in range(100)] + [
 
 @pytest.mark.parametrize("block_tokens", [1, 7, 8, 16, 64, 300])
 @pytest.mark.parametrize("extras", [b"", b"salt", bytes(range(200)) * 8])
-def test_chain_keys_matches_its_twin(names, block_tokens, extras):
+def test_chain_keys_matches_its_model(names, block_tokens, extras):
     tokens = TOKENS * 4
     expected = reference.chain_keys(SECRET, PARENT, tokens, block_tokens, extras)
     assert kernels.chain_keys(SECRET, PARENT, tokens, block_tokens, extras) == expected
@@ -104,7 +104,7 @@ def test_chain_keys_continues_from_a_key():
 
 
 class OnlyDlpack:
-    """A tensor that offers nothing but DLPack, as torch's do."""
+    """A tensor with only the DLPack protocol, like those of torch."""
 
     def __init__(self, array):
         self.array = array
@@ -154,12 +154,12 @@ def test_chain_keys_refuses_tokens_outside_32_bits(tokens):
 @pytest.mark.parametrize(
     "tokens", [[1.0], ["1"], b"12345678", np.zeros(4), np.zeros(4, np.int16), 7, np.zeros(4, ">u4")]
 )
-def test_chain_keys_refuses_what_are_no_tokens(tokens):
+def test_chain_keys_refuses_values_that_are_not_tokens(tokens):
     with pytest.raises(TypeError, match="tokens"):
         kernels.chain_keys(SECRET, PARENT, tokens, 1)
 
 
-def test_chain_keys_survives_a_list_that_changes_under_it():
+def test_chain_keys_survives_a_list_that_changes_during_the_call():
     class Shrinks:
         def __index__(self):
             tokens.clear()
@@ -179,7 +179,7 @@ def test_chain_keys_refuses_wrong_lengths():
         kernels.chain_keys(SECRET, PARENT, [], 0)
 
 
-def test_chain_hashes_matches_its_twin(names):
+def test_chain_hashes_matches_its_model(names):
     hashes = [DATA[i : i + size] for i, size in enumerate((16, 20, 32, 33, 63, 64))]
     for extras in (b"", b"adapter"):
         expected = reference.chain_hashes(SECRET, PARENT, hashes, extras)
@@ -192,7 +192,7 @@ def test_chain_hashes_refuses_hashes_of_odd_length(size):
         kernels.chain_hashes(SECRET, PARENT, [bytes(size)])
 
 
-def test_chain_hashes_and_chain_keys_never_meet():
+def test_chain_hashes_and_chain_keys_never_give_equal_keys():
     content = DATA[:32]
     tokens = array("I", content)
     assert kernels.chain_keys(SECRET, PARENT, tokens, 8) != kernels.chain_hashes(
@@ -200,7 +200,7 @@ def test_chain_hashes_and_chain_keys_never_meet():
     )
 
 
-def test_force_refuses_what_is_not_there():
+def test_force_refuses_unavailable_levels():
     with pytest.raises(ValueError, match="unknown kind"):
         kernels.force("sorting", "auto")
     with pytest.raises(ValueError, match="no implementation"):

@@ -1,4 +1,5 @@
-"""The twins of the calibrated codecs: how far what comes back may be, and what is never encoded."""
+"""The models of the calibrated codecs: the largest errors of decoded values, and input that is never
+encoded."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def drawn(tokens: int, shape: Shape, element: int, seed: int = 0) -> bytes:
 
 
 class Ecsq:
-    """A part's codec, all but the part."""
+    """A part's codec, without the part."""
 
     def __init__(self, shape: Shape, element: int, rope: Rope | None = None, position: int = 0):
         self.fixed = (shape, 1, means_of(shape.channels), quantizer_of(shape.channels), TABLE, rope)
@@ -96,7 +97,7 @@ def values_of(shape: Shape, element: int, data: bytes) -> Floats:
 
 
 def rounding(element: int, values: Floats) -> Floats:
-    """Half of the last place of each."""
+    """Half of the last place of each value."""
     digits = {BF16: 8, FP16: 11, FP32: 24}[element]
     found: Floats = np.abs(values) * np.float32(2.0**-digits) + np.float32(2.0**-25)
     return found
@@ -125,7 +126,7 @@ def test_ecsq_is_within_half_a_step_before_rotation(
         bound = codec.fixed[3].steps.reshape(shape.heads, shape.coded) / 2
         apart = np.abs(one - other)
         assert (apart <= bound * 1.00001 + slack).all()
-        # As coarse as that, and no finer: what is held is the step.
+        # At least this coarse: the step is used as configured.
         assert tokens < 200 or apart.max() > 0.45 * bound.max()
 
 
@@ -146,7 +147,7 @@ def test_cachegen_is_within_half_a_step(element: int, tokens: int, shape: Shape)
 def test_anchors_far_from_zero_are_escaped() -> None:
     shape = Shape(2, 64)
     values = values_of(shape, FP32, drawn(64, shape, FP32)).copy()
-    values[16, 0, 3], values[32, 1, 9], values[0, 0, 0] = 700.0, -800.0, -4.0  # of steps of 1/32
+    values[16, 0, 3], values[32, 1, 9], values[0, 0, 0] = 700.0, -800.0, -4.0  # with steps of 1/32
     codec = Cachegen(shape, FP32)
     text = encoded(codec, values.tobytes())
     assert lossy.HEADER.unpack_from(text)[3] == 3
@@ -155,7 +156,7 @@ def test_anchors_far_from_zero_are_escaped() -> None:
     assert np.abs(back - values).max() <= 0.51
 
 
-def test_numbers_beyond_the_table_come_back_through_escapes() -> None:
+def test_numbers_beyond_the_table_are_encoded_as_escapes() -> None:
     shape = Shape(2, 64)
     codec = Ecsq(shape, FP32)
     quantizer, means = codec.fixed[3], codec.fixed[2]
@@ -171,14 +172,14 @@ def test_numbers_beyond_the_table_come_back_through_escapes() -> None:
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_a_part_with_what_is_no_finite_number_is_raw(element: int, odd: float) -> None:
+def test_a_part_with_a_number_that_is_not_finite_is_raw(element: int, odd: float) -> None:
     shape = Shape(2, 64)
     values = lossy.widened(element, drawn(64, shape, element)).copy()
     sound = lossy.narrowed(element, values)
     codecs = (Ecsq(shape, element), Ecsq(shape, element, rope_of(16), 5), Cachegen(shape, element))
     for codec in codecs:
         assert codec.encode(sound) is not None
-    for at in (0, 5000):  # of an anchor, and of another
+    for at in (0, 5000):  # in an anchor, and in another token
         with np.errstate(invalid="ignore"):
             changed = values.copy()
         changed[at] = odd
@@ -202,16 +203,17 @@ def test_a_value_too_many_steps_away_makes_the_part_raw() -> None:
         assert ecsq.encode(values.tobytes()) is None
         values[3, 1, 5] = sign * 32_768 * cachegen.fixed[4].steps[69] + values[0, 1, 5]
         assert cachegen.encode(values.tobytes()) is None
-        values[3, 1, 5], values[16, 0, 0] = 0, sign * 1024.0  # an anchor, of steps of 1/32
+        values[3, 1, 5], values[16, 0, 0] = 0, sign * 1024.0  # an anchor with steps of 1/32
         assert cachegen.encode(values.tobytes()) is None
         values[16, 0, 0] = 0
-    values[3, 1, 5] = 3e38  # twice that would be infinite, as the rotation of two would be
+    # Twice this value is infinite, as the rotation of two such values would be.
+    values[3, 1, 5] = 3e38
     values[3, 1, 21] = 3e38
     assert Ecsq(shape, FP32, rope_of(16), 5).encode(values.tobytes()) is None
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_denormals_zeros_and_constants_are_values_as_others(element: int) -> None:
+def test_denormals_zeros_and_constants_are_encoded_like_other_values(element: int) -> None:
     shape = Shape(2, 64)
     size = 128 * lossy.WIDTH[element]
     constant = lossy.narrowed(element, np.full(128, 1.5, np.float32))
@@ -231,7 +233,7 @@ def test_parts_that_are_not_tokens_are_raw() -> None:
         assert codec.encode(drawn(16, shape, BF16)[:-2]) is None
 
 
-def test_one_stream_costs_what_the_page_says() -> None:
+def test_one_stream_has_the_documented_size() -> None:
     for tokens, shape, bits in ((16, Shape(8, 128), 0.0703), (256, Shape(1, 128), 0.0352)):
         codec = Ecsq(shape, BF16)
         data = drawn(tokens, shape, BF16)
@@ -244,7 +246,7 @@ def test_one_stream_costs_what_the_page_says() -> None:
 
 
 def pinned(count: int) -> bytes:
-    """Sums of three uniform numbers in bf16, by integers alone."""
+    """Sums of three uniform numbers in bf16, computed only with integers."""
     i = np.arange(count, dtype=np.uint64)
     parts = [
         (i * np.uint64(odd) % np.uint64(1 << 32)) >> np.uint64(24)
@@ -263,7 +265,7 @@ def pinned(count: int) -> bytes:
         (lambda s: Cachegen(s, BF16, 10), "a8584c812010ddd1", "ccce727f44ee33ee"),
     ],
 )
-def test_bytes_are_those_that_were_always_written(make, text_digest, back_digest) -> None:
+def test_encoded_bytes_do_not_change_between_versions(make, text_digest, back_digest) -> None:
     shape = Shape(2, 64)
     data = pinned(300 * 128)
     codec = make(shape)
@@ -272,8 +274,8 @@ def test_bytes_are_those_that_were_always_written(make, text_digest, back_digest
     assert hashlib.sha256(codec.decode(text, len(data))).hexdigest()[:16] == back_digest
 
 
-def test_the_last_bits_of_the_arithmetic_are_as_they_always_were() -> None:
-    """What a fused multiply-add, a quotient in place of an inverse or another series would change."""
+def test_the_last_bits_of_the_arithmetic_do_not_change_between_versions() -> None:
+    """A fused multiply-add, a quotient instead of an inverse, or another series would change these bits."""
     cos, sin = lossy.angles(rope_of(32), 123_456, 256)
     assert hashlib.sha256(cos.tobytes() + sin.tobytes()).hexdigest()[:16] == "09501500df1fe139"
     shape, count = Shape(2, 64), 256 * 128
@@ -287,12 +289,12 @@ def test_the_last_bits_of_the_arithmetic_are_as_they_always_were() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_what_is_encoded_of_k_does_not_depend_on_its_position(interleaved: bool) -> None:
+def test_the_encoding_of_k_does_not_depend_on_its_position(interleaved: bool) -> None:
     shape, tokens = Shape(2, 64), 64
     rope = rope_of(32, interleaved)
     codec = Ecsq(shape, FP32)
     numbers = np.random.default_rng(4).integers(-4, 5, (tokens, shape.channels))
-    # Not between two steps, where a last bit would decide.
+    # Not between two steps, where the last bit would decide.
     plain = ((numbers + np.float32(0.2)) * codec.fixed[3].steps + codec.fixed[2]).astype(np.float32)
     plain = plain.reshape(tokens, shape.heads, shape.dim)
     texts, backs = [], []
@@ -306,7 +308,7 @@ def test_what_is_encoded_of_k_does_not_depend_on_its_position(interleaved: bool)
         backs.append(lossy.rotated(back, rope, position, back=True))
     assert all(text == texts[0] for text in texts)
     assert all(np.abs(back - backs[0]).max() < 1e-5 for back in backs)
-    assert np.abs(backs[0] - plain).max() > 0.1  # it was not exact
+    assert np.abs(backs[0] - plain).max() > 0.1  # the rotated encoding was not exact
     elsewhere = Ecsq(shape, FP32, rope, 1).encode(lossy.rotated(plain, rope, 0).tobytes())
     assert elsewhere is not None and elsewhere[8:] != texts[0]
 
@@ -322,7 +324,7 @@ def test_angles_are_right_at_any_position(position: int) -> None:
             assert abs(sin[token, pair] - math.sin(angle)) < 7e-8
 
 
-def test_the_table_of_a_turn_is_the_nearest_whatever_the_libm() -> None:
+def test_the_table_of_rotations_does_not_depend_on_the_libm() -> None:
     for k in range(1024):
         for found, exact in (
             (lossy.COSINES[k], math.cos(2 * math.pi * k / 1024)),
@@ -333,11 +335,11 @@ def test_the_table_of_a_turn_is_the_nearest_whatever_the_libm() -> None:
                 assert float(found) == round(exact)
                 assert np.signbit(found) == (round(exact) < 0)
             else:
-                # A double's last bits would have to be wrong by far more than they are to decide otherwise.
+                # Only an error far larger than the last bits of a double could change the result.
                 assert abs(float(found) - exact) < (0.5 - 1e-4) * place
 
 
-def test_elements_are_rounded_to_nearest_even_and_to_no_infinity() -> None:
+def test_elements_are_rounded_to_nearest_even_and_never_to_infinity() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0xFF7FFFFF, 0x00008000], "<u4")
     found = np.frombuffer(lossy.narrowed(BF16, bits.view("<f4")), "<u2")
     assert found.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F7F, 0xFF7F, 0x0000]
@@ -400,10 +402,10 @@ def test_encoders_multiply_by_inverses_and_do_not_divide() -> None:
     assert (numbers.reshape(256, 128) != np.rint(away / codec.fixed[3].steps)).any()
 
 
-def test_a_last_row_filled_up_otherwise_is_refused() -> None:
+def test_a_last_row_with_other_padding_is_refused() -> None:
     shape = Shape(3, 5)
     codec = Ecsq(shape, BF16)
-    text = encoded(codec, drawn(15, shape, BF16))  # 225 numbers, and 31 more to fill up the row
+    text = encoded(codec, drawn(15, shape, BF16))  # 225 numbers, and 31 more that fill the row
     numbers, _ = lossy._read_streams(text, 8, 225, 1, TABLE)
     for filling in (0, 1):
         _, lengths, body = lossy._write_streams(np.append(numbers, [filling] * 31), TABLE)
@@ -415,10 +417,10 @@ def test_a_last_row_filled_up_otherwise_is_refused() -> None:
             assert other == text
 
 
-def test_exact_dims_are_kept_whatever_is_in_them() -> None:
+def test_exact_dims_are_kept_for_any_content() -> None:
     shape = Shape(1, 40, 8)
     words = np.frombuffer(drawn(64, shape, BF16), "<u2").reshape(64, 40).copy()
-    words[:, 32:] = 0x7FC1  # no numbers
+    words[:, 32:] = 0x7FC1  # NaNs
     words[:, 36:] = np.random.default_rng(0).integers(0, 1 << 16, (64, 4))
     for codec in (Ecsq(shape, BF16), Cachegen(shape, BF16)):
         text = codec.encode(words.tobytes())

@@ -38,8 +38,8 @@ def test_mapping_shares_the_file(make_mapping):
     assert one.address % 4096 == 0 and len(memoryview(one)) == 8192
 
 
-def test_unmapping_holds_nobody_up():
-    """Other threads go on meanwhile."""
+def test_unmapping_does_not_block_other_threads():
+    """Other threads continue meanwhile."""
     fd = os.memfd_create("large")
     os.ftruncate(fd, 128 * MIB)
     steps, ending = [0], threading.Event()
@@ -162,7 +162,7 @@ def test_views_check_bounds(make_mapping, packed):
         lambda view: view.cast("I"),
     ],
 )
-def test_release_views_leaves_what_is_in_use(make_mapping, packed, use):
+def test_release_views_keeps_views_that_are_in_use(make_mapping, packed, use):
     mapping = make_mapping(16384)
     views = kernels.views([mapping], packed((0, 0), (0, 4096), (0, 8192)), 4096, True)
     used = use(views[1])
@@ -178,7 +178,7 @@ def test_release_views_leaves_what_is_in_use(make_mapping, packed, use):
         kernels.release_views([b""])
 
 
-def test_fresh_sees_a_bumped_generation(make_mapping, packed):
+def test_fresh_detects_a_changed_generation(make_mapping, packed):
     fd = os.memfd_create("table")
     os.ftruncate(fd, 8 * 4)
     writer = np.frombuffer(kernels.Mapping(fd, 32, True), np.uint64)
@@ -229,7 +229,7 @@ def test_prefaulter_allocates_files_in_order(bell):
     prefaulter.stop()
 
 
-def test_prefaulter_keeps_a_descriptor_of_its_own(bell):
+def test_prefaulter_uses_its_own_descriptor(bell):
     prefaulter = kernels.Prefaulter(bell.fd)
     fd = os.memfd_create("prefault")
     prefaulter.add(fd, 100 * MIB)
@@ -238,7 +238,7 @@ def test_prefaulter_keeps_a_descriptor_of_its_own(bell):
     assert prefaulter.progress() == [(100 * MIB, 0)]
 
 
-def test_prefaulter_reports_a_failure_and_goes_on(bell, tmp_path):
+def test_prefaulter_reports_a_failure_and_continues(bell, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"")
     frozen, good = os.open(path, os.O_RDONLY), os.memfd_create("prefault")
@@ -279,7 +279,7 @@ def test_prefaulter_stops_with_work_left(bell):
     os.close(fd)
 
 
-def test_prefaulter_refuses_nonsense(bell):
+def test_prefaulter_refuses_invalid_arguments(bell):
     prefaulter = kernels.Prefaulter(bell.fd)
     with pytest.raises(ValueError, match="size"):
         prefaulter.add(bell.fd, 0)
@@ -306,7 +306,7 @@ memoryview(gone)[5000] = 1
 
 
 def test_a_guarded_mapping_reads_as_zeros_where_its_file_has_no_page():
-    """And so does all of it: other pages of it are as little the file's."""
+    """The other pages of the mapping read as zeros too, because they may no longer belong to the file."""
     program = """
 gone.guard()
 memoryview(gone)[5] = memoryview(stays)[6] = 7
@@ -323,7 +323,7 @@ print("alive")
 
 
 def test_a_missing_page_elsewhere_still_ends_the_process():
-    """Of a mapping that is not guarded, or no longer."""
+    """In a mapping that is not guarded, or is no longer."""
     for what in ("pass", "gone.guard(); del gone; gone = kernels.Mapping(fd, 8192, True)"):
         done = in_child(f"{LOST}{what}\nos.ftruncate(fd, 4096)\nprint(memoryview(gone)[5000])")
         assert done.returncode == -signal.SIGBUS, done

@@ -1,4 +1,4 @@
-"""Notes of what became of blocks: like a dict, in memory of a fixed size."""
+"""Notes about removed blocks: like a dict, in memory of a fixed size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def key(number: int) -> bytes:
     return sha256(str(number).encode()).digest()
 
 
-def test_notes_are_those_of_the_twin() -> None:
+def test_notes_equal_those_of_the_model() -> None:
     dice, notes, twin = random.Random(1), Notes(1 << 20), Twin()
     for now in range(300):
         keys = b"".join(key(dice.randrange(500)) for _ in range(dice.randrange(40)))
@@ -30,7 +30,7 @@ def test_notes_are_those_of_the_twin() -> None:
     assert twin.of(key(599)) == (0, 0)
 
 
-def test_of_more_than_there_is_room_for_the_newer_ones_stay() -> None:
+def test_the_newest_notes_stay_when_the_memory_is_full() -> None:
     notes = Notes(64 << 10)
     before = notes.memory_bytes()
     for now in range(16):
@@ -43,7 +43,7 @@ def test_of_more_than_there_is_room_for_the_newer_ones_stay() -> None:
     assert sum(kept) == len(notes)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     notes = Notes(0)
     for wrong in (lambda: notes.note(b"short", 1, 0), lambda: notes.note(key(1), 0, 0),
                   lambda: notes.codes(b"x" * 33), lambda: notes.of(b"")):  # fmt: skip

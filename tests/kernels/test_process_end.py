@@ -1,4 +1,4 @@
-"""A process ends whatever its other threads are at."""
+"""A process can end in every state of its other threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_thread_in_a_kernel_does_not_abort_a_process_that_ends() -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_no_kernel_lets_the_lock_go_otherwise() -> None:
+def test_every_kernel_releases_the_gil_with_unlocked() -> None:
     for path in (ROOT / "kernels" / "cpu").glob("*.cpp"):
         assert "gil_scoped_release" not in path.read_text(), f"{path.name}: Unlocked"
 
@@ -51,7 +51,7 @@ ATTACH, DETACH, WALL = 16, 17, 0x40000000
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
-def test_a_disk_goes_while_one_of_its_threads_gets_no_core(engine: str) -> None:
+def test_a_disk_is_deleted_while_one_of_its_threads_is_stopped(engine: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with subprocess.Popen(
         [sys.executable, "-c", DISK, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -68,9 +68,9 @@ def test_a_disk_goes_while_one_of_its_threads_gets_no_core(engine: str) -> None:
             pytest.skip(f"a thread can't be stopped here: {os.strerror(ctypes.get_errno())}")
         os.waitpid(worker, WALL)
         print(file=process.stdin, flush=True)
-        told = process.stdout.readline()
+        line = process.stdout.readline()
         if libc.ptrace(DETACH, worker, None, None) != 0:
-            os.waitpid(worker, WALL)  # it was ended with its process, which is not over before that
+            os.waitpid(worker, WALL)  # it ends with its process, which does not end before it
         _, errors = process.communicate(timeout=60)
-    assert told == "gone\n", errors
+    assert line == "gone\n", errors
     assert process.returncode == 0, errors

@@ -1,5 +1,4 @@
-"""The codecs of fixed rate against their twin, on every processor level, and on bytes that are none of
-theirs."""
+"""The fixed-rate codecs compared with their model, on every processor level, and with invalid input."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from models.kernels.quantized import BITS, E4M3, FP8, Q2, Q4, Q8, WIDTHS, Grid
 
 BF16, FP16, FP32 = ELEMENTS = range(3)
 Floats = npt.NDArray[np.float32]
-# One token, odd heads, heads of several groups, tokens beyond a group's, several matrices (the last number).
+# One token, an odd number of heads, heads of several groups, more tokens than a group, several
+# matrices (the last number).
 SHAPES = [
     (Grid(256, 128, 64, False), 1), (Grid(256, 128, 64, True), 1), (Grid(1, 64, 64, True), 1),
     (Grid(1, 4096, 128, True), 1), (Grid(1, 8, 1, False), 1), (Grid(7, 67, 67, True), 3),
@@ -28,7 +28,7 @@ SHAPES = [
 
 
 def drawn(grid: Grid, matrices: int, seed: int = 0) -> Floats:
-    """As K and V look: channels of deviations of their own, and some that lie far from zero."""
+    """Values like those of K and V: channels with different deviations, and some far from zero."""
     chance = np.random.default_rng(seed)
     rows = grid.rows * matrices
     deviation = np.exp(chance.normal(0, 0.6, grid.channels))
@@ -62,7 +62,7 @@ def decoded(codec: int, element: int, text: bytes, raw_bytes: int) -> bytes | No
 
 
 def same(codec: int, element: int, part: bytes, grid: Grid) -> bytes | None:
-    """What kernel and twin both decode it to, if both encode it alike; None if both leave it raw."""
+    """The decoded values if kernel and model agree on all bytes; None if both store the part raw."""
     taken, text = encoded(codec, element, part, grid)
     twin = reference.encode_quantized(codec, element, part, grid)
     if twin is None:
@@ -76,7 +76,7 @@ def same(codec: int, element: int, part: bytes, grid: Grid) -> bytes | None:
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", BITS)
-def test_bytes_are_the_twins_in_every_shape(level, codec, element):
+def test_bytes_equal_those_of_the_model_in_every_shape(level, codec, element):
     encoded_shapes = 0
     for grid, matrices in SHAPES:
         back = same(codec, element, bytes_of(element, drawn(grid, matrices)), grid)
@@ -86,7 +86,7 @@ def test_bytes_are_the_twins_in_every_shape(level, codec, element):
 
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("codec", BITS)
-def test_nothing_is_off_by_more_than_half_a_step(level, codec, by_token):
+def test_errors_are_at_most_half_a_step(level, codec, by_token):
     grid = Grid(256, 128, 64, by_token)
     values = drawn(grid, 1)
     for element in ELEMENTS:
@@ -106,7 +106,8 @@ def test_nothing_is_off_by_more_than_half_a_step(level, codec, by_token):
         step = wide / (2 ** BITS[codec] - (2 if codec == Q8 else 1))
         error = np.abs(now - was)
         worst = error.reshape(256, 2, 64).max(-1) if by_token else error.T.max(-1)
-        # A step and the least value are rounded to 8 bits, what comes back to those of its type.
+        # A step and the least value are rounded to 8 bits, the decoded values to those of their
+        # type.
         assert (worst <= step * 0.52 + np.abs(groups).max(-1) / 100).all()
 
 
@@ -131,7 +132,7 @@ def test_errors_and_sizes_are_as_measured(level):
 
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_constants_and_zeros_of_both_signs_come_back(level, element, by_token):
+def test_constants_and_zeros_of_both_signs_are_restored(level, element, by_token):
     grid = Grid(64, 64, 64, by_token)
     for codec in BITS:
         assert same(codec, element, bytes(64 * 64 * WIDTHS[element]), grid) == bytes(
@@ -150,13 +151,13 @@ def test_constants_and_zeros_of_both_signs_come_back(level, element, by_token):
 
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_what_is_no_number_or_too_large_is_kept_raw(level, element, by_token):
+def test_parts_with_nan_or_too_large_values_are_stored_raw(level, element, by_token):
     grid = Grid(64, 64, 64, by_token)
     largest = {BF16: 3.38e38, FP16: 65504.0, FP32: 3.4e38}[element]
     for codec in BITS:
         for bad in (np.nan, -np.nan, np.inf, -np.inf, [largest, -largest, -largest]):
             values = drawn(grid, 1)
-            values.ravel()[[100, 101, 164]] = bad  # neighbours in a row, and in a channel
+            values.ravel()[[100, 101, 164]] = bad  # adjacent in a row, and in a channel
             with np.errstate(invalid="ignore"):
                 assert same(codec, element, bytes_of(element, values), grid) is None
 
@@ -174,8 +175,8 @@ def test_the_smallest_numbers_have_defined_steps(level, element):
             assert back is not None and np.isfinite(floats_of(element, back)).all()
 
 
-def test_every_fp16_comes_back_through_8_bits_as_its_float_says(level):
-    """Both conversions of fp16, denormals and all: one number a group, and its step's 8 bits."""
+def test_every_fp16_is_converted_through_8_bits_like_its_float(level):
+    """Both conversions of fp16, including denormals: one number per group, and its step with 8 bits."""
     words = np.arange(1, 0x7800).astype("<u2").repeat(64)
     part = words.tobytes()
     grid = Grid(1, 64, 64, True)
@@ -186,7 +187,8 @@ def test_every_fp16_comes_back_through_8_bits_as_its_float_says(level):
 
 
 def test_every_code_of_fp8_is_the_nearest_one(level):
-    """Each of its numbers, each middle between two, and their neighbours; the largest beside them."""
+    """Each of its numbers, each midpoint between two, and their neighbours, in a group with the largest
+    number."""
     known = E4M3[:127]
     middles = (known[1:] + known[:-1]) / 2
     numbers = np.concatenate([known, middles])
@@ -206,8 +208,8 @@ def test_every_code_of_fp8_is_the_nearest_one(level):
     assert halves.any() and (np.searchsorted(known, np.abs(now[halves])) % 2 == 0).all()
 
 
-def test_large_blocks_are_the_same_wherever_they_lie(level, guarded):
-    """Past the caches, that is, whose lines are written whole."""
+def test_large_blocks_are_the_same_at_any_alignment(level, guarded):
+    """Large enough to be written past the caches, in whole cache lines."""
     grid, odd = Grid(256, 128, 64, False), Grid(9, 67, 67, True)
     for codec in BITS:
         for element in ELEMENTS:
@@ -236,7 +238,7 @@ def test_large_blocks_are_the_same_wherever_they_lie(level, guarded):
             )
 
 
-def test_what_has_no_grid_or_another_is_kept_raw(level):
+def test_parts_without_a_fitting_grid_are_stored_raw(level):
     part = bytes_of(BF16, drawn(Grid(16, 64, 64, True), 1))
     for grid in (
         Grid(0, 64, 64, True), Grid(16, 0, 64, True), Grid(16, 64, 0, True), Grid(15, 64, 64, True),
@@ -248,7 +250,7 @@ def test_what_has_no_grid_or_another_is_kept_raw(level):
     assert encoded(Q8, 3, part, Grid(16, 128, 64, True)) == (0, part)
 
 
-def test_headers_that_lie_are_refused(level):
+def test_wrong_headers_are_refused(level):
     grid = Grid(64, 64, 32, False)
     part = bytes_of(BF16, drawn(grid, 1))
     for codec in BITS:
@@ -279,7 +281,7 @@ def test_headers_that_lie_are_refused(level):
             assert decoded(codec, BF16, text, raw_bytes) is None
 
 
-def test_damage_is_an_error_or_bytes_and_harms_nothing(level, guarded):
+def test_damage_is_an_error_or_bytes_and_touches_no_other_memory(level, guarded):
     chance = random.Random(5)
     refused, rounds = 0, int(os.environ.get("KVTIER_CODEC_ROUNDS", 300))
     for number in range(rounds):

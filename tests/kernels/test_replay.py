@@ -1,4 +1,4 @@
-"""Replays of traces: the native one, its twin, and the best there is."""
+"""Replays of traces: the native one, its model, and the optimum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Requests = list[list[int]]
 
 @st.composite
 def chains(draw: st.DrawFn, most: int, longest: int) -> Requests:
-    """Requests over a small tree of prefixes: each goes down from the root, to old blocks and new ones."""
+    """Requests over a small tree of prefixes: each continues from the root to old and new blocks."""
     children: dict[int, list[int]] = {-1: []}
     requests = []
     for _ in range(draw(st.integers(1, most))):
@@ -51,7 +51,7 @@ def played(run: Replay | Optimum) -> list[int]:
 
 
 @given(chains(40, 8), st.integers(1, 30))
-def test_the_replay_is_its_twin(requests: Requests, blocks: int) -> None:
+def test_the_replay_equals_its_model(requests: Requests, blocks: int) -> None:
     want = reference.replay(requests, list(map(float, range(len(requests)))), LruModel(), blocks)
     assert played(Replay(trace(requests), Lru(), blocks)) == want
 
@@ -70,38 +70,38 @@ def test_an_lru_of_whole_requests_hits_as_much(requests: Requests, blocks: int) 
 @pytest.mark.parametrize("name", sorted(NAMED))
 @settings(deadline=None)
 @given(requests=chains(40, 8), blocks=st.integers(1, 30))
-def test_every_policy_replays_as_its_twin_and_below_the_optimum(
+def test_every_policy_replays_like_its_model_and_below_the_optimum(
     name: str, requests: Requests, blocks: int
 ) -> None:
     seconds = list(map(float, range(len(requests))))
-    told = played(Replay(trace(requests), make(name), blocks))
-    assert told == reference.replay(requests, seconds, make(name), blocks)
-    assert sum(told) <= sum(reference.optimum(requests, blocks))
+    result = played(Replay(trace(requests), make(name), blocks))
+    assert result == reference.replay(requests, seconds, make(name), blocks)
+    assert sum(result) <= sum(reference.optimum(requests, blocks))
 
 
 @given(chains(40, 8), st.integers(1, 30))
-def test_the_optimum_is_its_twin(requests: Requests, blocks: int) -> None:
+def test_the_optimum_equals_its_model(requests: Requests, blocks: int) -> None:
     assert played(Optimum(trace(requests), blocks)) == reference.optimum(requests, blocks)
 
 
 @given(chains(6, 3), st.integers(1, 4))
-def test_nothing_hits_more_than_the_optimum(requests: Requests, blocks: int) -> None:
+def test_no_choice_hits_more_than_the_optimum(requests: Requests, blocks: int) -> None:
     assert sum(played(Optimum(trace(requests), blocks))) == reference.best(requests, blocks)
 
 
-def test_a_replay_goes_on_where_it_was() -> None:
+def test_a_replay_continues_from_its_state() -> None:
     requests = [[0, 1], [0, 2], [0, 1], [0, 2]]
     replay, whole = (Replay(trace(requests), Lru(), 3) for _ in range(2))
     pieces = [array("I", replay.run(n)).tolist() for n in (1, 2, 5, 1)]
     assert pieces == [[0], [1, 2], [2], []] and played(whole) == [0, 1, 2, 2]
 
 
-def test_a_block_that_comes_twice_is_told() -> None:
+def test_a_repeated_block_is_an_error() -> None:
     assert trace([[1, 2], [3, 1, 3]]).repeats == 1
     assert trace([[1, 2], [3, 1]]).repeats is None
 
 
-def test_names_of_any_size_are_numbered_by_first_sight() -> None:
+def test_names_of_any_size_are_numbered_in_order_of_appearance() -> None:
     top = (1 << 64) - 1
     one = trace([[top, 7], [top, 0]])
     assert array("I", one.nodes()).tolist() == [0, 1, 0, 2]
@@ -112,14 +112,12 @@ def test_names_of_any_size_are_numbered_by_first_sight() -> None:
     ("names", "lengths", "seconds"),
     [(b"1234567", b"", b""), (bytes(8), bytes(4), bytes(8)), (b"", bytes(4), b"")],
 )
-def test_a_trace_that_does_not_fit_together_is_refused(
-    names: bytes, lengths: bytes, seconds: bytes
-) -> None:
+def test_an_inconsistent_trace_is_refused(names: bytes, lengths: bytes, seconds: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         Trace(names, lengths, seconds)
 
 
-def test_a_policy_that_knows_blocks_already_is_refused() -> None:
+def test_a_policy_that_contains_blocks_is_refused() -> None:
     policy = make("lru")
     policy.added(bytes(4), bytes(8), b"\xff" * 4)
     with pytest.raises(ValueError, match="needs an empty policy"):

@@ -51,7 +51,7 @@ def test_spaces_share_no_keys(store):
     assert matched(store, other, keys(1, 2)) == 0
 
 
-def test_a_space_that_holds_nothing_gives_its_number_away(store):
+def test_the_number_of_an_empty_space_is_reused(store):
     open_arena(store)
     one, other = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))
     ids = save(store, one, [1, 2])
@@ -81,7 +81,7 @@ def test_a_block_has_the_same_name_by_its_key_as_by_its_id(store):
     assert store.names_of_keys(keys(1), 0) != store.names_of_keys(keys(1), 1)
 
 
-def test_spaces_that_come_and_go_leave_nothing_behind():
+def test_removed_spaces_leave_no_memory():
     store = Store()
     open_arena(store, 2 * MIB)
     for turn in range(2000):
@@ -137,7 +137,7 @@ def test_a_match_names_the_blocks_that_it_needs(store):
     assert store.match(space, keys(5)) == (0, 0, [])
 
 
-def test_what_a_key_has_everywhere_is_named_once(store):
+def test_the_blocks_of_a_key_in_all_groups_are_named_once(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE), (STATE, 0, PAGE)], [2, 1])
     first, second = save(store, space, [1, 2]), save(store, space, [2, 3], group=1)
@@ -164,12 +164,12 @@ def test_a_state_is_restored_from_the_last_block_that_has_one(store):
         b"",
         b"",
         b"",
-    )  # slots that stand vacant change class
+    )  # vacant slots change their class
     save(store, space, [2], group=1, parent=1)
     assert matched(store, space, keys(1, 2, 3)) == 2
 
 
-def test_reserve_serves_the_leading_keys_where_room_is_short(store):
+def test_reserve_grants_the_leading_keys_if_room_is_short(store):
     open_arena(store, 4 * PAGE)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     assert store.room(space, 0, 100) == 4
@@ -195,7 +195,7 @@ def test_neighbours_of_a_chain_get_adjacent_slots(store):
     assert [slot[2] for slot in struct.iter_unpack("<IIQQ", slots)] == [i * PAGE for i in range(5)]
 
 
-def test_reserve_keeps_nothing_when_a_key_is_there_already(store):
+def test_reserve_grants_nothing_if_a_key_exists(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     save(store, space, [1])
@@ -207,7 +207,7 @@ def test_reserve_keeps_nothing_when_a_key_is_there_already(store):
     assert store.counts()["blocks"]["writing"] == 0
 
 
-def test_a_generation_moves_on_when_its_block_leaves(store):
+def test_a_generation_changes_when_its_block_leaves(store):
     table = open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     for leave in (store.abort, lambda ids: (store.quarantine(ids), store.gone(ids))):
@@ -222,7 +222,7 @@ def test_a_generation_moves_on_when_its_block_leaves(store):
         assert generation(table, slot) == struct.unpack("<IIQQ", slot)[3] + 1
 
 
-def test_a_generation_table_that_was_used_goes_on_from_there(store):
+def test_a_used_generation_table_continues_from_its_values(store):
     table = bytearray(struct.pack("<4Q", 7, 0, 9, 0))
     store.add_extent(4 * PAGE, table)
     assert struct.unpack("<4Q", table) == (7, 1, 9, 1)
@@ -251,7 +251,7 @@ def test_make_room_skips_leased_blocks(store):
     assert store.room(space, 0, 3) == 2
 
 
-def test_what_is_evicted_is_named_where_somebody_wants_to_know(store):
+def test_names_of_evicted_blocks_are_returned_on_request(store):
     open_arena(store, 4 * PAGE)
     space = store.add_space(
         [(FULL, 0, PAGE)],
@@ -273,7 +273,7 @@ def test_what_is_evicted_is_named_where_somebody_wants_to_know(store):
     assert len(taken) == 160 and store.take_evicted() == b""
 
 
-def test_a_forgotten_block_goes_with_its_last_lease(store):
+def test_a_forgotten_block_is_removed_with_its_last_lease(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids = save(store, space, [1, 2])
@@ -296,24 +296,24 @@ def test_leases_saturate_instead_of_wrapping(store):
     with pytest.raises(OverflowError):
         store.lease(ids[4:] + ids[:4])
     store.unlease(ids[:4] * 65534)
-    store.evict(ids)  # the second one's lease was taken back
+    store.evict(ids)  # the second lease was undone
 
 
-def test_blocks_below_a_gap_are_orphans_and_live_again_when_it_is_filled(store):
+def test_blocks_below_a_gap_are_orphans_until_the_gap_is_filled(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids = save(store, space, [1, 2, 3])
     branch = save(store, space, [4], parent=2)
     store.lease(branch)
     assert set(unpack(store.evict(ids[:4]))) == set(unpack(ids[4:]))
-    assert store.evict(ids[4:8]) == b""  # what is below it was cut already
+    assert store.evict(ids[4:8]) == b""  # the blocks below it were already cut off
     assert store.counts()["ghosts"] == 2
     save(store, space, [1, 2])
     assert matched(store, space, keys(1, 2, 3)) == 3
     assert store.evict(store.present(space, 0, 0, key(2))) == ids[8:]
 
 
-def test_a_ghost_goes_with_its_last_child(store):
+def test_a_ghost_is_removed_with_its_last_child(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     save(store, space, [2], parent=1)
@@ -332,7 +332,7 @@ def frugal():
     return Store(0)
 
 
-def test_ghosts_are_no_more_than_blocks(frugal):
+def test_there_are_at_most_as_many_ghosts_as_blocks(frugal):
     open_arena(frugal)
     space = frugal.add_space([(FULL, 0, PAGE)], [1])
     ids = save(frugal, space, range(40))
@@ -345,7 +345,7 @@ def test_ghosts_are_no_more_than_blocks(frugal):
     assert (frugal.counts()["nodes"], frugal.counts()["ghosts"]) == (1, 0)
 
 
-def test_a_block_whose_parent_went_is_linked_again_when_that_is_saved(frugal):
+def test_a_block_is_linked_again_when_its_removed_parent_is_saved(frugal):
     open_arena(frugal)
     space = frugal.add_space([(FULL, 0, PAGE)], [1])
     ids = save(frugal, space, [1, 2, 3, 4])
@@ -357,11 +357,11 @@ def test_a_block_whose_parent_went_is_linked_again_when_that_is_saved(frugal):
         frugal.check()
     assert len(frugal.ancestors(space, 0, 0, key(4), 9)) == 4 * 4
     assert matched(frugal, space, keys(1, 2, 3, 4)) == 4
-    # Linked again means cut again, and told of again.
+    # The linked blocks can be cut off again, and are reported again.
     assert set(unpack(frugal.evict(frugal.present(space, 0, 0, key(2))))) == set(unpack(ids)[2:])
 
 
-def test_a_parent_that_is_not_here_makes_no_ghost_beyond_the_limit(frugal):
+def test_an_unknown_parent_makes_no_ghost_beyond_the_limit(frugal):
     open_arena(frugal)
     space = frugal.add_space([(FULL, 0, PAGE)], [1])
     save(frugal, space, [2, 3], parent=1)
@@ -370,11 +370,11 @@ def test_a_parent_that_is_not_here_makes_no_ghost_beyond_the_limit(frugal):
     frugal.reserve(space, 0, 0, key(1), keys(2), bytes([1]))
     frugal.check()
     assert len(frugal.ancestors(space, 0, 0, key(3), 9)) == 3 * 4
-    frugal.reserve(space, 0, 0, None, keys(2), bytes([1]))  # a linked one stays where it is
+    frugal.reserve(space, 0, 0, None, keys(2), bytes([1]))  # a linked block stays where it is
     assert len(frugal.ancestors(space, 0, 0, key(3), 9)) == 3 * 4
 
 
-def test_what_is_left_of_long_chains_costs_no_more_than_it_holds():
+def test_remains_of_long_chains_use_memory_only_for_their_blocks():
     store = Store()
     open_arena(store, 20_001 * PAGE)
     space = store.add_space([(FULL, 0, PAGE)], [1])
@@ -390,8 +390,8 @@ def test_what_is_left_of_long_chains_costs_no_more_than_it_holds():
     assert store.counts()["nodes"] == 0
 
 
-def test_one_call_climbs_no_further_than_its_limit():
-    """A spine of ghosts with a leaf each: one leaf's end would take all of them down."""
+def test_one_call_removes_a_limited_number_of_ghosts():
+    """A chain of ghosts with a leaf each: the end of one leaf would remove all of them."""
     store, n = Store(0), 100_000
     open_arena(store, 3 * n * PAGE)
     space = store.add_space([(FULL, 0, PAGE)], [1])
@@ -399,7 +399,7 @@ def test_one_call_climbs_no_further_than_its_limit():
     store.commit(spine, b"")
     leaves = [store.reserve(space, 0, 0, key(i), key(f"leaf {i}"), bytes(1))[0] for i in range(n)]
     store.commit(b"".join(leaves), b"")
-    store.forget(spine)  # the last one has a leaf only, so it goes, and then the one above, ...
+    store.forget(spine)  # the last one has only a leaf, so it is removed, then the one above, ...
     assert store.counts()["ghosts"] == n - 65537
     store.forget(leaves[n - 1])
     assert store.counts()["ghosts"] == 0
@@ -407,7 +407,7 @@ def test_one_call_climbs_no_further_than_its_limit():
     assert store.counts()["nodes"] == 0
 
 
-def test_parents_that_lie_never_close_a_circle(store):
+def test_wrong_parents_never_form_a_cycle(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     save(store, space, [1], parent=1)
@@ -420,7 +420,7 @@ def test_parents_that_lie_never_close_a_circle(store):
     )
 
 
-def test_ancestors_come_nearest_first(store):
+def test_ancestors_are_returned_nearest_first(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids = unpack(save(store, space, [1, 2, 3]))
@@ -438,7 +438,7 @@ def test_a_chain_of_a_hundred_thousand_needs_no_recursion():
     orphans = store.evict(ids[:4])
     assert len(orphans) // 4 == 65536  # a walk is bounded
     store.evict(ids[4:])
-    store.evict(b"")  # the next call does what this one left
+    store.evict(b"")  # the next call continues the work
     assert store.counts()["nodes"] == 0
 
 
@@ -453,7 +453,7 @@ def test_a_match_ends_where_a_long_chain_was_cut_off(store):
     assert matched(store, one, chain) == 20
     assert matched(store, other, chain) == 12
     assert matched(store, one, chain[: 32 * 15] + chain[: 32 * 15]) == 30
-    save(store, other, range(12, 20), parent=11)  # in the records that the chain left
+    save(store, other, range(12, 20), parent=11)  # in the records that the chain used
     assert matched(store, one, chain) == 20
     assert matched(store, other, chain) == 20
 
@@ -500,7 +500,7 @@ def test_slots_are_whole_pages(store, block_bytes, pitch):
     assert [slot[2] for slot in struct.iter_unpack("<IIQQ", slots)] == [0, pitch]
 
 
-def test_an_extent_may_come_late(store):
+def test_an_extent_may_be_added_later(store):
     open_arena(store, 2 * PAGE)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     save(store, space, [1, 2])
@@ -573,7 +573,7 @@ def test_a_batch_that_names_an_id_twice_is_refused(store, call):
         ([(FULL, 0, -(1 << 64))], [1]),
     ],
 )
-def test_a_space_out_of_all_proportion_is_refused(store, groups, shards):
+def test_a_space_with_too_many_groups_and_shards_is_refused(store, groups, shards):
     with pytest.raises(ValueError):
         store.add_space(groups, shards)
     assert store.add_space([(FULL, 0, PAGE)], [1]) == 0

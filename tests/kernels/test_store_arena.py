@@ -1,4 +1,4 @@
-"""Spaces of different block sizes share an arena without wasting it."""
+"""Spaces with different block sizes share an arena without waste."""
 
 import random
 
@@ -21,7 +21,7 @@ MIXES = [
 
 
 class Arena:
-    """A store with an LRU policy, planned as the catalog does it."""
+    """A store with an LRU policy, planned as by the catalog."""
 
     def __init__(self, arena_bytes, sizes):
         self.store, self.lru, self.sizes = Store(), Lru(), sizes
@@ -29,7 +29,7 @@ class Arena:
         self.spaces = [self.store.add_space([(0, 0, size)], [1]) for size in sizes]
 
     def save(self, keys, which):
-        """Saves new keys, evicting the coldest; returns the bytes that it saved."""
+        """Save new keys, evicting the coldest blocks. Returns the number of saved bytes."""
         space, n = self.spaces[which], len(keys) // 32
         for _ in range(100):
             room = self.store.room(space, 0, n)
@@ -59,7 +59,7 @@ def test_at_steady_state_95_percent_of_the_arena_is_ready(mix, seed):
     saved, least = 0, 1.0
     weights = [1 / size for size in sizes]
     while saved < 8 * arena_bytes:
-        if rnd.random() < 0.02:  # the mix of traffic drifts
+        if rnd.random() < 0.02:  # the mix of traffic changes slowly
             weights = [rnd.random() ** 2 / size for size in sizes]
         which = rnd.choices(range(len(sizes)), weights)[0]
         n = rnd.randint(1, max(1, min(32, arena_bytes // (16 * sizes[which]))))
@@ -70,7 +70,7 @@ def test_at_steady_state_95_percent_of_the_arena_is_ready(mix, seed):
     assert least >= 0.95
 
 
-def test_a_class_that_nobody_wants_any_more_gives_its_vacant_slots():
+def test_vacant_slots_of_an_unused_class_are_given_to_others():
     arena = Arena(256 * MIB, (2 * MIB, 32 * MIB))
     rnd = random.Random(1)
     arena.save(rnd.randbytes(32), 1)  # its slab has another slot
@@ -119,7 +119,7 @@ class Held:
         return self.store.counts()["blocks"]["ready"]
 
     def save(self, which, n):
-        """Saves as many of n new blocks as the store finds room for, as the catalog does it."""
+        """Save as many of n new blocks as the store has room for, as the catalog does."""
         space, victims = self.spaces[which], b""
         while (short := n - self.store.room(space, 0, n)) > 0:
             evicted, orphans, _ = self.store.make_room(space, 0, n, victims)
@@ -137,14 +137,14 @@ class Held:
         return len(ids) // 4
 
 
-def test_a_save_that_held_blocks_leave_no_place_for_evicts_nothing():
+def test_a_save_without_room_because_of_held_blocks_evicts_nothing():
     arena = Held(16 * MIB, range(16, 256, 32), [64 * KIB, 4 * MIB])
     assert arena.save(1, 2) == 0
     assert arena.ready() == 256
     assert arena.save(0, 248) == 248
 
 
-def test_a_save_with_less_place_than_it_wants_evicts_only_for_that():
+def test_a_save_with_too_little_room_evicts_only_what_it_can_use():
     arena = Held(16 * MIB, [16, 80, 144], [64 * KIB, 4 * MIB])
     assert arena.save(1, 4) == 1
     assert arena.ready() == 256 - 64 + 1
@@ -157,13 +157,13 @@ def test_a_block_longer_than_any_extent_evicts_nothing():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_lies_around_held_blocks_stays_of_use(seed):
+def test_memory_around_held_blocks_stays_usable(seed):
     rnd = random.Random(seed)
     held = sorted(rnd.sample(range(256), rnd.randint(1, 8)))
     arena = Held(16 * MIB, held, [64 * KIB, 4 * MIB, 48 * KIB, MIB])
     for which in [1, *rnd.choices(range(4), k=6)]:
         arena.save(which, rnd.choice([1, 2, 20, 300]))
-    # Big blocks, held too, come and go around the small ones.
+    # Large blocks, some of them held, are saved and evicted around the small ones.
     arena.save(1, 4)
     big = arena.lru.victims(1000)
     arena.store.lease(big)
@@ -171,7 +171,7 @@ def test_what_lies_around_held_blocks_stays_of_use(seed):
     arena.save(0, 256)
     arena.store.unlease(big)
     arena.lru.freed(big)
-    # A held block lies over two slots at most where layouts came to differ in phase.
+    # A held block overlaps at most two slots if layouts have different phases.
     for _ in range(2):
         assert arena.save(0, 256) >= 256 - 2 * len(held) - 4
     arena.store.unlease(arena.leased)

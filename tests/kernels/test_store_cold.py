@@ -37,7 +37,7 @@ def digest(name):
 
 
 def write(store, ids, segment=1, first_page=1, codec=0, flags=1):
-    """Gives each a frame, one after the other."""
+    """Give each block a frame, at consecutive positions."""
     frames = [
         FRAME.pack(segment, first_page + 2 * at, PAGE, codec, 1, flags, 0)
         for at in range(len(ids) // 4)
@@ -49,13 +49,13 @@ def write(store, ids, segment=1, first_page=1, codec=0, flags=1):
 
 
 def move(store, one, segment):
-    """Brings its frame into another segment."""
+    """Move its frame into another segment."""
     before, _ = store.frames(one)
     assert store.moved(one, before, FRAME.pack(segment, 1, *FRAME.unpack(before)[2:])) == b""
 
 
 def saved_cold(store, space, names, **where):
-    """A chain on disk, and nowhere else."""
+    """A chain that is only on disk."""
     ids = save(store, space, names)
     assert write(store, ids, **where) == b""
     assert store.evict(ids) == b""
@@ -126,7 +126,7 @@ def test_the_place_of_a_block_is_the_number_of_a_tier(store, plain):
     store.check()
 
 
-def test_making_room_says_what_stays_on_disk(store, plain):
+def test_make_room_returns_the_blocks_that_stay_on_disk(store, plain):
     clean, dirty = save(store, plain, [1, 2]), save(store, plain, [3, 4])
     write(store, clean)
     evicted, orphans, cold = store.make_room(plain, 0, 64, clean + dirty)
@@ -135,7 +135,7 @@ def test_making_room_says_what_stays_on_disk(store, plain):
     store.check()
 
 
-def test_children_of_a_block_on_disk_are_no_orphans(store, plain):
+def test_children_of_a_block_on_disk_are_not_orphans(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids[:4])
     assert store.evict(ids[:4]) == b""
@@ -170,7 +170,7 @@ def test_a_promoted_block_is_read_into_a_new_slot_and_ready_again(store):
     store.check()
 
 
-def test_as_many_are_promoted_as_there_is_room_for_the_leading_ones(store):
+def test_the_leading_blocks_are_promoted_if_room_is_short(store):
     open_arena(store, 4 * PAGE)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids = saved_cold(store, space, [1, 2, 3, 4])
@@ -178,7 +178,7 @@ def test_as_many_are_promoted_as_there_is_room_for_the_leading_ones(store):
     taken, _ = store.promote(ids)
     assert taken == ids[:4]
     assert store.promote(ids[4:]) == (b"", b"")
-    # Its slot is nobody's to take while the read lasts.
+    # No other block can get its slot during the read.
     evicted, _, _ = store.make_room(space, 0, 4, ids + other)
     assert evicted == other
     assert store.room(space, 0, 4) == 3
@@ -190,17 +190,17 @@ def test_as_many_are_promoted_as_there_is_room_for_the_leading_ones(store):
     store.check()
 
 
-def test_what_comes_from_a_lossy_frame_is_lossy_until_it_leaves_memory(store, plain):
+def test_a_block_promoted_from_a_lossy_frame_is_lossy_until_its_eviction(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids[:8], flags=3, codec=7)
     write(store, ids[8:], segment=2)
-    assert store.lossy(ids) == b""  # what was saved is there yet
+    assert store.lossy(ids) == b""  # the saved bytes are still in memory
     store.evict(ids)
     store.promote(ids)
-    assert store.drop_segment(1) == (b"", b"")  # its frames go while they are read
+    assert store.drop_segment(1) == (b"", b"")  # its frames are dropped while they are read
     store.promoted(ids)
     assert store.lossy(ids) == ids[:8] and store.dirty(ids) == ids[:8]
-    write(store, ids[:8], segment=3, flags=3)  # as it is, and what it was is known again
+    write(store, ids[:8], segment=3, flags=3)  # stored raw, so that the loss mark is known again
     store.evict(ids[:8])
     assert store.lossy(ids) == b""
     assert store.promote(ids[:4])[0] == ids[:4]
@@ -213,7 +213,7 @@ def test_what_comes_from_a_lossy_frame_is_lossy_until_it_leaves_memory(store, pl
     store.check()
 
 
-def test_what_is_restored_of_lossy_frames_is_lossy(store, plain):
+def test_blocks_restored_from_lossy_frames_are_lossy(store, plain):
     store.restore(1, plain, row(1, flags=2, codec=7) + row(2, key(1), page=3), 7)
     ids = store.resident(plain, keys(1, 2))
     store.promote(ids)
@@ -221,16 +221,16 @@ def test_what_is_restored_of_lossy_frames_is_lossy(store, plain):
     assert store.lossy(ids) == ids[:4]
 
 
-def test_how_deep_a_block_lies_is_told(store, plain):
+def test_the_depth_of_a_block_is_returned(store, plain):
     ids = save(store, plain, [1, 2, 3])
     other = save(store, plain, [4])
     assert unpack(store.depths(other + ids[8:] + ids)) == [0, 2, 0, 1, 2]
     store.forget(ids[:4])
-    assert unpack(store.depths(ids[4:])) == [1, 2]  # a ghost is a key, too
+    assert unpack(store.depths(ids[4:])) == [1, 2]  # a ghost is a key too
     assert store.depths(b"") == b""
 
 
-def test_how_deep_blocks_lie_is_told_in_any_order(store, plain):
+def test_depths_are_returned_for_blocks_in_any_order(store, plain):
     stem = save(store, plain, range(20))
     twig = save(store, plain, range(100, 110), parent=9)
     lies = dict(zip(unpack(stem + twig), [*range(20), *range(10, 20)], strict=True))
@@ -242,26 +242,26 @@ def test_how_deep_blocks_lie_is_told_in_any_order(store, plain):
 
 
 def took(work):
-    """The least of some tries."""
+    """The least CPU time of several tries."""
     times = []
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         work()
-        times.append(time.perf_counter() - begun)
+        times.append(time.thread_time() - begun)
     return min(times)
 
 
-def test_what_is_evicted_last_first_is_as_soon_told_how_deep_it_lies():
+def test_depths_of_blocks_in_reverse_order_take_no_longer():
     store, count = Store(), 16_384
     open_arena(store, count * PAGE)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids, _ = store.reserve(space, 0, 0, None, keys(*range(count)), bytes(count))
     one, some = ids[-4:], pack(*unpack(ids)[:-129:-1])
-    # A walk up the chain for all of them, not for each.
+    # One walk up the chain for all blocks, not one for each.
     assert took(lambda: store.depths(some)) < 32 * took(lambda: store.depths(one))
 
 
-def test_many_spaces_are_counted_as_soon_as_one():
+def test_counting_many_spaces_takes_no_longer_than_one():
     one, many, count = Store(), Store(), 16_384
     for store, spaces in ((one, 1), (many, 4096)):
         open_arena(store, count * PAGE)
@@ -274,7 +274,7 @@ def test_many_spaces_are_counted_as_soon_as_one():
     assert took(lambda: many.tally(0, count)) < 30 * took(lambda: one.tally(0, count))
 
 
-def test_a_bad_frame_is_a_block_that_is_nowhere(store, plain):
+def test_a_block_with_a_bad_frame_is_removed(store, plain):
     ids = saved_cold(store, plain, [1, 2, 3])
     below = ids[4:]
     store.promote(ids)
@@ -286,9 +286,7 @@ def test_a_bad_frame_is_a_block_that_is_nowhere(store, plain):
     store.check()
 
 
-def test_a_frame_that_is_found_damaged_is_forgotten_and_its_block_only_if_it_is_nowhere_else(
-    store, plain
-):
+def test_a_damaged_frame_is_dropped_and_its_block_only_if_it_is_not_in_memory(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids)
     frames, _ = store.frames(ids)
@@ -302,7 +300,7 @@ def test_a_frame_that_is_found_damaged_is_forgotten_and_its_block_only_if_it_is_
     store.check()
 
 
-def test_a_damaged_frame_that_is_not_the_blocks_any_more_is_nobodys(store, plain):
+def test_damage_of_an_earlier_frame_of_a_block_is_ignored(store, plain):
     ids = saved_cold(store, plain, [1, 2])
     frames, _ = store.frames(ids)
     elsewhere = FRAME.pack(2, 1, PAGE, 0, 1, 1, 0)
@@ -316,7 +314,7 @@ def test_a_damaged_frame_that_is_not_the_blocks_any_more_is_nobodys(store, plain
     store.check()
 
 
-def test_who_is_still_in_a_segment_is_told(store, plain):
+def test_still_returns_the_blocks_with_a_frame_in_the_segment(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids[:8])
     move(store, ids[4:8], 2)
@@ -332,7 +330,7 @@ def test_a_block_forgotten_while_it_is_read_keeps_its_slot_until_the_read_ends(s
         assert lengths(store, plain, keys(end)) == (0, 0)
         assert store.probe(plain, 0, 0, key(end)) == bytes([2])
         with pytest.raises(ValueError):
-            store.gone(ids)  # that is for slots whose writer was another process
+            store.gone(ids)  # this call is for slots whose writer was another process
         assert store.counts()["free_bytes"] == 62 * PAGE
         gone = getattr(store, end)(ids)[1 if end == "promoted" else 0]
         assert gone == ids
@@ -341,7 +339,7 @@ def test_a_block_forgotten_while_it_is_read_keeps_its_slot_until_the_read_ends(s
         store.check()
 
 
-def test_reads_end_for_those_alone_whose_slots_they_fill(store, plain):
+def test_a_read_ends_only_for_blocks_that_are_promoting(store, plain):
     ready = save(store, plain, [1])
     cold = saved_cold(store, plain, [2])
     written, _ = store.reserve(plain, 0, 0, None, key(3), b"\0")
@@ -358,7 +356,7 @@ def test_reads_end_for_those_alone_whose_slots_they_fill(store, plain):
     store.check()
 
 
-def test_forgetting_tells_whose_frames_died(store, plain):
+def test_a_forget_returns_the_dropped_frames(store, plain):
     ids = saved_cold(store, plain, [1])
     held = save(store, plain, [2])
     dirty = save(store, plain, [3])
@@ -372,7 +370,7 @@ def test_forgetting_tells_whose_frames_died(store, plain):
     store.check()
 
 
-def test_a_frame_that_comes_too_late_is_nobodys(store, plain):
+def test_a_frame_that_is_written_too_late_is_dropped(store, plain):
     ids = save(store, plain, [1, 2])
     store.lease(ids)
     store.forget(ids[:4])
@@ -382,7 +380,7 @@ def test_a_frame_that_comes_too_late_is_nobodys(store, plain):
         write(store, pack(500))
 
 
-def test_a_frame_without_a_digest_is_of_a_block_that_has_one(store, plain):
+def test_a_frame_without_a_digest_uses_the_checksum_of_its_block(store, plain):
     ids, _ = store.reserve(plain, 0, 0, None, keys(1, 2), bytes(2))
     store.commit(ids[:4], b"x" * 16)
     store.commit(ids[4:], b"")
@@ -396,7 +394,7 @@ def test_a_frame_without_a_digest_is_of_a_block_that_has_one(store, plain):
         store.frames(ids[4:])
 
 
-def test_the_digest_of_an_encoded_payload_is_not_told_as_the_blocks_own(store, plain):
+def test_the_digest_of_an_encoded_payload_is_not_returned_as_the_blocks_checksum(store, plain):
     ids, _ = store.reserve(plain, 0, 0, None, key(1), bytes(1))
     store.commit(ids, b"x" * 16)
     write(store, ids, codec=3)
@@ -407,7 +405,7 @@ def test_the_digest_of_an_encoded_payload_is_not_told_as_the_blocks_own(store, p
     assert store.dirty(ids) == ids
 
 
-def test_windows_and_states_need_only_what_trails(store):
+def test_windows_and_states_need_only_trailing_blocks(store):
     open_arena(store, 256 * PAGE)
     space = store.add_space([(FULL, 0, PAGE), (WINDOW, 2, PAGE), (STATE, 0, PAGE)], [1, 2, 1])
     names = [1, 2, 3, 4]
@@ -433,7 +431,7 @@ def test_windows_and_states_need_only_what_trails(store):
     store.check()
 
 
-def test_a_prefix_that_needs_the_disk_may_be_followed_by_what_is_here(store, plain):
+def test_blocks_in_memory_may_follow_a_prefix_on_disk(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids)
     store.evict(ids[4:8])
@@ -441,7 +439,7 @@ def test_a_prefix_that_needs_the_disk_may_be_followed_by_what_is_here(store, pla
     assert (ready, restorable, parts) == (1, 3, [(0, 0, 0, ids[:4])])
 
 
-def test_what_a_match_finds_counts_as_used_until_it_is_looked_at(store, plain):
+def test_matched_blocks_count_as_used_until_the_segments_round_ends(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids)
     assert store.in_segment(1) == (ids, bytes(3))
@@ -457,11 +455,11 @@ def test_what_a_match_finds_counts_as_used_until_it_is_looked_at(store, plain):
     assert store.in_segment(1) == (ids[4:], bytes([1, 3]))
 
 
-def test_what_was_wanted_in_three_rounds_is_spared_once(store, plain):
+def test_a_block_used_in_three_rounds_is_spared_once(store, plain):
     ids = save(store, plain, [1])
 
     def round_over(segment, wanted):
-        """Its segment is used again, so its frame is copied into another."""
+        """Its segment is reused, so its frame is copied into another."""
         before, _ = store.frames(ids)
         if wanted:
             store.match(plain, keys(1))
@@ -480,7 +478,7 @@ def test_what_was_wanted_in_three_rounds_is_spared_once(store, plain):
     assert [round_over(20 + at, not at) for at in range(2)] == [1, 0], "another frame, another life"
 
 
-def test_use_is_told_once_and_only_of_frames_that_are_there(store, plain):
+def test_use_is_returned_once_and_only_for_existing_frames(store, plain):
     ids = save(store, plain, [1, 2, 3, 4])
     store.match(plain, keys(1, 2, 3, 4))
     assert store.take_used(9) == b"", "what has no frame has no use"
@@ -495,14 +493,14 @@ def test_use_is_told_once_and_only_of_frames_that_are_there(store, plain):
     assert store.take_used(9) == struct.pack("<II", 2, 1)
 
 
-def test_use_is_known_again_after_a_restart(store, plain):
+def test_use_is_restored_after_a_restart(store, plain):
     rows = row(1) + row(2, key(1), page=3) + row(3, key(2), page=5)
     used = struct.pack("<III", 3, 4, 900)
     assert store.restore(1, plain, rows, 7, used) == (3, 0, b"")
     ids = store.resident(plain, keys(1, 2, 3))
     assert store.in_segment(7) == (ids, bytes([2, 3, 2]))
     assert store.take_used(9) == b"", "its owner knows"
-    # A newer frame is used only if that frame was.
+    # A newer frame counts as used only if that frame was used.
     assert store.restore(1, plain, row(2, key(1), page=3), 8)[0] == 0
     assert store.in_segment(8) == (ids[4:8], b"\2")
     for wrong in (struct.pack("<II", 4, 3), b"abc"):
@@ -511,7 +509,7 @@ def test_use_is_known_again_after_a_restart(store, plain):
     store.check()
 
 
-def test_a_segment_used_again_takes_what_was_only_there(store, plain):
+def test_reusing_a_segment_removes_blocks_that_were_only_there(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids)
     store.evict(ids[4:])
@@ -525,7 +523,7 @@ def test_a_segment_used_again_takes_what_was_only_there(store, plain):
     store.check()
 
 
-def test_a_read_from_a_segment_used_again_that_did_not_come_is_a_block_less(store, plain):
+def test_a_failed_read_from_a_reused_segment_removes_the_block(store, plain):
     ids = saved_cold(store, plain, [1])
     store.promote(ids)
     store.drop_segment(1)
@@ -534,7 +532,7 @@ def test_a_read_from_a_segment_used_again_that_did_not_come_is_a_block_less(stor
     store.check()
 
 
-def test_a_frame_moves_only_from_where_it_was(store, plain):
+def test_a_frame_is_moved_only_from_its_current_place(store, plain):
     ids = saved_cold(store, plain, [1, 2])
     before, sums = store.frames(ids)
     after = b"".join(FRAME.pack(2, page, PAGE, 0, 1, 1, 0) for page in (1, 3))
@@ -558,7 +556,7 @@ def test_blocks_that_must_be_written_are_found_among_the_coldest(store, plain):
     assert store.coldest(ids, 0, 100) == (b"", True)
 
 
-def test_identities_are_what_a_frame_is_named_by(store):
+def test_identities_equal_the_names_of_frames(store):
     open_arena(store)
     store.add_space([(FULL, 0, PAGE)], [1])
     space = store.add_space([(FULL, 0, PAGE), (FULL, 0, PAGE)], [1, 2])
@@ -580,7 +578,7 @@ def test_a_segment_is_restored_after_a_restart(store, plain):
     assert store.counts()["ghosts"] == 1
     assert store.restore(1, plain, row(3, page=1), 8) == (1, 0, b"")
     assert store.counts()["ghosts"] == 0
-    # Where one is there already, the frame that is restored later is the newer one.
+    # If a block already has a frame, the one that is restored later is the newer.
     assert store.restore(1, plain, row(2, key(1), page=9), 9) == (0, 0, struct.pack("<II", 7, 3))
     assert store.in_segment(7)[0] == ids[:4] + ids[8:]
     assert store.in_segment(9)[0] == ids[4:8]
@@ -588,7 +586,7 @@ def test_a_segment_is_restored_after_a_restart(store, plain):
 
 
 def test_a_block_in_memory_gets_its_frame_back(store, plain):
-    """As after its disk was switched off and on: nothing of it has to be written again."""
+    """As after its disk was switched off and on: no block has to be written again."""
     ids = save(store, plain, [1, 2])
     frames = FRAME.pack(7, 1, PAGE, 0, 1, 0, 0) + FRAME.pack(7, 3, 9, 3, 1, 1, 0)
     assert store.framed(1, ids, frames, digest(1) + digest(2)) == b""
@@ -598,7 +596,7 @@ def test_a_block_in_memory_gets_its_frame_back(store, plain):
     assert store.restore(1, plain, rows, 8, pack(7)) == (2, 0, b"")
     assert store.dirty(ids) == b"" and store.in_segment(8) == (ids, bytes([0, 1]))
     assert store.checksums(ids) == (digest(1) + bytes(16), bytes([1, 0]))
-    # Only one of them can be told of when it is forgotten.
+    # A forget can report only one of the two frames.
     assert store.restore(1, plain, row(1, page=9), 9) == (0, 0, struct.pack("<II", 9, 9))
     assert write(store, ids[:4], segment=9) == ids[:4]
     assert store.forget(ids[:4])[2] == struct.pack("<II", 8, 5)
@@ -606,9 +604,7 @@ def test_a_block_in_memory_gets_its_frame_back(store, plain):
 
 
 @pytest.mark.parametrize("checksums", [b"", bytes(16)], ids=["unknown", "others"])
-def test_a_raw_frame_that_may_have_other_bytes_is_none_of_a_block_in_memory(
-    store, plain, checksums
-):
+def test_a_raw_frame_with_other_bytes_is_not_given_to_a_block_in_memory(store, plain, checksums):
     """Its digest would become the checksum of the bytes in memory."""
     ids, _ = store.reserve(plain, 0, 0, None, keys(1), bytes(1))
     store.commit(ids, checksums)
@@ -618,7 +614,7 @@ def test_a_raw_frame_that_may_have_other_bytes_is_none_of_a_block_in_memory(
     assert store.checksums(ids) == (bytes(16), bytes([bool(checksums)]))
 
 
-def test_rows_that_lie_about_their_parents_close_no_circle(store, plain):
+def test_rows_with_wrong_parents_form_no_cycle(store, plain):
     rows = row(1, key(1)) + row(2, key(3), page=3) + row(3, key(2), page=5)
     assert store.restore(1, plain, rows, 7) == (3, 0, b"")
     store.check()
@@ -627,7 +623,7 @@ def test_rows_that_lie_about_their_parents_close_no_circle(store, plain):
     assert store.counts()["nodes"] == 0
 
 
-def test_rows_that_fit_no_block_are_counted_and_passed_over(store, plain):
+def test_rows_that_fit_no_block_are_counted_and_ignored(store, plain):
     rows = [
         row(1, group=1), row(2, shard=1), row(3, payload=PAGE - 1), row(4, payload=1 << 32, codec=3),
         row(5, codec=256), row(6, header_pages=256), row(7, codec=3, payload=5),
@@ -641,7 +637,7 @@ def test_rows_that_fit_no_block_are_counted_and_passed_over(store, plain):
     store.check()
 
 
-def test_a_frame_costs_little_memory():
+def test_a_frame_uses_little_memory():
     store = Store()
     n = 1 << 17
     space = store.add_space([(FULL, 0, PAGE)], [1])
@@ -649,4 +645,4 @@ def test_a_frame_costs_little_memory():
     for segment in range(8):
         rows = b"".join(row((segment, at), page=1 + 2 * at) for at in range(n // 8))
         assert store.restore(1, space, rows, segment) == (n // 8, 0, b"")
-    assert (store.memory_bytes() - before) / n < 150  # of whole chunks of memory; 115 at a million
+    assert (store.memory_bytes() - before) / n < 150  # in whole chunks of memory; 115 at a million

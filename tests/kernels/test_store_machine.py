@@ -47,14 +47,14 @@ ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")
 LISTED, TALLY = struct.Struct("<IIIIHBBBB2x32s"), struct.Struct("<IIIIQQ")
 STATES = "absent", "writing", "ready", "doomed", "quarantined", "cold", "promoting"
 SEGMENTS = st.integers(7, 9)
-# Two scales: slots in one slab of small pages; and slabs that must share an arena of a few MiB.
+# Two scales: slots in one slab of small pages; and slabs that share an arena of a few MiB.
 MIB = 1 << 20
 SMALL = [100, 4096, 6000, 12288, 40000], st.integers(8 * 4096, 200 * 4096)
 LARGE = [640 << 10, MIB, 3 * MIB, 5 * MIB + 64], st.integers(8 * MIB, 40 * MIB)
 
 
 def path_to(leaf):
-    """The keys from a root to this one, in a forest of binary trees and one long chain."""
+    """The keys from a root to this leaf, in a forest of binary trees and one long chain."""
     path = [leaf]
     while path[0] not in (0, 1, 24):
         at = path[0]
@@ -101,14 +101,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.names = {}  # id -> (space, group, shard, key)
         self.places = {}  # id -> (extent, offset, generation, length)
         self.leases = {}
-        self.left = []  # places of blocks that left
-        self.summed = {}  # ids of blocks with a checksum of their own bytes: which
+        self.left = []  # places of removed blocks
+        self.summed = {}  # id -> which checksum of its own bytes it has
         self.frames = {}  # id -> frame
-        self.rounds = {}  # of frames: in how many they were wanted, 3 at most, and whether spared
-        self.used = set()  # ids with a frame that a match found since it was written
-        self.filling = set()  # ids whose slots are being read into
-        self.fresh = set()  # of those that nobody was told of
-        self.next_page = 1  # of all segments: their pages only go up
+        self.rounds = {}  # id -> rounds with a request for its frame, at most 3; whether it was spared
+        self.used = set()  # ids with a frame that a match found since its write
+        self.filling = set()  # ids whose slots a read fills
+        self.fresh = set()  # used ids that `take_used` has not returned yet
+        self.next_page = 1  # common to all segments; page numbers only increase
 
     def ask(self, name, *arguments):
         if name in CALLS_WITH_ORPHANS:
@@ -122,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
         return sorted(i for i, state in self.states.items() if state in states)
 
     def choose(self, ids, picks):
-        """Some of the ids, each once; picks are any numbers."""
+        """Some of the ids, each once. `picks` are arbitrary numbers."""
         return list(dict.fromkeys(ids[pick % len(ids)] for pick in picks)) if ids else []
 
     def gone(self, ids):
@@ -144,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.filling.discard(i)
 
     def unframe(self, i):
-        """Where the frame was, if there was one."""
+        """The position of the frame, or None."""
         self.unuse(i)
         self.rounds.pop(i, None)
         died = self.frames.pop(i, None)
@@ -153,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         return FRAME.pack(*died)[:8] if died else b""
 
     def evicted(self, ids):
-        """Those with a frame stay on disk; which they are."""
+        """Blocks with a frame stay on disk. Returns their ids."""
         cold = [i for i in ids if i in self.frames]
         for i in cold:
             self.states[i] = "cold"
@@ -282,7 +282,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.save_to(place, path_to(leaf), fifths)
             self.match_path(path_to(leaf))
 
-    # Saving is what makes all else possible, so it comes up three times as often.
+    # Most other operations need saved blocks, so saves are three times as frequent.
     saves = rule(
         pick=numbers,
         some_leaves=st.lists(leaves, min_size=1, max_size=4),
@@ -451,7 +451,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.frames[i] = tuple(frame)
                 self.unuse(i)
 
-    # What brings blocks to the disk and back makes the rest possible, as saving does.
+    # Most other operations on the disk need these two, as they need saves.
     promotions = rule(
         picks=st.lists(numbers, min_size=1, max_size=6),
         ends=st.lists(st.sampled_from(["promoted", "unpromoted", "spoilt"]), max_size=3),
@@ -681,7 +681,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.sum(i, frame[3], sha256(self.names[i][3]).digest()[:16])
 
     def sum(self, i, codec, digest):
-        """It has a frame with this digest of its payload; None is the one it had."""
+        """Record a frame with this digest of its payload. None keeps the previous digest."""
         if codec:
             self.summed.pop(i, None)
         elif digest is not None:
@@ -689,7 +689,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(leaf=leaves)
     def promote_a_prefix(self, leaf):
-        """All that a prefix lacks, while what is here of it is held: then it is READY."""
+        """Promote all missing blocks of a prefix while its other blocks are held: then it is READY."""
         path = path_to(leaf)
         for space in self.spaces:
             _, restorable = self.match_in(space, path)
@@ -752,7 +752,7 @@ class StoreMachine(RuleBasedStateMachine):
         bad=st.lists(st.integers(0, 60) | st.integers(0, 2**32 - 1), min_size=1, max_size=3),
     )
     def use_wrong_ids(self, call, good, bad):
-        """One bad id spoils the batch, and the good ones stay as they were."""
+        """One invalid id makes the call fail, and the valid ones stay unchanged."""
         right = {
             "abort": ["writing"],
             "quarantine": ["writing"],
@@ -844,7 +844,7 @@ class StoreMachine(RuleBasedStateMachine):
             ]
 
     def restorable(self, space, path, *states):
-        """By definition, from what was committed and did not leave: no index, no tree."""
+        """Computed by definition from commits and removals, without an index or a tree."""
         here = {self.names[i] for i in self.of(*states)}
         lengths = range(len(path), -1, -1)
         return next(
@@ -852,7 +852,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def needed(self, space, path, length):
-        """The names of all blocks that a prefix of this length is restored from."""
+        """The names of all blocks that are needed to restore a prefix of this length."""
         specs, shards = self.spaces[space]
         for group, (kind, window, _) in enumerate(specs):
             first = {FULL: 0, WINDOW: max(0, length - window), STATE: max(0, length - 1)}[kind]
@@ -974,7 +974,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert now > generation
 
     def teardown(self):
-        """What is not held can be used: the space of the smallest blocks gets nearly all of it."""
+        """All memory that is not held can be used: the space with the smallest blocks gets nearly all
+        of it."""
         if not self.states:
             return
         size, space, group = min(
@@ -987,7 +988,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.evicted(unpack(evicted))
         self.native.check()
         pitch = -(-size // 4096) * 4096
-        # Around each held block two slots may be cut, and its slab and the run after it end in one.
+        # Each held block may waste two slots, and its slab and the next run end within one slot.
         lost = sum(length + 4096 + 4 * pitch for *_, length in self.places.values())
         capacity = self.native.counts()["capacity_bytes"] - lost - pitch * len(self.tables)
         assert self.ask("room", *plan[:3]) * pitch >= capacity

@@ -1,4 +1,4 @@
-"""Where a client looks for its daemon when nobody says where."""
+"""The sockets that a client tries without configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def listening(folder: Path) -> str:
     return str(folder / "kvtier.sock")
 
 
-def test_what_is_said_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_socket_has_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_SOCKET", "/somewhere/k.sock")
     assert default_socket() == "/somewhere/k.sock"
 
 
-def test_a_users_own_daemon_comes_before_the_systems(
+def test_a_users_own_daemon_has_priority_over_the_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert default_socket() == DEFAULT_SOCKET
@@ -42,7 +42,7 @@ def test_a_users_own_daemon_comes_before_the_systems(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
-def test_a_folder_of_somebody_else_is_not_believed(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_ignored(tmp_path: Path) -> None:
     own = listening(tmp_path / f"kvtier-{os.geteuid()}")
     os.chown(Path(own).parent, 12345, 12345)
     assert default_socket() == DEFAULT_SOCKET

@@ -1,4 +1,4 @@
-"""Keys: a name for everything before a block, that nobody without the secret can make."""
+"""Keys: a name for all tokens up to the end of a block, which cannot be computed without the secret."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_one_key_for_each_whole_block(ids: list[int], block: int) -> None:
 
 
 @given(tokens, tokens)
-def test_keys_agree_exactly_as_far_as_the_tokens_do(one: list[int], two: list[int]) -> None:
+def test_keys_are_equal_exactly_for_the_common_prefix(one: list[int], two: list[int]) -> None:
     first, second = token_keys(SECRET, one, 4), token_keys(SECRET, two, 4)
     for at, (a, b) in enumerate(zip(first, second, strict=False)):
         assert (a == b) == (one[: at * 4 + 4] == two[: at * 4 + 4])
@@ -38,12 +38,12 @@ def test_lists_arrays_and_numpy_make_the_same_keys() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**70])
-def test_a_token_that_does_not_fit_is_an_error_not_another_token(bad: int) -> None:
+def test_a_token_out_of_range_is_an_error(bad: int) -> None:
     with pytest.raises((ValueError, OverflowError)):
         token_keys(SECRET, [bad] * 16, 16)
 
 
-def test_salt_extras_and_secret_share_nothing() -> None:
+def test_different_salts_extras_and_secrets_give_different_keys() -> None:
     ids = list(range(64))
     chains = [
         token_keys(SECRET, ids, 16),
@@ -57,7 +57,7 @@ def test_salt_extras_and_secret_share_nothing() -> None:
     assert len(set(every)) == len(every)
 
 
-def test_hashes_name_blocks_like_tokens_do_but_never_alike() -> None:
+def test_keys_of_hashes_form_chains_and_differ_from_keys_of_tokens() -> None:
     hashes = [bytes([n]) * 32 for n in range(4)]
     keys = hash_keys(SECRET, hashes)
     assert len(keys) == 4
@@ -82,7 +82,7 @@ def test_a_slice_knows_its_place_in_the_chain() -> None:
     assert len(keys[4:2]) == 0
 
 
-def test_only_chains_can_be_cut_out() -> None:
+def test_only_contiguous_slices_are_possible() -> None:
     keys = token_keys(SECRET, list(range(160)), 16)
     with pytest.raises(ValueError, match="chain"):
         keys[::2]
@@ -92,13 +92,13 @@ def test_only_chains_can_be_cut_out() -> None:
         Keys(b"short")
 
 
-def test_plain_lists_of_keys_are_taken_too() -> None:
+def test_plain_lists_of_keys_are_accepted() -> None:
     keys = token_keys(SECRET, list(range(64)), 16)
     assert Keys.of([Key(key) for key in keys]) == keys
     assert Keys.of(keys) is keys
 
 
-def test_a_chain_that_grew_has_the_keys_of_the_whole() -> None:
+def test_an_extended_chain_has_the_keys_of_the_whole_prompt() -> None:
     hashes = [bytes([n]) * 32 for n in range(6)]
     whole = hash_keys(SECRET, hashes, b"salt", b"extras")
     head = hash_keys(SECRET, hashes[:4], b"salt", b"extras")

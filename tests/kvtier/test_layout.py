@@ -1,4 +1,4 @@
-"""Identity: two caches share blocks only if nothing about them differs."""
+"""Identity: two caches share blocks only if all their properties are equal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_text_can_not_move_between_fields() -> None:
 
 
 def test_identity_does_not_change_between_versions_by_accident() -> None:
-    # Another value here means that every cache out there is lost: change IDENTITY_VERSION knowingly.
+    # Another value here makes all existing caches unusable: change IDENTITY_VERSION deliberately.
     assert space_id(SPEC, "t").hex() == IDENTITY_OF_SPEC
 
 
@@ -68,7 +68,7 @@ def test_an_8b_model_has_128_kib_a_token() -> None:
     assert dense().block_bytes == 16 * 128 * 1024
 
 
-def test_ranks_hold_their_share_of_heads() -> None:
+def test_ranks_have_their_share_of_heads() -> None:
     spec = dense(tensor_parallel=4)
     assert spec.block_bytes == dense().block_bytes // 4
     assert spec.cache_groups[0].shards == 4
@@ -122,6 +122,6 @@ def test_needed_blocks_follow_the_kind() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_descriptions_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+def test_invalid_descriptions_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(SpecError):
         dense(**changes)

@@ -1,4 +1,4 @@
-"""What computing a prompt takes, learned from steps as they come."""
+"""The time to recompute a prompt, learned from the engine's steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def steps(model: Recompute, count: int, a: float = A, b: float = B, seed: int = 
         model.stepped(tokens, context, tokens * (a + b * context) * dice.uniform(0.95, 1.05))
 
 
-def test_both_terms_are_learned() -> None:
+def test_the_linear_and_the_quadratic_term_are_learned() -> None:
     model = Recompute()
     assert model.seconds(1, 0) == float("inf")
     steps(model, 200)
@@ -27,16 +27,16 @@ def test_both_terms_are_learned() -> None:
     assert model.seconds(4096, 16_384, 1.5) == pytest.approx(1.5 + model.seconds(4096, 16_384))
 
 
-def test_a_first_step_that_is_slow_and_pauses_since_spoil_nothing() -> None:
+def test_a_slow_first_step_and_pauses_do_not_affect_the_estimate() -> None:
     model = Recompute()
-    model.stepped(2048, 0.0, 20.0)  # it compiles
+    model.stepped(2048, 0.0, 20.0)  # the engine compiles
     steps(model, 300)
     for _ in range(3):
         model.stepped(8192, 30_000.0, 60.0)
     assert model.seconds(4096, 16_384) == pytest.approx(predict((A, B), 4096, 16_384), rel=0.1)
 
 
-def test_a_machine_that_has_become_slower_for_good_is_noticed() -> None:
+def test_a_permanently_slower_machine_is_detected() -> None:
     model = Recompute()
     steps(model, 200)
     steps(model, 400, 6 * A, 6 * B, seed=2)

@@ -46,13 +46,13 @@ def test_an_amount_of_bytes_is_read_in_its_unit(text, amount):
         *("9" * 30, "9000PiB", "1.GiB", ".5GiB", "50%", "1  GiB"),
     ],
 )
-def test_what_is_no_amount_of_bytes_is_refused(text):
+def test_invalid_amounts_of_bytes_are_refused(text):
     with pytest.raises(ValueError, match=r"."):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("number", [-1, True, BYTES_MAX + 1])
-def test_a_number_that_is_no_amount_is_refused(number):
+def test_invalid_numbers_are_refused(number):
     with pytest.raises(ValueError, match="not an amount of bytes"):
         parse_bytes(number)
 
@@ -83,18 +83,18 @@ def test_an_amount_is_written_with_few_digits(amount, text):
 
 
 @given(st.integers(0, BYTES_MAX))
-def test_what_is_written_is_read_back_within_a_percent(amount):
+def test_a_formatted_amount_is_parsed_back_within_a_percent(amount):
     back = parse_bytes(format_bytes(amount))
     assert abs(back - amount) * 100 <= amount
 
 
 @given(st.integers(1, 999), st.sampled_from([1, KIB, MIB, GIB, TIB]))
-def test_whole_multiples_of_a_unit_are_read_back_exactly(count, unit):
+def test_whole_multiples_of_a_unit_are_parsed_back_exactly(count, unit):
     assert parse_bytes(format_bytes(count * unit)) == count * unit
 
 
 @given(st.integers(0, BYTES_MAX))
-def test_a_plain_number_stands_for_itself_as_text_and_as_integer(amount):
+def test_a_plain_number_is_bytes_as_text_and_as_integer(amount):
     assert parse_bytes(amount) == parse_bytes(str(amount)) == amount
 
 
@@ -120,13 +120,13 @@ def test_a_percentage_outside_the_whole_is_refused(share):
 
 
 @given(st.sets(st.integers(1, 9999), max_size=8), st.integers(0, BYTES_MAX))
-def test_percentages_that_make_up_the_whole_never_exceed_it(cuts, whole):
+def test_percentages_that_sum_to_100_never_exceed_the_whole(cuts, whole):
     edges = [0, *sorted(cuts), 10_000]  # in hundredths of a percent
     shares = [f"{(b - a) // 100}.{(b - a) % 100:02d}%" for a, b in itertools.pairwise(edges)]
     assert sum(parse_share(share, whole) for share in shares) <= whole
 
 
-def test_every_error_is_of_one_tree():
+def test_every_error_is_a_kvtier_error():
     for kind in (ConfigError, Unavailable, ProtocolError, Refused, StaleLease, SpecError):
         assert issubclass(kind, KvtierError)
 

@@ -1,4 +1,4 @@
-"""The wire: what is sent is what comes, and nothing else does."""
+"""The wire format: messages arrive as they were sent, and invalid data is refused."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def test_framer_finds_every_frame_however_the_stream_is_cut(
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(1, 400), max_size=9))
-def test_framer_takes_a_lone_frame_without_a_copy_and_others_as_ever(
-    payloads: list[bytes], cuts: list[int]
-) -> None:
+def test_framer_returns_a_lone_frame_without_a_copy(payloads: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(wire.LENGTH.pack(len(p)) + p for p in payloads)
     framer, found = wire.Framer(), []
     for cut in [*cuts, len(stream)]:
@@ -47,12 +45,12 @@ def test_framer_takes_a_lone_frame_without_a_copy_and_others_as_ever(
     assert isinstance(lone, memoryview) and lone == b"abc" and not framer.held_bytes
 
 
-def test_framer_refuses_a_length_beyond_the_limit_before_its_bytes_come() -> None:
+def test_framer_refuses_an_excessive_length_before_its_bytes_arrive() -> None:
     with pytest.raises(ProtocolError, match="at most"):
         bodies(wire.LENGTH.pack(wire.LIMIT_FRAME_BYTES + 1))
 
 
-def test_framer_yields_what_came_before_a_bad_length() -> None:
+def test_framer_returns_frames_before_a_bad_length() -> None:
     framer = wire.Framer()
     found = []
     with pytest.raises(ProtocolError):
@@ -89,7 +87,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
-def test_requests_come_back_as_they_went(message: wire.Message) -> None:
+def test_decoded_requests_equal_the_encoded_ones(message: wire.Message) -> None:
     (body,) = bodies(wire.encode(message))
     assert wire.decode_request(body) == message
 
@@ -110,7 +108,7 @@ def test_requests_come_back_as_they_went(message: wire.Message) -> None:
     ],
     ids=["nothing", "never used", "map", "tag", "type", "text", "more", "fewer", "reply", "deep"],
 )
-def test_what_is_no_request_is_refused(body: bytes) -> None:
+def test_invalid_requests_are_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         wire.decode_request(body)
 
@@ -128,7 +126,7 @@ def test_limits_leave_room_for_the_largest_messages() -> None:
     wire.encode(wire.Commit(1, 1, 0, wire.LIMIT_KEYS, bytes(16 * wire.LIMIT_KEYS)))
 
 
-def test_schema_digest_sees_a_changed_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_digest_changes_with_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
     before = wire.schema_digest()
     assert before == wire.SCHEMA
     monkeypatch.setattr(wire, "LIMIT_KEYS", 1)
@@ -162,7 +160,7 @@ def test_a_plain_request_can_be_decoded_and_one_of_another_type_is_not_plain(
         assert not wire.is_plain(kind(*fields))
 
 
-def test_a_frame_made_in_a_buffer_is_the_same_whatever_the_buffer_had() -> None:
+def test_a_frame_in_a_reused_buffer_does_not_depend_on_its_earlier_content() -> None:
     frame = bytearray(wire.LENGTH.size)
     for nbytes in (0, 32, 32 * 1024, 64, 1 << 20):
         sent = wire.MatchPrefix(7, 1, bytes(nbytes))

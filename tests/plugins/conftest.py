@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from kvtier.connection import Connection
+from kvtier_vllm.daemon import Reconnect
 from support.daemons import Daemon
 from support.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that wait for the daemon in a thread other than those of the plugin."""
+    found: list[str] = []
+
+    def watch(kind: Any, name: str) -> None:
+        call = getattr(kind, name)
+
+        def watched(*args: Any) -> Any:
+            if not threading.current_thread().name.startswith("kvtier-"):
+                found.append(name)
+            return call(*args)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    watch(Connection, "wait")
+    watch(Connection, "send")
+    watch(Reconnect, "wait_first")
+    return found
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
-"""The vLLM plugin where pages are a device's: both sides over a real daemon and a driver without a device.
+"""The vLLM plugin with pages on a GPU: both sides with a real daemon, and a CUDA driver without a
+device.
 
-The engine computes on a stream of its own, which comes to it later, and sees there what was loaded for it."""
+The engine computes on its own stream, which executes later, and checks there which data was loaded for
+it."""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_a_prompt_is_loaded_as_it_was_saved(
     assert bool(fake_cuda.live()["registered"]) == registered
 
 
-def test_many_prompts_at_once_are_all_right(
+def test_many_concurrent_prompts_are_loaded_correctly(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
     fake_cuda.delay(2000)
@@ -104,7 +106,7 @@ def test_many_prompts_at_once_are_all_right(
 
 
 def known(daemon: Daemon, engine: DeviceEngine, request: FakeRequest) -> int:
-    """How many blocks of it the daemon gives to anybody."""
+    """The number of blocks of the request that the daemon returns to any client."""
     keys = engine.scheduler._prompts[request.request_id].keys
     assert keys is not None
     with daemon.connect() as client:
@@ -112,7 +114,7 @@ def known(daemon: Daemon, engine: DeviceEngine, request: FakeRequest) -> int:
 
 
 def saving(engine: DeviceEngine, fake: FakeCuda) -> FakeRequest:
-    """A request whose save has begun, and does not end before the hold does."""
+    """A request whose save began, and does not end before the device continues."""
     engine.serve(range(1000, 1000 + BLOCK))
     fake.hold()
     request = engine.run(engine.add(PROMPT))
@@ -139,7 +141,8 @@ def test_no_slot_is_committed_before_its_copy_has_ended(
 def test_pages_of_a_copy_that_has_begun_are_not_given_away(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
-    """The step that gives them to another waits for the device, and what was saved is what was there."""
+    """The step that reuses the pages waits for the device, and the saved data is that of the first
+    request."""
     engine = engine_of(daemon, pages=10)
     engine.finish(saving(engine, fake_cuda))
     second = engine.add(OTHER)
@@ -158,7 +161,7 @@ def test_pages_of_a_copy_that_has_begun_are_not_given_away(
     assert not engine.early
 
 
-def test_a_copy_that_has_not_begun_is_called_off(
+def test_a_copy_that_has_not_begun_is_cancelled(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
     engine = engine_of(daemon, pages=10)
@@ -178,7 +181,7 @@ def test_a_copy_that_has_not_begun_is_called_off(
 def test_a_slot_that_is_given_away_under_a_copy_fails_the_load(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, load: str
 ) -> None:
-    """The slot is another's when the device comes to it: only a look after that can tell."""
+    """The slot is reused before the device executes the copy: only the check after the copy can detect it."""
     engine = engine_of(daemon, load=load)
     engine.serve(PROMPT)
     request = engine.add([*PROMPT, *range(40)])
@@ -212,17 +215,17 @@ def test_a_slot_that_is_given_away_under_a_copy_fails_the_load(
 def test_a_step_does_not_wait_for_a_load_that_it_needs(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
-    """Its kernels are told to the stream, which waits, while the copy has not even begun."""
+    """Its kernels are queued on the stream, which waits while the copy has not begun."""
     engine = engine_of(daemon, load="sync")
     engine.serve(PROMPT)
-    told = threading.Event()
+    queued = threading.Event()
     fake_cuda.hold()
     compute = engine.compute
-    engine.compute = lambda *args: (compute(*args), told.set())[0]  # type: ignore[method-assign]
+    engine.compute = lambda *args: (compute(*args), queued.set())[0]  # type: ignore[method-assign]
     request = engine.add(PROMPT)
     running = threading.Thread(target=engine.run, args=(request,))
     running.start()
-    assert told.wait(60)
+    assert queued.wait(60)
     soon(lambda: fake_cuda.held == 1)
     fake_cuda.hold(False)
     running.join(60)
@@ -230,7 +233,7 @@ def test_a_step_does_not_wait_for_a_load_that_it_needs(
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_a_device_that_fails_costs_what_was_asked_of_it(
+def test_a_failing_device_fails_only_its_copies(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, load: str
 ) -> None:
     engine = engine_of(daemon, load=load)
@@ -250,7 +253,7 @@ def test_a_device_that_fails_costs_what_was_asked_of_it(
     assert engine.scheduler.counts["drop:lost"] == 8
 
 
-def test_a_device_that_breaks_does_not_break_a_step(
+def test_a_device_error_does_not_fail_a_step(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
     engine = engine_of(daemon)
@@ -272,7 +275,7 @@ def test_a_device_that_breaks_does_not_break_a_step(
     fake_cuda.library.fake_mend()
 
 
-def test_a_daemon_that_comes_back_is_registered_anew(
+def test_the_memory_of_a_restarted_daemon_is_registered(
     daemon_of: Callable[..., Daemon], tmp_path: Any, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
     folder = tmp_path / "again"
@@ -305,7 +308,7 @@ def test_extents_are_registered_before_anything_is_copied(
 
 
 def test_no_driver_is_opened_by_the_scheduler_or_an_import() -> None:
-    """No process has a context but those whose pages are a device's."""
+    """Only processes with pages on a GPU create a context."""
     code = (
         "import ctypes, sys; ctypes.CDLL = None\n"
         "import kvtier_vllm.scheduler, kvtier_vllm.worker\n"
@@ -315,7 +318,7 @@ def test_no_driver_is_opened_by_the_scheduler_or_an_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_where_pages_can_t_be_kept_it_says_why() -> None:
+def test_an_unsupported_device_is_refused_with_the_reason() -> None:
     def tensor(device: str) -> Any:
         kind, _, index = device.partition(":")
         where = type(
@@ -329,7 +332,7 @@ def test_where_pages_can_t_be_kept_it_says_why() -> None:
         open_device(pages, [tensor("cuda:0")], Options(), 1, True)
 
 
-def test_arenas_of_runs_that_are_long_over_are_let_go(
+def test_arenas_of_earlier_daemons_are_unmapped(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
 ) -> None:
     folder = tmp_path / "again"

@@ -1,4 +1,4 @@
-"""The connection that the plugin keeps."""
+"""The plugin's connection to the daemon."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.daemons import Daemon
 from support.specs import spec_of
 
 
-def test_a_session_that_was_lost_is_closed_where_no_other_is_made(
+def test_a_lost_session_is_closed_if_no_new_one_is_made(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end may come before the thread that would have made one."""
+    """The plugin may stop before the thread that would reconnect runs."""
     line = Reconnect(shared_daemon.socket, spec_of("line"), "line", populate=False)
     session = line.wait_first()
     assert session is not None
@@ -38,10 +38,10 @@ def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def test_an_idle_line_notices_the_end_of_the_daemon_and_connects_to_the_next(
+def test_an_idle_connection_notices_the_end_of_the_daemon_and_reconnects(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """Nothing is asked meanwhile, as in an engine without requests."""
+    """No request is sent meanwhile, as in an idle engine."""
     daemon = daemon_of(folder=tmp_path)
     line = Reconnect(daemon.socket, spec_of("line"), "line", populate=False)
     session = line.wait_first()
@@ -58,10 +58,11 @@ def test_an_idle_line_notices_the_end_of_the_daemon_and_connects_to_the_next(
     assert not line._thread.is_alive()
 
 
-def test_a_line_that_populates_maps_what_grows_while_nothing_is_asked(
+def test_a_populating_connection_maps_new_extents_while_it_is_idle(
     daemon_of: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank connects to a daemon whose memory is still being made: its first load is to find all of it."""
+    """A rank connects to a daemon that still allocates memory: its first load must find all extents
+    mapped."""
     monkeypatch.setattr(plugin_daemon, "PING_S", 0.01)
     daemon = daemon_of(
         folder=tmp_path, config='[warm]\nsize = "64MiB"\nextent = "4MiB"\n', wait=False
@@ -73,10 +74,10 @@ def test_a_line_that_populates_maps_what_grows_while_nothing_is_asked(
     line.close()
 
 
-def test_a_line_that_connects_says_to_what_and_what_there_is(
+def test_a_new_connection_logs_the_daemon_and_its_memory(
     daemon_of: Callable[..., Daemon], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line for an engine: its ranks say nothing."""
+    """One line per engine: the ranks log nothing."""
     daemon = daemon_of(folder=tmp_path)
     spec = spec_of("line")
     with daemon.connect() as client:
@@ -92,7 +93,7 @@ def test_a_line_that_connects_says_to_what_and_what_there_is(
             assert line.wait_first() is not None
             line.close()
             line._thread.join(60)
-    (said,) = [one.getMessage() for one in caplog.records]
-    assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in said
-    assert "warm 64 MiB" in said
-    assert "has 5 blocks in memory and 0 on disk" in said
+    (message,) = [one.getMessage() for one in caplog.records]
+    assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in message
+    assert "warm 64 MiB" in message
+    assert "has 5 blocks in memory and 0 on disk" in message

@@ -1,4 +1,4 @@
-"""What is read from disk for a request, when, and how long the request is held back for it."""
+"""Which blocks are read from disk for a request, when, and how long the request is held back for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EngineOf = Callable[..., FakeEngine]
 
 @pytest.fixture
 def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
-    """With a disk that is written to at once."""
+    """A daemon with a disk, which is written to immediately."""
     cold = tmp_path / "cold"
     cold.mkdir()
     config = f'[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
@@ -35,7 +35,7 @@ def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
 
 @pytest.fixture
 def engine(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """One whose prompt is on disk alone, and for which reading is always sooner than computing."""
+    """An engine whose prompt is only on disk, and which expects a read to be faster than recompute."""
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 1.0)
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
     monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
@@ -46,7 +46,7 @@ def engine(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch)
 
 
 def crowd_out(daemon: Daemon, engine: FakeEngine) -> None:
-    """Fill the memory with other blocks, once the prompt is on disk."""
+    """Fill the memory with other blocks after the prompt was written to disk."""
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= BLOCKS)
     with daemon.connect() as client:
         space = client.open(spec_for(engine.layout))
@@ -60,7 +60,7 @@ def blocks_read(daemon: Daemon) -> int:
 
 
 class Cache:
-    """The engine's own cache, as its manager tells of it: `tokens` tokens of any prompt."""
+    """The engine's own cache, as its cache manager reports it: `tokens` tokens of any prompt."""
 
     def __init__(self, tokens: int, free_blocks: int = 1000) -> None:
         self.tokens = tokens
@@ -74,7 +74,7 @@ class Cache:
 def test_blocks_that_the_engine_has_itself_are_not_read_from_disk(
     daemon: Daemon, engine: FakeEngine, told: bool
 ) -> None:
-    """Whether the engine says early what it has, or not before the scheduler asks."""
+    """The engine reports its cached tokens early, or only when the scheduler asks."""
     if told:
         enter(engine, Cache(5 * BLOCK))
     request = engine.serve(PROMPT, resident=5 * BLOCK)
@@ -83,7 +83,7 @@ def test_blocks_that_the_engine_has_itself_are_not_read_from_disk(
     assert blocks_read(daemon) == 3
 
 
-def test_what_the_engine_has_lost_since_is_read_then(daemon: Daemon, engine: FakeEngine) -> None:
+def test_blocks_that_the_engine_lost_meanwhile_are_read(daemon: Daemon, engine: FakeEngine) -> None:
     cache = Cache(5 * BLOCK)
     enter(engine, cache)
     request = engine.add(PROMPT, resident=2 * BLOCK)
@@ -93,18 +93,17 @@ def test_what_the_engine_has_lost_since_is_read_then(daemon: Daemon, engine: Fak
     engine.finish(request)
 
 
-def test_nothing_is_read_where_the_engine_has_all_that_the_daemon_has(
-    daemon: Daemon, engine: FakeEngine
-) -> None:
+def test_no_block_is_read_if_the_engine_has_all_of_them(daemon: Daemon, engine: FakeEngine) -> None:
     enter(engine, Cache(BLOCKS * BLOCK))
     assert engine.serve(PROMPT, resident=BLOCKS * BLOCK).cached == BLOCKS * BLOCK
     assert blocks_read(daemon) == 0
 
 
-def test_the_engines_own_blocks_are_looked_up_once_where_all_is_in_memory(
+def test_the_engines_own_blocks_are_looked_up_once_if_all_are_in_memory(
     engine: FakeEngine,
 ) -> None:
-    """A look-up is of each block: a prompt of 100k tokens takes a millisecond, for each step it waits."""
+    """A lookup covers each block: for a prompt of 100k tokens it takes a millisecond, in each step that
+    the request waits."""
     engine.serve(PROMPT)  # from disk
     cache, looks = Cache(0), list[int]()
     find = cache.coordinator.find_longest_cache_hit
@@ -128,7 +127,7 @@ def enter(engine: FakeEngine, cache: Any, **limits: Any) -> None:
 
 
 def held(engine: FakeEngine, request: FakeRequest, after_s: float) -> bool:
-    """Whether the scheduler is told to ask again later, where it first asked so long ago."""
+    """Whether the scheduler is told to ask again later, when it asked first `after_s` seconds ago."""
     side = engine.scheduler
     prompt, now = side._prompts[request.request_id], side._clock()
     prompt.lookup.wait.since = now - after_s
@@ -136,7 +135,7 @@ def held(engine: FakeEngine, request: FakeRequest, after_s: float) -> bool:
 
 
 def on_its_way(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeRequest:
-    """A request of which 3 blocks are in memory, and the others will be for a long time on their way."""
+    """A request with 3 blocks in memory. The others are being read, and will be for a long time."""
     side = engine.scheduler
     engine.serve(range(3 * BLOCK + 1))
     request = engine.add(PROMPT)
@@ -154,7 +153,7 @@ def on_its_way(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeReque
 
 @pytest.fixture
 def patient(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """One that waits for 10 s at most, and whose prompt is on disk alone."""
+    """An engine with a patience of 10 s, and whose prompt is only on disk."""
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 1.0)
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
     monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
@@ -174,12 +173,12 @@ def test_a_request_is_held_back_while_the_scheduler_asks_again_in_time(
     assert not held(patient, request, 10.5)
 
 
-def test_a_request_is_not_held_back_where_the_next_step_ends_after_its_patience(
+def test_a_request_is_not_held_back_if_the_next_step_ends_after_its_patience(
     patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler asks between steps only: what is ready is loaded, and the rest computed."""
+    """The scheduler asks only between steps: ready blocks are loaded, and the others recomputed."""
     request = on_its_way(patient, monkeypatch)
-    other = patient.add(range(5000, 5000 + 2 * BLOCK))  # is computed by the next steps
+    other = patient.add(range(5000, 5000 + 2 * BLOCK))  # the next steps compute it
     patient.waiting.remove(other)
     monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 2.0)
     assert held(patient, request, 7.0)
@@ -189,10 +188,10 @@ def test_a_request_is_not_held_back_where_the_next_step_ends_after_its_patience(
 
 
 @pytest.mark.parametrize("limit", ["blocks", "seats", "tokens"])
-def test_a_request_is_not_held_back_where_another_would_take_its_place(
+def test_a_request_is_not_held_back_if_another_would_take_its_place(
     patient: FakeEngine, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """It would be asked for when that one is over."""
+    """If held back, the request would be asked about only after the other one ended."""
     request = on_its_way(patient, monkeypatch)
     monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 2.0)
     other = patient.add(range(5000, 5000 + 20 * BLOCK))
@@ -208,11 +207,11 @@ def test_a_request_is_not_held_back_where_another_would_take_its_place(
     assert not held(patient, request, 0.0)
 
 
-def test_what_was_not_asked_for_yet_is_answered_at_once_where_there_is_no_time_to_hold(
+def test_a_new_lookup_is_answered_at_once_if_there_is_no_time_to_hold_the_request(
     daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine has lost what it had when the request was queued: what the daemon has in memory is loaded
-    without another step."""
+    """The engine lost its cached blocks after the request was queued: blocks that the daemon has in
+    memory are loaded without another step."""
     monkeypatch.setattr(lookups, "LAST_WAIT_S", 10.0)
     patient.serve(range(3 * BLOCK + 1))
     enter(patient, Cache(5 * BLOCK), most_requests=0)
@@ -222,7 +221,7 @@ def test_what_was_not_asked_for_yet_is_answered_at_once_where_there_is_no_time_t
     assert side.matched(request, 0)[0] == 3 * BLOCK
 
 
-def test_what_a_request_is_held_back_for_is_told_apart() -> None:
+def test_the_reasons_for_holding_a_request_back_are_distinguished() -> None:
     wait = Wait()
     assert wait.begin(10.0) == 10.0
     wait.hold("answer", 10.0)
@@ -238,10 +237,10 @@ def test_what_a_request_is_held_back_for_is_told_apart() -> None:
     assert wait.end(14.0) is None
 
 
-def test_what_has_come_since_the_last_answer_is_loaded_where_there_is_no_time_to_hold(
+def test_blocks_read_since_the_last_answer_are_loaded_if_there_is_no_time_to_hold(
     daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that were read from disk for a request are not computed."""
+    """Blocks that were read from disk for a request are not recomputed."""
     monkeypatch.setattr(lookups, "LAST_WAIT_S", 10.0)
     enter(patient, Cache(0))
     request = patient.add(PROMPT)  # the first in the queue: its blocks are read
@@ -253,7 +252,7 @@ def test_what_has_come_since_the_last_answer_is_loaded_where_there_is_no_time_to
     assert patient.scheduler.matched(request, 0)[0] == BLOCKS * BLOCK
 
 
-def test_what_the_engine_loses_while_a_request_is_queued_is_read_before_it_is_asked_for(
+def test_blocks_that_the_engine_loses_while_a_request_is_queued_are_read_in_advance(
     daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "LAST_WAIT_S", 10.0)

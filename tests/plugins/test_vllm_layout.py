@@ -1,4 +1,4 @@
-"""What the vLLM plugin makes of an engine's configuration: the same identity for the same cache, no other."""
+"""From an engine's configuration to an identity: equal for equal caches, different for all others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.losses_by_twins import profile_of
 
 
 class FullAttentionSpec(SimpleNamespace):
-    """Named as vLLM's: kinds are told by the name."""
+    """Has the name of vLLM's class: the plugin recognizes kinds by class name."""
 
 
 class MLAAttentionSpec(SimpleNamespace):
@@ -69,7 +69,7 @@ def state(**more: Any) -> MambaSpec:
 
 
 def engine(*specs: Any, **changes: Any) -> tuple[Any, Any]:
-    """The two configurations of an engine with these KV-cache groups."""
+    """The two configuration objects of an engine with these KV-cache groups."""
     groups = [
         SimpleNamespace(layer_names=[f"layers.{n}.{k}" for k in range(2)], kv_cache_spec=spec,
                         is_eagle_group=False)
@@ -140,7 +140,7 @@ def test_pages_in_a_known_order_have_heads_and_dims() -> None:
         assert (group.kv_heads, group.head_dim, group.opaque_bytes) == (2, 32, 0)
     assert spec.group_block_bytes(0) == described(full(**HEADS)).group_block_bytes(0)
     assert order_of(spec, 0) is not None and order_of(spec, 1) is not None
-    assert isinstance(Losses([("tiny", "q8")]).look(spec), Loss)
+    assert isinstance(Losses([("tiny", "q8")]).find(spec), Loss)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_pages_in_a_known_order_have_heads_and_dims() -> None:
 def test_pages_of_an_unknown_order_or_size_are_opaque(spec: Callable[[], KvSpec]) -> None:
     found = spec()
     assert all(group.opaque_bytes and not group.kv_heads for group in found.cache_groups)
-    assert Losses([("tiny", "q8")]).look(found) in ("opaque", "dtype")
+    assert Losses([("tiny", "q8")]).find(found) in ("opaque", "dtype")
 
 
 LATENT_DIMS = {"kv_lora_rank": 48, "qk_rope_head_dim": 16}
@@ -173,16 +173,16 @@ def latent(
 
 
 def test_pages_of_latents_have_dims_and_those_that_are_exact() -> None:
-    """A profile's codecs take them, those that look at K and V don't."""
+    """Codecs with a profile accept them; codecs for K and V do not."""
     spec = latent()
     (group,) = spec.cache_groups
     assert (group.kv_heads, group.head_dim, group.parts, group.shards) == (1, 64, 1, 1)
     assert spec.block_bytes == 2 * 16 * 64 * 2
     profile = profile_of(spec, exact_dims=16)
-    assert isinstance(Losses([("tiny", "ecsq-mid")], [profile]).look(spec), Loss)
-    assert Losses([("tiny", "q8")]).look(spec) == "opaque"
+    assert isinstance(Losses([("tiny", "ecsq-mid")], [profile]).find(spec), Loss)
+    assert Losses([("tiny", "q8")]).find(spec) == "opaque"
     other = profile_of(spec, exact_dims=8)
-    assert Losses([("tiny", "ecsq-mid")], [other]).look(spec) == "shape"
+    assert Losses([("tiny", "ecsq-mid")], [other]).find(spec) == "shape"
 
 
 @pytest.mark.parametrize(
@@ -202,24 +202,25 @@ def test_latents_of_other_dims_or_sizes_are_opaque(spec: Callable[[], KvSpec]) -
     (group,) = found.cache_groups
     assert group.opaque_bytes and not group.kv_heads
     profile = profile_of(latent(), exact_dims=16)
-    assert Losses([("tiny", "ecsq-mid")], [profile]).look(found) in ("opaque", "dtype")
+    assert Losses([("tiny", "ecsq-mid")], [profile]).find(found) in ("opaque", "dtype")
 
 
 def test_a_window_needs_what_the_next_token_sees() -> None:
-    """It sees itself and the window less one before it: 17 tokens need one block of 16, 18 need two."""
+    """A token attends to itself and the previous tokens of the window: 17 tokens need one block of 16,
+    18 need two."""
     for tokens, blocks in ((17, 1), (18, 2), (33, 2), (1, 1)):
         group = described(window(tokens)).cache_groups[0]
         assert (group.kind, group.window_blocks(16)) == ("window", blocks)
 
 
-def test_groups_that_the_engine_mixes_of_like_kinds_are_one() -> None:
+def test_similar_layers_that_the_engine_combines_are_one_group() -> None:
     layers = {"layers.0.0": full(), "layers.0.1": full(page_size_bytes=8192)}
     mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
     assert described(mixed).cache_groups[0].opaque_bytes == 4096 + 8192
 
 
-def test_groups_of_different_block_sizes_share_the_blocks_that_all_have() -> None:
-    """Smaller pages hold fewer tokens: several of them are one block."""
+def test_groups_of_different_block_sizes_use_a_common_block() -> None:
+    """Smaller pages hold fewer tokens: several of them form one block."""
     config, caches = engine(full(), window(100, block_size=48), full(block_size=32))
     layout = read_layout(config, caches)
     assert layout.block_tokens == 96 and layout.hash_tokens == 16
@@ -250,28 +251,28 @@ def test_replicated_ranks_share_a_shard() -> None:
         ((full(),), {"hash_tokens": 24}, "hashes of 24"),
     ],
 )
-def test_what_cannot_be_kept_is_said(
+def test_unsupported_caches_are_refused_with_a_reason(
     specs: tuple[Any, ...], changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(Unsupported, match=why):
         read_layout(*engine(*specs, **changes))
 
 
-def test_of_states_the_last_is_needed() -> None:
+def test_only_the_last_state_is_needed() -> None:
     spec = described(full(block_size=32), state(block_size=32))
     assert [group.kind for group in spec.cache_groups] == ["full", "state"]
     assert list(spec.cache_groups[1].needed_blocks(32, 5)) == [4]
 
 
 def test_states_of_other_types_have_another_identity() -> None:
-    """Their pages are as long, and bytes to the engine's own tensors."""
+    """Their pages have equal lengths, and the engine's own tensors treat both as bytes."""
     one = described(full(), state())
     for changes in ({"dtypes": ("fp16", "float32")}, {"shapes": ((64, 3), (64, 16))}):
         other = described(full(), state(**changes))
         assert space_id(one, "t") != space_id(other, "t")
 
 
-def test_hashes_that_can_be_forged_are_refused_with_what_to_write() -> None:
+def test_forgeable_hashes_are_refused_with_the_option_to_set() -> None:
     config, _ = engine(hash="xxhash_cbor")
     with pytest.raises(ValueError, match="--prefix-caching-hash-algo sha256_cbor"):
         check_hashes(config, {})
@@ -289,7 +290,7 @@ def weights(folder: Path, body: bytes = bytes(1 << 20), **header: Any) -> Path:
     return folder
 
 
-def test_weights_are_named_by_content_not_by_place(tmp_path: Path) -> None:
+def test_weights_are_identified_by_content_not_by_path(tmp_path: Path) -> None:
     one = folder_digest(weights(tmp_path / "one", a=1))
     assert folder_digest(weights(tmp_path / "two", a=1)) == one
     body = bytearray(1 << 20)
@@ -305,7 +306,7 @@ def test_weights_are_named_by_content_not_by_place(tmp_path: Path) -> None:
         assert folder_digest(other) != one, number
 
 
-def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
+def test_weights_without_an_identity_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="no weight files"):
         folder_digest(tmp_path)
     model = SimpleNamespace(model="nobody/nothing", revision="main", seed=3)
@@ -314,7 +315,7 @@ def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
     assert weights_identity(model, "dummy") == "dummy:3"
 
 
-def test_an_adapter_is_named_by_content(tmp_path: Path) -> None:
+def test_an_adapter_is_identified_by_content(tmp_path: Path) -> None:
     adapters = Adapters()
 
     def extras(folder: Path | None) -> bytes | None:
@@ -326,7 +327,7 @@ def test_an_adapter_is_named_by_content(tmp_path: Path) -> None:
     assert one and extras(weights(tmp_path / "two", a=1)) == one
     assert extras(weights(tmp_path / "three", a=22)) not in (one, None)
     assert extras(tmp_path / "missing") is None
-    # What an engine has read of these files, and keeps by their path, is of either.
+    # The engine caches these files by path, so either content is possible.
     assert extras(weights(tmp_path / "one", a=22)) is None
     assert extras(tmp_path / "one") is None and extras(tmp_path / "two") == one
     assert extras(weights(tmp_path / "one", a=1)) is None, "it may have what came between"
@@ -335,10 +336,10 @@ def test_an_adapter_is_named_by_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [AttributeError, ValueError, AssertionError, KeyError])
-def test_an_engine_that_does_not_say_how_pages_lie_stores_without_loss(
+def test_pages_of_unknown_order_are_stored_without_loss(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """Whatever its own calls raise by now."""
+    """The exception may be any of those that the engine's own calls raise in other versions."""
 
     def says(*_: object) -> str:
         raise error("changed")
@@ -354,7 +355,7 @@ def test_an_engine_that_does_not_say_how_pages_lie_stores_without_loss(
 
 
 class Strided:
-    """As much of a GPU's tensor as is looked at; strides are of elements."""
+    """The attributes of a GPU tensor that the plugin reads. Strides count elements."""
 
     def __init__(self, array: Any, dtype: str = "torch.bfloat16") -> None:
         self.shape, self.dtype = array.shape, dtype
@@ -368,8 +369,8 @@ BLOCKS, KV_HEADS, TOKENS, DIMS = 3, 2, 16, 8
 
 
 def cache_of(layout: str, kernel_blocks: int = 1, heads: int = KV_HEADS) -> Any:
-    """An engine's view, [blocks, heads, tokens, K and V], of memory that lies so; a kernel's block has fewer
-    tokens."""
+    """An engine's view, [blocks, heads, tokens, K and V], of memory in this layout; a kernel's block
+    has fewer tokens."""
     sizes = {"b": BLOCKS * kernel_blocks, "h": heads, "n": TOKENS // kernel_blocks, "c": 2 * DIMS}
     memory = np.zeros([sizes[axis] for axis in layout], np.uint16)
     return memory.transpose([layout.index(axis) for axis in "bhnc"])
@@ -379,10 +380,10 @@ def cache_of(layout: str, kernel_blocks: int = 1, heads: int = KV_HEADS) -> Any:
 @pytest.mark.parametrize("kernel_blocks", [1, 4])
 @pytest.mark.parametrize("heads", [1, KV_HEADS])
 @pytest.mark.parametrize("layout", ["bhnc", "bnhc"])
-def test_strides_say_how_pages_of_a_gpu_lie(
+def test_the_order_of_gpu_pages_is_derived_from_strides(
     layout: str, heads: int, kernel_blocks: int, backend: str
 ) -> None:
-    """K and V as the engine's kernels write them are found where the order says."""
+    """K and V that the engine's kernels write are found at the positions of the order."""
     cache = cache_of(layout, kernel_blocks, heads)
     order = page_order(Strided(cache), kernel_blocks, backend)
     sizes = HEADS | {
@@ -391,7 +392,7 @@ def test_strides_say_how_pages_of_a_gpu_lie(
     spec = described(full(**sizes), pages=f"0123 page:{order}")
     found = order_of(spec, 0)
     assert found is not None and spec.block_tokens == TOKENS
-    # As `reshape_and_cache_flash` is told where they go.
+    # The mapping that `reshape_and_cache_flash` gets.
     k, v = np.split(cache.transpose(0, 2, 1, 3), 2, axis=-1)
     numbers = np.arange(2 * TOKENS * heads * DIMS, dtype=np.uint16).reshape(2, TOKENS, heads, DIMS)
     block = slice(kernel_blocks, 2 * kernel_blocks)
@@ -415,14 +416,12 @@ def test_strides_say_how_pages_of_a_gpu_lie(
         (Strided(cache_of("bhnc")[..., :15]), "FLASH_ATTN"),
     ],
 )
-def test_what_is_not_of_these_strides_or_types_is_of_no_known_order(
-    tensor: Strided, backend: str
-) -> None:
+def test_other_strides_or_types_have_no_known_order(tensor: Strided, backend: str) -> None:
     assert page_order(tensor, 1, backend) == ""
 
 
 @pytest.mark.parametrize("backend", LATENTS)
-def test_latents_lie_token_by_token_or_nobody_knows(backend: str) -> None:
+def test_latents_are_ordered_by_token_or_have_no_known_order(backend: str) -> None:
     memory = np.zeros((BLOCKS, TOKENS, 2 * DIMS), np.uint16)
     for cache in (memory, memory[:, None]):
         assert page_order(Strided(cache), 1, backend) == "latent"
@@ -435,7 +434,7 @@ def test_latents_lie_token_by_token_or_nobody_knows(backend: str) -> None:
         assert page_order(other, 1, backend) == ""
 
 
-def test_what_attention_the_layers_have_is_what_the_engine_says() -> None:
+def test_the_kind_of_attention_is_read_from_the_engine() -> None:
     backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     layers = {"a": SimpleNamespace(attn_backend=backend), "b": SimpleNamespace()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))

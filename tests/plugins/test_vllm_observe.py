@@ -1,4 +1,4 @@
-"""What the plugin tells of itself: counts, tiers, events, pins, timelines."""
+"""The plugin's outputs: counts, tiers, events, pins, timelines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EngineOf = Callable[..., FakeEngine]
 
 @pytest.fixture
 def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
-    """With a disk that is written to at once."""
+    """A daemon with a disk, which is written to immediately."""
     cold = tmp_path / "cold"
     cold.mkdir()
     config = f'[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
@@ -63,7 +63,7 @@ def warm(daemon_of: Callable[..., Daemon]) -> Daemon:
 
 
 def crowd_out(daemon: Daemon, engine: FakeEngine, on_disk: int = 0) -> None:
-    """Everything that may go leaves memory; not before so many blocks are on disk."""
+    """Evict all blocks without leases from memory, after at least `on_disk` blocks were written."""
     if on_disk:
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= on_disk)
     with daemon.connect() as client:
@@ -91,7 +91,7 @@ def hits(engine: FakeEngine) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_a_hit_is_counted_where_it_was_when_it_was_asked_for(
+def test_a_hit_is_counted_in_the_tier_of_the_first_lookup(
     daemon: Daemon, engine_of: EngineOf, load: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(daemon, load=load, patience_ms=20_000)
@@ -109,7 +109,7 @@ def test_a_hit_is_counted_where_it_was_when_it_was_asked_for(
     assert request.sources == (3 * BLOCK, 5 * BLOCK), "told to the engine when it is allocated"
 
 
-def test_a_load_that_fails_is_no_hit(warm: Daemon, engine_of: EngineOf) -> None:
+def test_a_failed_load_is_not_a_hit(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm, load="async")
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
@@ -127,9 +127,7 @@ def test_a_load_that_fails_is_no_hit(warm: Daemon, engine_of: EngineOf) -> None:
     assert counts["loaded_tokens"] == counts["loaded_bytes"] == 0
 
 
-def test_what_is_not_there_is_one_miss_however_often_it_is_asked(
-    warm: Daemon, engine_of: EngineOf
-) -> None:
+def test_a_repeated_lookup_counts_one_miss(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm)
     engine.serve(range(1000, 1000 + 2 * BLOCK))
     request = engine.add(PROMPT)
@@ -145,7 +143,7 @@ def test_what_is_not_there_is_one_miss_however_often_it_is_asked(
     assert engine.scheduler.counts["miss:absent"] == 2
 
 
-def test_what_the_engine_has_itself_is_no_miss(warm: Daemon, engine_of: EngineOf) -> None:
+def test_blocks_in_the_engines_own_cache_are_not_misses(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm)
     engine.serve(range(1000, 1000 + 2 * BLOCK))
     missed = engine.scheduler.counts["miss:absent"]
@@ -159,24 +157,25 @@ def test_what_the_engine_has_itself_is_no_miss(warm: Daemon, engine_of: EngineOf
     engine.finish(request)
 
 
-def test_the_ranks_figures_add_up(warm: Daemon, engine_of: EngineOf) -> None:
+def test_the_counts_of_ranks_add_up(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm, layout_of([0, 20], ranks=2))
     for _ in range(2):
         engine.serve(PROMPT)
     told = engine.scheduler.stats.take()
     counts, times = told["counts"], told["times"]
     assert counts["saved_tokens"] == counts["loaded_tokens"] == 8 * BLOCK
-    # Every block of the first group, on two ranks; a window's are saved as far as they have pages.
+    # Every block of the first group, on two ranks; blocks of a window are saved only while they
+    # have pages.
     assert counts["saved_bytes"] == 2 * (8 + 8) * BYTES
     assert counts["loaded_bytes"] == 2 * (8 + 2) * BYTES
-    # A window saves what it leaves behind, and what it has, by themselves.
+    # A window's blocks are saved in two parts: those it is about to lose, and those it keeps.
     assert (len(times["load_s"]), len(times["save_s"])) == (2, 2 * 3)
     assert len(times["wait_s"]) == 2 and min(min(one) for one in times.values()) >= 0
     assert engine.scheduler.stats.take() == {}, "each is told once"
 
 
 def test_every_count_of_a_kind_has_its_series(warm: Daemon, engine_of: EngineOf) -> None:
-    """A reason that no series has would be counted and seen by nobody."""
+    """A reason without a series would be counted but not visible."""
     engine = engine_of(warm, patience_ms=200)
     for _ in range(2):
         engine.serve(PROMPT)
@@ -192,7 +191,7 @@ def test_every_count_of_a_kind_has_its_series(warm: Daemon, engine_of: EngineOf)
         assert label in labels.get(kind, ()) or not label, name
 
 
-def test_times_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_are_not_collected_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin_stats, "LIMIT_TIMES", 3)
     stats = PluginStats()
     for _ in range(5):
@@ -200,7 +199,7 @@ def test_times_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert stats.take() == {"counts": {}, "times": {"load_s": [1.0] * 3}}
 
 
-def test_two_stats_are_one() -> None:
+def test_two_stats_are_merged() -> None:
     one = {"counts": {"a": 1}, "times": {"load_s": [1.0]}}
     other = {"counts": {"a": 2, "b": 1}, "times": {"load_s": [2.0], "save_s": [3.0]}}
     both = {"counts": {"a": 3, "b": 1}, "times": {"load_s": [1.0, 2.0], "save_s": [3.0]}}
@@ -211,7 +210,7 @@ def test_two_stats_are_one() -> None:
 # --- by adapter --------------------------------------------------------------------------------
 
 
-def test_what_an_adapter_loads_and_saves_is_counted_by_its_name(
+def test_loads_and_saves_are_counted_by_adapter(
     warm: Daemon, engine_of: EngineOf, tmp_path: Path
 ) -> None:
     engine = engine_of(warm, layout_of([0, 20], ranks=2))
@@ -222,7 +221,7 @@ def test_what_an_adapter_loads_and_saves_is_counted_by_its_name(
         engine.serve(PROMPT, **request)
     counts = engine.scheduler.stats.take()["counts"]
     told = {name: count for name, count in counts.items() if name.startswith("adapter_")}
-    # Blocks of both groups on two ranks; of the window's, two are loaded.
+    # Blocks of both groups on two ranks; of the window, two are loaded.
     assert told == {
         "adapter_requests:support": 2,
         "adapter_prompt_tokens:support": 2 * len(PROMPT),
@@ -236,7 +235,9 @@ def test_what_an_adapter_loads_and_saves_is_counted_by_its_name(
     assert engine.scheduler.stats.take() == {}, "each is told once, and no name is kept"
 
 
-def test_names_of_adapters_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_adapters_that_are_not_collected_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plugin_stats, "LIMIT_TIMES", 3)
     stats = PluginStats()
     for number in range(5):
@@ -261,7 +262,7 @@ def test_the_busiest_adapters_have_series_of_their_own() -> None:
     )
 
 
-def test_an_adapter_that_is_no_longer_asked_for_gives_up_its_place() -> None:
+def test_an_unused_adapter_loses_its_series() -> None:
     busiest = Busiest(replaces=True)
     for number in range(LIMIT_ADAPTERS):
         busiest.requested(f"old{number}", 100_000)
@@ -272,7 +273,7 @@ def test_an_adapter_that_is_no_longer_asked_for_gives_up_its_place() -> None:
     assert rounds < 1000
 
 
-def test_the_first_adapters_stay_where_series_cannot_be_removed() -> None:
+def test_the_first_adapters_keep_their_series_if_series_cannot_be_removed() -> None:
     busiest = Busiest(replaces=False)
     for number in range(LIMIT_ADAPTERS + 1):
         assert busiest.requested(f"a{number}", 1 + 100 * number) is None
@@ -280,13 +281,13 @@ def test_the_first_adapters_stay_where_series_cannot_be_removed() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "other"])
-def test_an_adapter_with_a_name_that_means_something_else_takes_no_place(name: str) -> None:
+def test_an_adapter_with_a_reserved_name_gets_no_series(name: str) -> None:
     busiest = Busiest(replaces=True)
     busiest.requested(name, 5)
     assert busiest.label(name) == name and not busiest._named
 
 
-def test_as_many_adapters_as_there_may_be_cost_bounded_memory() -> None:
+def test_the_memory_for_adapters_is_bounded() -> None:
     busiest = Busiest(replaces=True)
     for number in range(3 * LIMIT_KNOWN_ADAPTERS):
         busiest.requested(f"a{number}", 1)
@@ -297,7 +298,7 @@ def test_as_many_adapters_as_there_may_be_cost_bounded_memory() -> None:
 
 
 class Index:
-    """What somebody believes who hears the engine's events."""
+    """The index of a program that follows the engine's events."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
@@ -326,7 +327,7 @@ class Index:
         self.engine.until(heard)
 
     def has(self, tier: int, request: FakeRequest, group: int = 0) -> int:
-        """How many leading blocks of the prompt are in the tier."""
+        """The number of leading blocks of the prompt in the tier."""
         names = [(tier, group, one) in self.there for one in request.block_hashes]
         return names.index(False) if False in names else len(names)
 
@@ -368,7 +369,7 @@ def test_consecutive_blocks_are_one_event(warm: Daemon, engine_of: EngineOf) -> 
     assert len(events) <= 3
 
 
-def test_another_engine_s_blocks_are_told_once_they_are_known(
+def test_blocks_of_another_engine_are_reported_after_their_tokens_are_known(
     warm: Daemon, engine_of: EngineOf
 ) -> None:
     engine_of(warm).serve(PROMPT)
@@ -379,7 +380,7 @@ def test_another_engine_s_blocks_are_told_once_they_are_known(
     assert request.cached == 8 * BLOCK and index.has(wire.MEMORY, request) == 8
 
 
-def test_where_events_are_off_the_daemon_is_not_asked(warm: Daemon, engine_of: EngineOf) -> None:
+def test_without_events_no_feed_is_requested(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm)
     for _ in range(2):
         engine.serve(PROMPT)
@@ -389,7 +390,7 @@ def test_where_events_are_off_the_daemon_is_not_asked(warm: Daemon, engine_of: E
     assert wire.Watch not in session.client.link._pending.values()
 
 
-def test_nothing_is_told_as_there_after_the_daemon_is_gone(
+def test_all_blocks_are_reported_as_removed_after_the_daemon_ended(
     warm: Daemon, engine_of: EngineOf
 ) -> None:
     engine = engine_of(warm, events=True)
@@ -402,7 +403,9 @@ def test_nothing_is_told_as_there_after_the_daemon_is_gone(
     index.until(lambda: not index.there)
 
 
-def test_nothing_is_told_as_there_in_a_new_generation(warm: Daemon, engine_of: EngineOf) -> None:
+def test_all_blocks_are_reported_as_removed_in_a_new_generation(
+    warm: Daemon, engine_of: EngineOf
+) -> None:
     engine = engine_of(warm, events=True)
     index = Index(engine)
     request = engine.serve(PROMPT)
@@ -414,10 +417,10 @@ def test_nothing_is_told_as_there_in_a_new_generation(warm: Daemon, engine_of: E
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
 
 
-def test_missed_changes_are_told_as_removals(warm: Daemon, engine_of: EngineOf) -> None:
+def test_missed_changes_are_reported_as_removals(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm, events=True)
     index = Index(engine)
-    # Pinned: nobody says that it went.
+    # Pinned blocks are not evicted, so their removal is reported only because changes were missed.
     request = engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 600}})
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
@@ -430,7 +433,7 @@ def test_missed_changes_are_told_as_removals(warm: Daemon, engine_of: EngineOf) 
     assert not index.there
 
 
-def test_what_is_known_is_bounded(
+def test_the_number_of_known_blocks_is_bounded(
     warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin_events, "LIMIT_KNOWN", 10)
@@ -440,7 +443,7 @@ def test_what_is_known_is_bounded(
     index.until(lambda: index.has(wire.MEMORY, first) == 8)
     second = engine.serve(range(1000, 1000 + 8 * BLOCK + 3))
     index.until(lambda: index.has(wire.MEMORY, second) == 8)
-    # Of the first only the last two are known, which says nothing of the prefix.
+    # Only the last two blocks of the first prompt are remembered, so its prefix is unknown.
     assert len(index.there) == 10 and not index.has(wire.MEMORY, first)
 
 
@@ -448,15 +451,17 @@ def test_what_is_known_is_bounded(
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_pinned_prompt_stays(warm: Daemon, engine_of: EngineOf, before: bool) -> None:
-    """It is pinned when it is saved, or, where it was saved before, when it is found."""
+def test_a_pinned_prompt_stays(
+    warm: Daemon, engine_of: EngineOf, before: bool, waits: list[str]
+) -> None:
+    """A prompt is pinned when it is saved, or when it is found if it was saved earlier."""
     engine = engine_of(warm)
     if before:
         engine.serve(PROMPT)
-    engine.longest_call_s = 0.0
+    waits.clear()
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 600}})
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
-    assert engine.longest_call_s < 0.25
+    assert not waits, "the scheduler's thread waited for the daemon"
     engine.serve(range(1000, 1000 + 8 * BLOCK + 3))
     crowd_out(warm, engine)
     assert engine.serve(PROMPT).cached == 8 * BLOCK
@@ -467,7 +472,7 @@ def test_a_pinned_prompt_stays(warm: Daemon, engine_of: EngineOf, before: bool) 
 def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
     warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though its request is over by then."""
+    """Although its request has ended then."""
     engine = engine_of(warm)
     engine.serve(PROMPT)
     monkeypatch.setattr("kvtier_vllm.identity.LIMIT_HASHES", 3)
@@ -484,10 +489,11 @@ def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
     engine.settle()
 
 
-def test_what_is_saved_of_an_old_generation_is_not_pinned(
+def test_a_save_of_an_old_generation_is_not_pinned(
     warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its save was on its way: nobody finds it by its name any more. What follows is pinned."""
+    """Its save was in progress when the generation changed, so its keys are no longer looked up. Later
+    saves are pinned."""
     engine = engine_of(warm)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     pinned: list[int] = []
@@ -506,14 +512,14 @@ def test_what_is_saved_of_an_old_generation_is_not_pinned(
     engine.finish(request)
     assert not pinned
     engine.serve(PROMPT, kv_transfer_params=wishes)
-    assert pinned == [8, 8]  # what is found, which is nothing yet, and what is saved
+    assert pinned == [8, 8]  # found blocks (zero so far), and saved blocks
     engine.settle()
 
 
 def test_a_prompt_is_pinned_in_each_generation(
     warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that was called off with the old one is computed, or found, by new names."""
+    """A request that was interrupted by the change of generation is computed, or found, with new keys."""
     engine = engine_of(warm)
     side = engine.scheduler
     engine.until(lambda: side._daemon.session is not None)
@@ -543,14 +549,14 @@ def test_a_pin_ends(warm: Daemon, engine_of: EngineOf, before: bool) -> None:
 @pytest.mark.parametrize(
     "pin", [-1, True, "600", None, float("nan"), float("inf"), [1]], ids=lambda pin: repr(pin)
 )
-def test_a_pin_that_makes_no_sense_is_left_out(pin: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_pin_is_ignored(pin: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert read_request_options({"kvtier": {"pin": pin, "save": False}}) == RequestOptions(
         True, False, 0.0
     )
     assert "expected seconds" in caplog.text
 
 
-def test_wishes_are_read_from_anything() -> None:
+def test_request_parameters_of_any_type_are_accepted() -> None:
     assert (
         read_request_options(None)
         == read_request_options({})
@@ -572,7 +578,7 @@ def test_wishes_are_read_from_anything() -> None:
     [({"load": "false"}, "expected true or false"), ({"save": None}, "expected true or false"),
      ({"laod": False}, "unknown 'laod'; known are load, save, pin")],
 )  # fmt: skip
-def test_a_wish_that_makes_no_sense_is_said_where_the_engine_logs(
+def test_an_invalid_request_parameter_is_logged(
     told: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert read_request_options({"kvtier": told}) == RequestOptions()
@@ -583,7 +589,7 @@ def test_a_wish_that_makes_no_sense_is_said_where_the_engine_logs(
 # --- warm-up -----------------------------------------------------------------------------------
 
 
-def test_a_request_has_its_prompt_brought_to_memory_and_need_not_load_it(
+def test_a_warm_up_request_promotes_its_prompt_without_loading_it(
     daemon: Daemon, engine_of: EngineOf
 ) -> None:
     engine = engine_of(daemon)
@@ -607,10 +613,10 @@ def test_a_request_has_its_prompt_brought_to_memory_and_need_not_load_it(
     assert hits(engine) == (8 * BLOCK, 0), "all of it came from memory"
 
 
-def test_the_response_of_a_request_of_one_step_says_what_the_daemon_has_answered(
+def test_the_response_of_a_one_step_request_contains_the_daemons_answers(
     warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM ends a request before it hands the step's reports over."""
+    """vLLM ends a request before it passes on the reports of the step."""
     engine = engine_of(warm)
     engine.serve(PROMPT)
     side = engine.scheduler
@@ -620,7 +626,7 @@ def test_the_response_of_a_request_of_one_step_says_what_the_daemon_has_answered
         request = engine.run(engine.add(PROMPT, kv_transfer_params=wants))
         session = side._daemon.session
         assert session is not None
-        session.client.ping()  # answered after what was asked before
+        session.client.ping()  # answered after all earlier requests
         told = side.finished(request)
     assert told == {
         "kvtier": {
@@ -631,7 +637,7 @@ def test_the_response_of_a_request_of_one_step_says_what_the_daemon_has_answered
 
 
 @pytest.mark.parametrize("warm", [0, False, "yes", None], ids=repr)
-def test_a_request_that_does_not_ask_for_it_brings_nothing(
+def test_a_request_without_warm_up_promotes_nothing(
     daemon: Daemon, engine_of: EngineOf, warm: Any
 ) -> None:
     engine = engine_of(daemon)
@@ -643,7 +649,7 @@ def test_a_request_that_does_not_ask_for_it_brings_nothing(
 
 
 def keys_of(engine: FakeEngine) -> Keys:
-    """What the blocks of the prompt are called."""
+    """The keys of the prompt's blocks."""
     session = engine.scheduler._daemon.session
     assert session is not None
     hashes = FakeRequest("none", list(PROMPT)).block_hashes
@@ -653,11 +659,11 @@ def keys_of(engine: FakeEngine) -> Keys:
 # --- a time to live ----------------------------------------------------------------------------
 
 
-def test_what_a_request_with_a_ttl_saves_is_not_found_after_it(
+def test_blocks_saved_with_a_ttl_are_not_found_after_it(
     daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """The prompt's own blocks expire; those that were there before do not, and nothing of the others is on
-    the disk."""
+    """The prompt's own blocks expire; blocks that were stored before do not. The expiring blocks are
+    not on the disk."""
     engine = engine_of(daemon)
     engine.serve(range(3 * BLOCK + 1))
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"ttl": 5}})
@@ -669,7 +675,7 @@ def test_what_a_request_with_a_ttl_saves_is_not_found_after_it(
 
 
 @pytest.mark.parametrize("ttl", [0, -1, True, "60", None, float("nan")], ids=repr)
-def test_nothing_is_saved_of_a_request_whose_ttl_makes_no_sense(
+def test_a_request_with_an_invalid_ttl_saves_nothing(
     warm: Daemon, engine_of: EngineOf, ttl: Any
 ) -> None:
     engine = engine_of(warm)
@@ -695,7 +701,7 @@ def test_a_ttl_is_read(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def written(path: Path) -> list[dict[str, Any]]:
-    """As a reader of the format takes it: the last comma and the bracket may be missing."""
+    """Parses the file like other readers of the format: the last comma and the bracket may be missing."""
     text = path.read_text()
     assert text.startswith("[\n") and text.endswith(",\n")
     return list(json.loads(text[:-2] + "]"))
@@ -703,7 +709,7 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("where", ["warm", "cold"])
-def test_a_timeline_has_all_of_a_hit_in_order(
+def test_a_timeline_contains_all_phases_of_a_hit_in_order(
     daemon: Daemon, engine_of: EngineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     load: str, where: str,
 ) -> None:  # fmt: skip
@@ -741,7 +747,7 @@ def test_a_timeline_has_all_of_a_hit_in_order(
     assert len({named[name]["tid"] for name in copies} | {step["tid"]}) == ranks + 1
 
 
-def test_without_a_file_nothing_is_noted(warm: Daemon, engine_of: EngineOf) -> None:
+def test_without_a_file_no_timeline_is_recorded(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm)
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
@@ -752,7 +758,7 @@ def test_without_a_file_nothing_is_noted(warm: Daemon, engine_of: EngineOf) -> N
 
 
 def test_a_request_of_one_step_has_its_timeline(tmp_path: Path) -> None:
-    """It is over before the engine says so of its step."""
+    """The request ends before the engine reports the end of its step."""
     timelines = Timelines(str(tmp_path / "hits.json"), time.monotonic)
     timelines.queued("a")
     timelines.allocated("a", {"warm": 16, "cold": 0})
@@ -778,7 +784,7 @@ def test_an_aborted_request_leaves_no_timeline(
     assert timelines._lanes == [0], "the next one has its place"
 
 
-def test_a_file_that_can_not_be_written_is_said_once(
+def test_an_unwritable_timeline_file_is_reported_once(
     warm: Daemon, engine_of: EngineOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of(warm, timeline=str(tmp_path / "nowhere" / "hits.json"))
@@ -802,10 +808,10 @@ def test_a_file_has_its_limit(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_daemon_is_told_what_an_engine_used(
+def test_the_daemon_counts_the_tokens_that_an_engine_used(
     warm: Daemon, engine_of: EngineOf, ranks: int
 ) -> None:
-    """Not what it found: a request that is given up, or that has its prefix in the engine, uses nothing."""
+    """Found blocks do not count as used if the request is aborted, or if the engine has the prefix itself."""
     engine = engine_of(warm, layout_of(ranks=ranks))
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
@@ -822,7 +828,7 @@ def test_the_daemon_is_told_what_an_engine_used(
     assert stats["bytes"]["loaded"] == 8 * BYTES * ranks == engine.scheduler.counts["loaded_bytes"]
 
 
-def test_an_engine_counts_once_whatever_its_ranks(warm: Daemon, engine_of: EngineOf) -> None:
+def test_an_engine_with_several_ranks_counts_as_one(warm: Daemon, engine_of: EngineOf) -> None:
     """Its scheduler and each of its ranks have a session."""
     engine = engine_of(warm, layout_of(ranks=2))
     engine.serve(PROMPT)
@@ -836,8 +842,11 @@ def test_an_engine_counts_once_whatever_its_ranks(warm: Daemon, engine_of: Engin
 # --- what a response says ------------------------------------------------------------------------
 
 
-def test_a_request_that_asks_is_told_what_it_got(daemon: Daemon, engine_of: EngineOf) -> None:
-    """Its tokens by tier, and how many blocks its pin holds; another request's response says nothing."""
+def test_a_request_may_get_its_hits_and_pins_in_its_response(
+    daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """Its tokens by tier, and the number of blocks of its pin. The response of another request contains
+    nothing."""
     engine = engine_of(daemon, load="async", patience_ms=20_000)
     wants = {"kvtier": {"pin": 600, "priority": 0.9}}
     told: list[Any] = []
@@ -857,7 +866,7 @@ def test_a_request_that_asks_is_told_what_it_got(daemon: Daemon, engine_of: Engi
     ]
 
 
-def test_a_load_that_fails_is_not_told_as_one(
+def test_a_failed_load_is_not_reported_as_a_hit(
     warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(warm, load="async")
@@ -872,7 +881,9 @@ def test_a_load_that_fails_is_not_told_as_one(
     assert told == {"kvtier": {"warm_tokens": 0, "cold_tokens": 0}}
 
 
-def test_what_matters_outlives_what_does_not(warm: Daemon, engine_of: EngineOf) -> None:
+def test_blocks_of_high_priority_outlive_blocks_of_low_priority(
+    warm: Daemon, engine_of: EngineOf
+) -> None:
     engine = engine_of(warm)
     for first, priority in ((0, 1.0), (1000, 0.0)):
         tokens = range(first, first + 8 * BLOCK + 3)
@@ -888,9 +899,7 @@ def test_what_matters_outlives_what_does_not(warm: Daemon, engine_of: EngineOf) 
 
 
 @pytest.mark.parametrize("priority", [-0.1, 1.5, "high", True, None, float("nan")], ids=repr)
-def test_a_priority_that_makes_no_sense_is_left_out(
-    priority: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_priority_is_ignored(priority: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert read_request_options({"kvtier": {"priority": priority}}) == RequestOptions()
     (line,) = [one.getMessage() for one in caplog.records]
     assert "expected a number from 0 to 1" in line

@@ -1,4 +1,5 @@
-"""What users write: each option, and one line for each way to get it wrong that says what to write."""
+"""The options that users write: each option, and for each invalid value one line that states the
+correct form."""
 
 from __future__ import annotations
 
@@ -37,34 +38,34 @@ def test_every_option_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_an_option_is_what_was_written(name: str) -> None:
+def test_an_option_has_the_configured_value(name: str) -> None:
     assert getattr(read_options({name: RIGHT[name]}), name) == RIGHT[name]
     assert getattr(read_options({}), name) != RIGHT[name]
     assert read_options({"saving": "1GiB"}).saving_bytes == 1 << 30
 
 
 @pytest.mark.parametrize("name, value", [(name, one) for name in WRONG for one in WRONG[name]])
-def test_a_wrong_value_gives_a_line_that_says_what_to_write(name: str, value: Any) -> None:
-    with pytest.raises(ValueError) as told:
+def test_an_invalid_value_gives_a_line_with_the_correct_form(name: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
         read_options({"patience_ms": 5} | {name: value})
-    assert str(told.value) == (
+    assert str(error.value) == (
         f"kv_connector_extra_config: {name} is {value!r}: expected {EXPECTED[name]}"
     )
 
 
-def test_a_path_that_no_socket_can_have_gives_a_line_that_says_how_long_it_may_be() -> None:
-    """In bytes, not in letters."""
+def test_a_socket_path_that_is_too_long_gives_a_line_with_the_limit() -> None:
+    """The limit is in bytes, not in characters."""
     for fits, long in (("/" + "x" * 106, "/" + "x" * 107), ("/" + "ä" * 53, "/" + "ä" * 53 + "x")):
         assert read_options({"socket": fits}).socket == fits
-        with pytest.raises(ValueError, match="socket is") as told:
+        with pytest.raises(ValueError, match="socket is") as error:
             read_options({"socket": long})
-        assert str(told.value) == (
+        assert str(error.value) == (
             f"kv_connector_extra_config: socket is {long!r}, 108 bytes: expected a path of at most 107"
             " bytes"
         )
 
 
-def test_an_unknown_option_gives_a_line_with_the_one_that_is_meant() -> None:
+def test_an_unknown_option_gives_a_line_with_the_nearest_option() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
     with pytest.raises(
@@ -73,8 +74,8 @@ def test_an_unknown_option_gives_a_line_with_the_one_that_is_meant() -> None:
         read_options({"disk": "/tmp"})
 
 
-def test_weights_that_nothing_names_need_an_option(tmp_path: Path) -> None:
-    """Neither files nor a commit: the line says which option does it."""
+def test_unidentified_weights_need_an_option(tmp_path: Path) -> None:
+    """Neither files nor a commit identify the weights: the message names the option that does."""
     with pytest.raises(Unsupported, match="set the option 'weights'"):
         folder_digest(tmp_path)
     model = SimpleNamespace(model="nobody/nothing", revision=None)

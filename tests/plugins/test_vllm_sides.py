@@ -1,4 +1,4 @@
-"""Both sides of the vLLM plugin over a real daemon, in an engine that computes nothing."""
+"""Both sides of the vLLM plugin with a real daemon, in an engine that computes nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_one_token_is_left_to_compute(cold_daemon: Daemon, engine_of: EngineOf) 
     assert engine.serve(range(4 * BLOCK + 1)).cached == 4 * BLOCK
 
 
-def test_a_longer_prompt_loads_what_is_common(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+def test_a_longer_prompt_loads_the_common_prefix(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(cold_daemon)
     engine.serve(range(4 * BLOCK))
     other = [*range(3 * BLOCK), *range(900, 900 + 3 * BLOCK)]
@@ -77,12 +77,13 @@ def test_a_longer_prompt_loads_what_is_common(cold_daemon: Daemon, engine_of: En
     assert engine.serve([*other, 1]).cached == 6 * BLOCK
 
 
-def test_a_tail_is_saved_below_its_head(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+def test_a_tail_is_saved_with_its_head_as_parent(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(cold_daemon)
     engine.serve(range(4 * BLOCK))
     engine.serve(range(6 * BLOCK))
     head, tail = engine.writes
-    # The last block of the first was not to be loaded, as a token has to be left: known, and not saved again.
+    # The last block of the first prompt was not loaded, because one token must be computed. It is
+    # known, and not saved again.
     assert (head.parent, len(head.block_ids), len(tail.block_ids)) == (b"", 4, 2)
     assert tail.parent == head.keys[-KEY_BYTES:]
 
@@ -95,13 +96,14 @@ def test_only_blocks_with_a_page_are_saved() -> None:
 
 
 def test_a_block_is_saved_with_all_of_its_pages_or_not_at_all() -> None:
-    """A window may have left some of them behind: another engine would load what was never written."""
+    """A window may have released some of the pages: another engine would load data that was never written."""
     group = layout_of([20], parts=[2]).groups[0]
     assert list(runs(group, [0, 3, 4, 5, 6, 0, 7, 8], 0, 4)) == [(1, 2), (3, 4)]
 
 
-def test_a_page_that_is_somebody_else_s_names_its_save() -> None:
-    """Also where a group has it that is not kept; not where a request shares what was computed before."""
+def test_a_page_that_was_reused_names_its_save() -> None:
+    """Also if the page belongs to a group that is not saved; but not if a request shares pages that
+    were computed earlier."""
     layout = layout_of([20, 0], parts=[2, 1])
     saves = Saves(layout, Options(), Counter())
     pages = ([1, 2, 3, 4], [5, 6])
@@ -168,7 +170,7 @@ def test_a_page_given_to_a_running_or_resumed_request_names_its_save(
 
 
 def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:
-    """Four blocks of a model of full attention and two windows are being saved."""
+    """Four blocks of a model with full attention and two windows are being saved."""
     layout = layout_of([0, 2 * BLOCK - 1, 0, 3 * BLOCK])
     saves = Saves(layout, Options(), Counter())
     pages = [[at * 10 + block for block in range(1, 5)] for at in range(4)]
@@ -197,8 +199,9 @@ def test_more_blocks_than_one_reserve_takes_are_written_in_parts(
     assert rest.parent == first.keys[-KEY_BYTES:]
 
 
-def test_what_a_window_leaves_behind_is_saved_first_and_by_itself() -> None:
-    """After 69 tokens one window begins with token 38, in the third block, and one with 21, in the second."""
+def test_blocks_that_leave_a_window_are_saved_first_and_separately() -> None:
+    """After 69 tokens one window begins with token 38, in the third block, and the other with token 21,
+    in the second."""
     saves, _, found = filled_with_windows()
     assert [[(write.group, write.block_ids) for write in save.writes] for save in found] == [
         [(1, [11, 12]), (3, [31])], [(1, [13, 14]), (3, [32, 33, 34])],
@@ -209,14 +212,14 @@ def test_what_a_window_leaves_behind_is_saved_first_and_by_itself() -> None:
     assert [save.number for save in saves.in_order([found[2], other, *found[:2]])] == [7, 8, 9, 10]
 
 
-def test_what_a_window_has_left_behind_is_not_tried_again() -> None:
-    """Nor does it keep what follows from being saved, however often: a hit that ends there does without."""
+def test_a_failed_save_of_blocks_that_left_a_window_is_not_retried() -> None:
+    """Such a hole does not prevent later blocks from being saved: a hit that ends there does not need it."""
     saves, prompt, _ = filled_with_windows()
     hole = Hole(True, Counter({"drop:overwritten": 4}))
     prompt.request.num_computed_tokens = 4 * BLOCK + 5
     saves.reported(RankReport(saves=Counter([7]), holes={7: hole}))
     assert (prompt.save.saved, prompt.save.tries, saves._counts) == (4, 0, {"drop:overwritten": 4})
-    # A connection that is lost, and pages that were taken from a request, are another matter.
+    # A lost connection, and pages that were taken from a request, are handled differently.
     saves.reported(RankReport(saves=Counter([8]), holes={8: Hole(True, Counter({"drop:lost": 4}))}))
     assert (prompt.save.saved, prompt.save.tries) == (0, 1)
     saves, prompt, _ = filled_with_windows()
@@ -224,9 +227,9 @@ def test_what_a_window_has_left_behind_is_not_tried_again() -> None:
     assert (prompt.save.saved, prompt.save.tries) == (0, 1)
 
 
-def test_what_a_window_still_has_is_tried_again() -> None:
-    """Its request was preempted and has gone on since, or the saves of its step were called off. Not where
-    the window has gone on."""
+def test_a_failed_save_of_blocks_in_a_window_is_retried() -> None:
+    """Its request was preempted and continued, or the saves of its step were cancelled. Not if the
+    window has moved on."""
     hole = Hole(True, Counter({"drop:overwritten": 5}))
     for more, expected in ((0, (0, 1, {})), (BLOCK, (4, 0, {"drop:overwritten": 5}))):
         saves, prompt, _ = filled_with_windows()
@@ -235,9 +238,9 @@ def test_what_a_window_still_has_is_tried_again() -> None:
         assert (prompt.save.saved, prompt.save.tries, saves._counts) == expected
 
 
-def test_what_a_window_leaves_behind_without_room_is_counted() -> None:
-    """Once, by the step that leaves it behind: 8 blocks, and one more. No engine is asked for pages then: it
-    lists all of a request."""
+def test_blocks_that_leave_a_window_without_room_are_counted() -> None:
+    """Counted once, by the step in which the window moves on: 8 blocks, and one more. The engine is not
+    asked for pages in this case, because it lists all pages of a request."""
     saves = Saves(layout_of([0, 2 * BLOCK]), Options(saving=1), counts := Counter())
     request: Any = SimpleNamespace(
         request_id="r", num_computed_tokens=0, num_tokens=12 * BLOCK, num_prompt_tokens=12 * BLOCK
@@ -252,9 +255,9 @@ def test_what_a_window_leaves_behind_without_room_is_counted() -> None:
         request.num_computed_tokens += tokens
 
 
-def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
-    """If the request has it there still: not within a block, not of a group that isn't kept, not what was
-    loaded."""
+def test_a_state_is_saved_when_the_engine_reports_it_complete() -> None:
+    """Only if the request still has the page: not within a block, not for a group that is not saved,
+    not if it was loaded."""
     pages = (("0", PAGE_BYTES),)
     groups = (Cached(0, "full", 0, pages), Cached(1, "state", 0, pages))
     saves = Saves(Layout(BLOCK, BLOCK // 2, groups, Shards(1, 1)), Options(), Counter())
@@ -278,13 +281,14 @@ def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
         (0, [2, 3, 4], keys[1:].packed), *[(1, [23], keys[3:].packed)] * 2,
     ]  # fmt: skip
     assert [write.parent for write in save.writes] == [keys[0], keys[2], keys[2]]
-    # Named twice, its page is let go once.
+    # The page was named twice and is released once.
     saves.reported(RankReport(saves={7: 1}))
     assert not any(saves.in_flight.values())
 
 
 def test_a_state_is_saved_though_its_blocks_have_no_room_yet() -> None:
-    """It is named once. Nor do the states of blocks that have none take the room of attention."""
+    """A state is named only once. The states of blocks without room do not use the room of attention
+    blocks."""
     pages = (("0", PAGE_BYTES),)
     groups = (Cached(0, "full", 0, pages), *(Cached(at, "state", 0, pages) for at in (1, 2, 3)))
     layout = Layout(BLOCK, BLOCK, groups, Shards(1, 1))
@@ -322,7 +326,7 @@ def with_states() -> Layout:
 def test_a_state_is_saved_though_its_request_is_not_served_by_the_step_that_names_it(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """It was whole when an earlier step ended, and no step names it again."""
+    """The state was complete when an earlier step ended, and no later step names it."""
     engine = engine_of(cold_daemon, with_states())
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     request = engine.run(engine.add(PROMPT))
@@ -340,10 +344,10 @@ def test_a_state_is_saved_though_its_request_is_not_served_by_the_step_that_name
     assert found.cached == 9 * BLOCK and not found.failed
 
 
-def test_a_state_that_is_named_in_vain_is_counted(
+def test_a_state_that_can_not_be_saved_is_counted(
     cold_daemon: Daemon, engine_of: EngineOf, tmp_path: Path
 ) -> None:
-    """Its page is somebody else's already, or there is no daemon."""
+    """Its page already belongs to another request, or there is no daemon."""
     for socket, why in ((cold_daemon.socket, "overwritten"), (str(tmp_path / "no"), "no_daemon")):
         engine = engine_of(socket, with_states(), patience_ms=1)
         line = engine.scheduler._daemon.connection
@@ -354,7 +358,7 @@ def test_a_state_that_is_named_in_vain_is_counted(
         assert drops(engine) == {f"drop:{why}": 1}
 
 
-def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+def test_a_request_may_disable_loads_and_saves(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(cold_daemon)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"save": False}})
     assert engine.serve(PROMPT).cached == 0
@@ -363,7 +367,7 @@ def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     assert engine.serve(PROMPT).cached == 8 * BLOCK
 
 
-def test_a_new_generation_finds_nothing_of_the_old(
+def test_a_new_generation_finds_no_block_of_the_old_one(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
     engine = engine_of(cold_daemon)
@@ -373,7 +377,7 @@ def test_a_new_generation_finds_nothing_of_the_old(
     assert engine.serve(PROMPT).cached == 8 * BLOCK
 
 
-def test_no_daemon_is_a_miss_and_one_that_comes_is_used(
+def test_without_a_daemon_requests_miss_and_a_later_daemon_is_used(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
 ) -> None:
     folder = tmp_path / "later"
@@ -386,7 +390,7 @@ def test_no_daemon_is_a_miss_and_one_that_comes_is_used(
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_what_was_promised_is_loaded_from_a_daemon_that_died(
+def test_promised_blocks_are_loaded_from_the_memory_of_a_dead_daemon(
     cold_daemon: Daemon, engine_of: EngineOf, load: str
 ) -> None:
     engine = engine_of(cold_daemon, load=load)
@@ -407,7 +411,7 @@ def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: E
         engine.scheduler._daemon.connection is not None
         and engine.scheduler._daemon.connection.wait_first() is not None
     )
-    # The rank connects in the very step that has the first save for it.
+    # The rank connects in the same step that has the first save for it.
     for worker in engine.workers:
         assert worker.mappings.connection is None
     request = engine.add(PROMPT, kv_transfer_params={"kvtier": {"load": False}})
@@ -417,20 +421,19 @@ def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: E
     assert engine.scheduler.counts["saved"] == 8
 
 
-def test_a_hung_daemon_costs_a_request_its_patience_and_the_next_nothing(
-    cold_daemon: Daemon, engine_of: EngineOf
+def test_a_hung_daemon_delays_one_request_by_its_patience_and_the_next_not_at_all(
+    cold_daemon: Daemon, engine_of: EngineOf, waits: list[str]
 ) -> None:
     engine = engine_of(cold_daemon, patience_ms=300)
     engine.serve(PROMPT)
-    engine.longest_call_s = 0.0
+    waits.clear()
     cold_daemon.process.send_signal(signal.SIGSTOP)
     try:
         assert engine.serve(PROMPT).cached == 0
         later = engine.run(engine.add(PROMPT))
         assert later.cached == 0 and later.steps_asked == 1
         engine.finish(later)
-        # The scheduler's thread never waited for it: the daemon did not answer for seconds.
-        assert engine.longest_call_s < 0.25
+        assert not waits, "the scheduler's thread waited for the daemon"
     finally:
         cold_daemon.process.send_signal(signal.SIGCONT)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
@@ -453,20 +456,20 @@ def test_a_restarted_daemon_is_used_again(
 
 
 def arenas() -> set[str]:
-    """The memory of daemons that is mapped here, by inode."""
+    """The mapped memory of daemons in this process, by inode."""
     maps = Path("/proc/self/maps").read_text()
     return {line.split()[4] for line in maps.splitlines() if "memfd:" in line}
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    """While the engine makes no step."""
+    """Wait while the engine makes no step."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"still not so after {seconds} s"
         time.sleep(0.01)
 
 
-def test_arenas_of_runs_that_are_long_over_are_let_go(
+def test_arenas_of_earlier_daemons_are_unmapped(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
 ) -> None:
     folder = tmp_path / "again"
@@ -481,15 +484,15 @@ def test_arenas_of_runs_that_are_long_over_are_let_go(
         engine.step()
         daemon.process.kill()
         daemon.process.wait()
-        # Also of a request that lives on.
-        engine.until(lambda: not arenas() - before)  # other tests' arenas may go meanwhile
+        # Also if a request is still running.
+        engine.until(lambda: not arenas() - before)  # other tests' arenas may be unmapped meanwhile
         engine.finish(waits)
 
 
-def test_an_idle_engine_lets_go_of_the_arena_of_a_daemon_that_ended(
+def test_an_idle_engine_unmaps_the_arena_of_a_daemon_that_ended(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
 ) -> None:
-    """No step is made: the next daemon needs the memory, and the next request would wait for that."""
+    """No step is made: the next daemon needs the memory, and the next request would wait for it."""
     folder = tmp_path / "again"
     daemon = daemon_of(folder=folder)
     others = arenas()
@@ -506,10 +509,10 @@ def test_an_idle_engine_lets_go_of_the_arena_of_a_daemon_that_ended(
         engine.settle()
 
 
-def test_a_rank_keeps_what_is_promised_from_a_daemon_that_ended(
+def test_a_rank_keeps_promised_blocks_of_a_daemon_that_ended_mapped(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be told to load between two steps, however long those take."""
+    """The rank may be told to load between two steps, which may take any time."""
     engine = engine_of(cold_daemon, load="async")
     engine.serve(PROMPT)
     engine.settle()
@@ -534,7 +537,7 @@ def test_a_rank_keeps_what_is_promised_from_a_daemon_that_ended(
     assert engine.serve(PROMPT).cached == 8 * BLOCK, "the next step has it again"
 
 
-def test_a_very_long_prompt_is_named_and_saved_some_of_it_in_each_step(
+def test_a_very_long_prompt_is_hashed_and_saved_in_parts(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier_vllm.identity.LIMIT_HASHES", 3)
@@ -553,10 +556,10 @@ def test_a_very_long_prompt_is_named_and_saved_some_of_it_in_each_step(
     assert engine.serve(PROMPT).cached == 8 * BLOCK
 
 
-def test_what_took_the_place_of_a_reader_is_not_waited_for(
+def test_unmapping_an_old_arena_does_not_delay_a_step(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """Much memory takes seconds to unmap: after the same daemon was reached again, too."""
+    """Unmapping much memory takes seconds, also after a reconnection to the same daemon."""
     engine = engine_of(cold_daemon)
     engine.serve(PROMPT)
     worker = engine.workers[0]
@@ -575,7 +578,7 @@ def test_what_took_the_place_of_a_reader_is_not_waited_for(
     assert engine.serve(PROMPT).cached == 8 * BLOCK
 
 
-def test_what_is_ready_is_used_where_the_rest_came_too_late(
+def test_ready_blocks_are_used_if_the_others_are_late(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(cold_daemon, patience_ms=1000)
@@ -588,7 +591,7 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
     prompt.lookup.lease.coming, prompt.lookup.lease.eta_ms = 4, 5000.0
     prompt.lookup.answered = LookupQuery(read_disk=True)
     monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
-    prompt.lookup.wait.since = None  # where the answer took a step
+    prompt.lookup.wait.since = None  # the answer took a whole step
     now = began = prompt.lookup.sent_at = side._clock()
     monkeypatch.setattr(side._decisions, "_clock", lambda: now)
     asked, waits = [], []
@@ -598,7 +601,7 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
         assert side.matched(request, 0) == (None, False)
         asked.append(bool(side._lookups._for_step))
         waits.append(prompt.lookup.answer_within_s if side._lookups._for_step else None)
-    # What was asked for last might not have been answered then.
+    # The last request might not have been answered in time.
     assert asked == [False, True, True, False, False]
     assert waits[1] == pytest.approx(0.05) and waits[2] == pytest.approx(0.01)
     now = began + 1.1
@@ -610,10 +613,10 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
     engine.settle()
 
 
-def test_what_nobody_waits_for_any_more_is_withdrawn(
+def test_a_lookup_without_a_waiting_request_is_cancelled(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine goes on without the answer: that one is not to hold a lease as long as the request lives."""
+    """The engine continues without the answer, which must not hold a lease until the request ends."""
     engine = engine_of(cold_daemon)
     engine.serve(PROMPT)
     side = engine.scheduler
@@ -661,7 +664,8 @@ def test_an_engine_without_a_daemon_says_so_once_for_all_its_ranks(
 
 
 def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    """Nothing is promised before every rank is with the same run of the daemon, nor read after."""
+    """All ranks must be connected to the same run of the daemon before a block is promised, and no block is
+    read after that run ended."""
     engine = engine_of(cold_daemon, load="async")
     engine.serve(PROMPT)
     worker = engine.workers[0]
@@ -699,7 +703,7 @@ def test_a_slot_that_was_given_away_fails_the_load(
     engine.settle()
 
 
-def test_nothing_is_kept_that_was_computed_from_a_load_that_failed(
+def test_blocks_computed_from_a_failed_load_are_not_saved(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
     engine = engine_of(cold_daemon, load="sync")
@@ -719,7 +723,7 @@ def test_nothing_is_kept_that_was_computed_from_a_load_that_failed(
 
 
 @pytest.mark.parametrize("save", [True, False])
-def test_pages_are_doubted_where_something_is_saved(
+def test_pages_are_tracked_as_unverified_only_if_saves_are_enabled(
     cold_daemon: Daemon, engine_of: EngineOf, save: bool
 ) -> None:
     engine_of(cold_daemon).serve(PROMPT)
@@ -733,7 +737,7 @@ def test_pages_are_doubted_where_something_is_saved(
 
 
 @pytest.mark.parametrize("shape", ["two ranks", "a window", "six groups"])
-def test_where_a_failure_could_not_be_told_loads_are_between_steps(
+def test_loads_run_between_steps_if_their_failure_could_not_be_reported(
     cold_daemon: Daemon, engine_of: EngineOf, shape: str
 ) -> None:
     engine = engine_of(cold_daemon, SHAPES[shape], load="sync")
@@ -743,7 +747,7 @@ def test_where_a_failure_could_not_be_told_loads_are_between_steps(
     assert request.between
 
 
-def test_a_rank_that_stays_away_costs_its_patience_once(
+def test_a_rank_that_does_not_connect_delays_one_request(
     cold_daemon: Daemon, engine_of: EngineOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of(cold_daemon, patience_ms=200)
@@ -761,7 +765,7 @@ def test_a_rank_that_stays_away_costs_its_patience_once(
     assert [one.getMessage() for one in caplog.records if "a rank is not" in one.getMessage()]
 
 
-def test_what_was_begun_in_an_old_generation_is_not_saved_in_the_new(
+def test_a_request_of_an_old_generation_is_not_saved_in_the_new_one(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
     engine = engine_of(cold_daemon)
@@ -775,10 +779,10 @@ def test_what_was_begun_in_an_old_generation_is_not_saved_in_the_new(
     assert engine.serve(PROMPT).cached == 0
 
 
-def test_pages_that_are_given_away_in_the_middle_of_a_save_are_not_saved(
+def test_pages_reused_before_their_save_are_not_saved(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """The request ends before its save has begun, and the next one gets its pages."""
+    """The request ends before its save begins, and the next request gets its pages."""
     engine = engine_of(cold_daemon, pages=10)
     engine.serve(range(1000, 1000 + BLOCK))
     held = threading.Event()
@@ -794,7 +798,9 @@ def test_pages_that_are_given_away_in_the_middle_of_a_save_are_not_saved(
     assert engine.serve(range(500, 500 + 8 * BLOCK + 3)).cached == 8 * BLOCK
 
 
-def test_saves_wait_when_too_many_bytes_do(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+def test_saves_are_delayed_while_too_many_bytes_wait(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
     engine = engine_of(cold_daemon, saving=2 * engine_block_bytes())
     engine.serve(range(1000, 1000 + BLOCK))
     request = engine.run(engine.add(PROMPT))
@@ -806,7 +812,7 @@ def test_saves_wait_when_too_many_bytes_do(cold_daemon: Daemon, engine_of: Engin
 
 
 def grow(engine: FakeEngine, request: FakeRequest, tokens: int) -> None:
-    """The request goes on: so many tokens more, in one step."""
+    """Continue the request by `tokens` tokens in one step."""
     request.tokens += range(2000, 2000 + tokens)
     engine.extend(request)
     engine.carry_out({request.request_id: request}, {request.request_id: tokens}, [])
@@ -817,7 +823,7 @@ def drops(engine: FakeEngine) -> dict[str, int]:
 
 
 def drop_saves(engine: FakeEngine, step: Callable[[], object]) -> None:
-    """Call off the saves of a step, as where their pages are given away."""
+    """Cancel the saves of a step, as when their pages are reused."""
     held = threading.Event()
     engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
     step()
@@ -827,8 +833,8 @@ def drop_saves(engine: FakeEngine, step: Callable[[], object]) -> None:
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
 
 
-def test_a_save_that_was_dropped_is_made_up_for(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    """While the request has its pages: what it saves later could not be found otherwise."""
+def test_a_dropped_save_is_repeated(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    """While the request has its pages: blocks that it saves later could not be found without them."""
     engine = engine_of(cold_daemon)
     engine.serve(range(1000, 1000 + BLOCK))
     before = drops(engine)
@@ -838,14 +844,14 @@ def test_a_save_that_was_dropped_is_made_up_for(cold_daemon: Daemon, engine_of: 
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     engine.finish(request)
     assert engine.serve([*request.tokens, 1]).cached == 10 * BLOCK
-    # Nothing was lost in the end.
+    # No block was lost in the end.
     assert drops(engine) == before
 
 
-def test_saves_that_are_called_off_together_are_one_try(
+def test_saves_cancelled_together_count_as_one_attempt(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """A preemption calls off as many as wait for their copy, of one request's chunks."""
+    """A preemption cancels all saves of a request that wait for their copy."""
     engine = engine_of(cold_daemon)
     engine.serve(range(1000, 1000 + BLOCK))
     before = drops(engine)
@@ -865,10 +871,10 @@ def test_saves_that_are_called_off_together_are_one_try(
     assert drops(engine) == before
 
 
-def test_what_is_given_away_between_two_writes_is_counted_once(
+def test_a_block_whose_pages_are_reused_between_two_writes_is_counted_once(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two groups the first is saved, and the second called off, its request being over."""
+    """The first of two groups is saved, and the second is cancelled because its request ended."""
     engine = engine_of(cold_daemon, layout_of([0, 0]))
     engine.serve(range(1000, 1000 + BLOCK))
     before, saved = Counter(drops(engine)), engine.scheduler.counts["saved"]
@@ -887,7 +893,7 @@ def test_what_is_given_away_between_two_writes_is_counted_once(
     assert Counter(drops(engine)) - before == Counter({"drop:overwritten": 8})
 
 
-def test_what_follows_a_hole_that_stays_is_not_saved(
+def test_blocks_after_a_permanent_hole_are_not_saved(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
     engine = engine_of(cold_daemon)
@@ -905,10 +911,10 @@ def test_what_follows_a_hole_that_stays_is_not_saved(
     assert engine.scheduler.counts["drop:after_hole"] == 2
 
 
-def test_holes_of_other_blocks_have_tries_of_their_own(
+def test_attempts_are_counted_separately_for_each_hole(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """As of a model with windows, whose pages are given away behind them, a step's after another's."""
+    """As in a model with windows, whose pages are released one step after the other."""
     engine = engine_of(cold_daemon)
     engine.serve(range(1000, 1000 + BLOCK))
     before = drops(engine)
@@ -923,10 +929,10 @@ def test_holes_of_other_blocks_have_tries_of_their_own(
     assert drops(engine) == before
 
 
-def test_a_hole_that_is_not_made_up_for_is_counted_where_answers_are_not_kept(
+def test_a_permanent_hole_is_counted_without_decoded_blocks(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """The prompt's blocks, and not those of what was answered."""
+    """The prompt's blocks are counted, the blocks of the answer are not."""
     engine = engine_of(cold_daemon, save_decode=False)
     engine.serve(range(1000, 1000 + BLOCK))
     before = Counter(drops(engine))
@@ -939,7 +945,7 @@ def test_a_hole_that_is_not_made_up_for_is_counted_where_answers_are_not_kept(
     assert Counter(drops(engine)) - before == Counter({"drop:no_time": 8})
 
 
-def test_a_daemon_without_room_is_not_asked_again(
+def test_a_daemon_without_room_gets_no_further_save_requests(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf
 ) -> None:
     daemon = daemon_of(warm="1MiB")
@@ -961,7 +967,7 @@ def test_a_daemon_without_room_is_not_asked_again(
         engine.finish(request)
 
 
-def test_a_daemon_that_grows_is_asked_until_it_has_room(
+def test_saves_to_a_growing_daemon_are_retried_until_it_has_room(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(cold_daemon)
@@ -1001,10 +1007,10 @@ def test_an_engine_does_not_wait_while_the_daemon_grows(
     assert engine.scheduler.counts["not_saved:growing"] and not waited
 
 
-def test_what_a_load_did_not_bring_is_not_counted_as_dropped(
+def test_blocks_of_a_failed_load_are_not_counted_as_dropped(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the engine ends a request whose load has failed, nothing of it was there to be saved."""
+    """If the engine ends a request whose load failed, none of its blocks could be saved."""
     engine = engine_of(cold_daemon, load="async")
     engine.serve(PROMPT)
     before, worker = drops(engine), engine.workers[0]
@@ -1029,10 +1035,10 @@ def test_what_a_load_did_not_bring_is_not_counted_as_dropped(
         )
 
 
-def test_another_daemon_is_offered_all_of_it(
+def test_a_new_daemon_gets_all_blocks_of_a_running_request(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
 ) -> None:
-    """One that was restarted has lost what was saved: the head of a request that goes on."""
+    """A restarted daemon has lost the first blocks of a running request."""
     folder = tmp_path / "again"
     daemon = daemon_of(folder=folder)
     engine = engine_of(daemon)
@@ -1053,7 +1059,7 @@ def test_another_daemon_is_offered_all_of_it(
     assert engine.serve([*request.tokens, 1]).cached == 10 * BLOCK
 
 
-def test_what_was_computed_before_a_daemon_came_is_saved(
+def test_blocks_computed_before_a_daemon_started_are_saved(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
 ) -> None:
     folder = tmp_path / "later"
@@ -1097,15 +1103,15 @@ def test_pages_that_a_load_left_unfilled_are_saved_when_they_are_computed(
 def test_more_keys_than_a_lease_may_have_are_cut(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What would be refused as a whole is loaded as far as one lease goes."""
+    """A request that would be refused as a whole is loaded as far as one lease permits."""
     layout = layout_of([0, 20], ranks=2)
     engine_of(cold_daemon, layout).serve(PROMPT)
-    # Of each rank's two groups: six slots of the first, and the two of the window.
+    # For each rank's two groups: six slots of the first, and the two of the window.
     monkeypatch.setattr("kvtier.wire.LIMIT_TOLD_SLOTS", 2 * 6 + 2 * 2)
     assert engine_of(cold_daemon, layout).serve(PROMPT).cached == 6 * BLOCK
 
 
-def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:
+def test_a_request_waits_once_for_coming_blocks_before_any_step_was_measured() -> None:
     side = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
     prompt = Prompt(None, b"", True, True)
     coming: Any = SimpleNamespace(ready=0, coming=8, eta_ms=100.0)
@@ -1114,7 +1120,7 @@ def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:
         for now in (0.0, 0.2, 0.3, 0.9)
     ]
     assert answers == [True, True, False, False]
-    # Once a step was measured, that decides: 8 blocks in a millisecond here, in a second there.
+    # Once a step was measured, its time decides: 8 blocks in a millisecond here, in a second there.
     side._forecast.stepped(8 * BLOCK, 0.0, 0.001)
     assert not side._decisions.patience.worth_waiting(prompt, coming, 0, 0.0)
     slow = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
@@ -1122,8 +1128,8 @@ def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:
     assert slow._decisions.patience.worth_waiting(prompt, coming, 0, 0.9)
 
 
-def test_what_is_coming_is_weighed_by_what_a_load_brings() -> None:
-    """Of windows the last blocks, of states one: those before them are neither read nor copied."""
+def test_coming_blocks_are_weighed_by_the_blocks_that_a_load_needs() -> None:
+    """For windows only the last blocks count, for states one: earlier ones are neither read nor copied."""
     page = (("0", 1000),)
     kinds = [("full", 0), ("window", BLOCK + 1), ("state", 0)]
     groups = tuple(Cached(at, kind, window, page) for at, (kind, window) in enumerate(kinds))
@@ -1139,10 +1145,10 @@ def test_what_is_coming_is_weighed_by_what_a_load_brings() -> None:
             assert side._decisions.patience.worth_waiting(prompt, coming, 0, 0.0) == worth
 
 
-def test_the_end_waits_a_moment_for_what_is_in_flight(
+def test_a_shutdown_waits_briefly_for_loads_and_saves_in_progress(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """However long a save and a load would take."""
+    """The time limit also applies if a save and a load take longer."""
     worker = engine_of(cold_daemon).workers[0]
     held = threading.Event()
     worker.state.tasks.put(lambda: bool(held.wait(60)))
@@ -1183,7 +1189,9 @@ def leases(stats: dict[str, Any]) -> int:
     return int(stats["tenants"]["default"]["leases"])
 
 
-def test_many_prompts_at_once_are_all_right(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+def test_many_concurrent_prompts_are_loaded_correctly(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
     layout: Layout = layout_of([0, 20], ranks=2)
     engine = engine_of(cold_daemon, layout, pages=512)
     prompts = [[*range(4 * BLOCK), *range(n * 100, n * 100 + 40)] for n in range(1, 13)]

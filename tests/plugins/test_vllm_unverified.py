@@ -1,4 +1,5 @@
-"""Pages that are not known to be good, through the steps that load into them and compute from them."""
+"""Tracking of pages that are not known to be valid, through the steps that load into them and compute
+from them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from support.fake_engine import BLOCK, layout_of
 
 
 class Scene:
-    """An engine's requests, what of each was here before any load, and their pages."""
+    """An engine's requests, the tokens that each had before any load, and their pages."""
 
     def __init__(self, layout: Layout | None = None) -> None:
         self.doubts = UnverifiedPages(layout or layout_of())
@@ -31,8 +32,8 @@ class Scene:
         self, number: int, first: str = "", loads: bool = False, ours: str = "",
         given: dict[str, list[int]] | None = None, fresh: Sequence[int] = (), **tokens: int,
     ) -> None:  # fmt: skip
-        """`first` are served for the first time; with `loads`, what these have was loaded within this step.
-        `given`: pages that others get besides."""
+        """`first` are scheduled for the first time; with `loads`, their blocks are loaded within this
+        step. `given`: pages that other requests get in addition."""
         given = given or {}
         scheduled = SimpleNamespace(
             has_sync_kv_loads=loads, num_scheduled_tokens=tokens,
@@ -50,7 +51,7 @@ class Scene:
             self.prompts[name].request.num_computed_tokens += count
 
     def back_to(self, name: str, tokens: int) -> None:
-        """The engine computes this request once more from here on."""
+        """The engine recomputes this request from this token on."""
         self.prompts[name].request.num_computed_tokens = tokens
 
     def sure(self, name: str, start: int = 0) -> int:
@@ -68,8 +69,9 @@ def with_one(kind: Kind, window_tokens: int) -> Layout:
 
 
 def test_doubtful_pages_are_not_saved_before_they_are_known_to_be_good(scene: Scene) -> None:
-    """Those of another's load, and what is computed from them; of one of ours only once it has failed."""
-    # One block of a was here, two are loaded, two computed. b shares three of its five.
+    """Pages of another connector's load, and pages computed from them; pages of this connector's load
+    only after it failed."""
+    # One block of a was stored, two are loaded, two computed. b shares three of its five pages.
     scene.request("a", BLOCK, 3 * BLOCK, range(1, 6))
     scene.request("b", 3 * BLOCK, 3 * BLOCK, [1, 2, 3, 8, 9])
     scene.request("c", 0, 0, range(10, 12))
@@ -83,13 +85,14 @@ def test_doubtful_pages_are_not_saved_before_they_are_known_to_be_good(scene: Sc
     scene.step(2, b=5)
     scene.doubts.reported(1, {77})
     assert (scene.sure("a"), scene.sure("b"), len(scene.doubts)) == (5, 5, 0)
-    # Of ours: the ranks save nothing with that step, and when it has failed, nobody does.
+    # With this connector's loads: the ranks save nothing in that step, and after a failure no
+    # request's pages are saved.
     scene.request("a", BLOCK, 3 * BLOCK, range(1, 6))
     scene.step(3, "a", loads=True, ours="a", a=2 * BLOCK)
     assert (scene.sure("a"), len(scene.doubts)) == (5, 4)
     scene.doubts.reported(3, {2, 3})
     assert (scene.sure("a"), scene.sure("b")) == (1, 1)
-    # Computed once more, a step at a time: who shares the rest computes from nothing.
+    # a is recomputed, step by step. b shares the other pages, and computes from invalid data.
     scene.back_to("a", BLOCK)
     scene.request("b", 5 * BLOCK, 5 * BLOCK, range(1, 7))
     scene.step(4, "b", loads=True, a=2 * BLOCK, b=BLOCK)
@@ -98,7 +101,7 @@ def test_doubtful_pages_are_not_saved_before_they_are_known_to_be_good(scene: Sc
     scene.step(5, a=2 * BLOCK)
     scene.doubts.reported(5, set())
     assert (scene.sure("a"), scene.sure("b"), len(scene.doubts)) == (5, 5, 1)
-    # Its page is somebody else's.
+    # The page belongs to another request now.
     scene.step(6, given={"d": [7]})
     assert len(scene.doubts) == 1
     scene.step(7, given={"d": [6]})
@@ -106,27 +109,28 @@ def test_doubtful_pages_are_not_saved_before_they_are_known_to_be_good(scene: Sc
 
 
 def failed(scene: Scene) -> None:
-    """The load of a's four pages came to nothing: it begins anew."""
+    """The load of a's four pages failed: a is computed from the beginning."""
     scene.request("a", 0, 4 * BLOCK, range(1, 8))
     scene.step(1, "a", loads=True, ours="a", a=BLOCK)
     scene.doubts.reported(1, {1, 2, 3, 4})
     scene.back_to("a", 0)
 
 
-def test_a_page_that_was_computed_anew_in_part_is_good_for_who_does_that_alone(
+def test_a_partly_recomputed_page_is_valid_only_for_the_request_that_recomputes_it(
     scene: Scene,
 ) -> None:
     failed(scene)
     scene.step(2, a=BLOCK + 3)
     scene.step(3, a=2)
     assert scene.sure("a") == 1
-    # r finds all of the second page in the engine's cache, and computes from what is not there yet.
+    # r finds the whole second page in the engine's cache, and computes from tokens that are not yet
+    # valid.
     scene.request("r", 2 * BLOCK, 2 * BLOCK, [1, 2, 20, 21])
     scene.step(4, "r", r=2 * BLOCK)
     assert scene.sure("r") == 1
     scene.step(5, a=2 * BLOCK)
     assert (scene.sure("a"), scene.sure("r")) == (3, 2)
-    # Some of what it had computed was a guess, and is computed once more.
+    # Some of its tokens were speculative, and are recomputed.
     scene.back_to("a", 3 * BLOCK + 2)
     scene.step(6, a=BLOCK)
     assert (scene.sure("a"), scene.sure("r")) == (4, 2)
@@ -134,7 +138,7 @@ def test_a_page_that_was_computed_anew_in_part_is_good_for_who_does_that_alone(
     assert (scene.sure("a"), scene.sure("r")) == (7, 2)
 
 
-def test_what_was_computed_in_part_is_good_no_further_than_that(scene: Scene) -> None:
+def test_a_partly_recomputed_page_is_not_valid_beyond_the_recomputed_tokens(scene: Scene) -> None:
     failed(scene)
     scene.step(2, a=BLOCK + 3)
     scene.back_to("a", BLOCK + 4)
@@ -142,7 +146,7 @@ def test_what_was_computed_in_part_is_good_no_further_than_that(scene: Scene) ->
     assert scene.sure("a") == 1
 
 
-def test_what_was_computed_in_part_is_good_for_nobody_else(scene: Scene) -> None:
+def test_a_partly_recomputed_page_is_not_valid_for_other_requests(scene: Scene) -> None:
     failed(scene)
     scene.step(2, a=BLOCK + 3)
     scene.request("s", BLOCK + 3, BLOCK + 3, [1, 2, 22])
@@ -150,10 +154,11 @@ def test_what_was_computed_in_part_is_good_for_nobody_else(scene: Scene) -> None
     assert scene.sure("s") == 1
 
 
-def test_what_was_computed_in_part_is_forgotten_where_that_page_is_doubted_again(
+def test_a_partly_recomputed_page_that_becomes_unverified_again_is_recomputed_from_its_start(
     scene: Scene,
 ) -> None:
-    """More is computed into it from what isn't good, and that was computed anew before it goes on."""
+    """More is computed into the page from invalid data, and the recomputed part becomes invalid before
+    the request continues."""
     failed(scene)
     scene.step(2, a=BLOCK + 8)
     scene.request("b", 0, BLOCK, [1, 9])
@@ -182,10 +187,10 @@ def test_what_was_computed_in_part_is_forgotten_where_that_page_is_doubted_again
         ("state", 0, [1, 2, 3, 4, 5, 6], 0, 6),
     ],
 )
-def test_what_is_computed_without_all_that_is_before_it_is_never_saved(
+def test_blocks_computed_without_their_predecessors_are_never_saved(
     kind: Kind, window: int, pages: list[int], computed: int, sure: int
 ) -> None:
-    """A window, or a state, that a load was to bring has nothing before it, and the engine goes on there."""
+    """If a load of a window or a state fails, the engine continues there without the blocks before it."""
     scene = Scene(with_one(kind, window))
     scene.request("a", 0, 4 * BLOCK, pages[:5])
     scene.step(1, "a", loads=True, a=BLOCK)
@@ -198,8 +203,8 @@ def test_what_is_computed_without_all_that_is_before_it_is_never_saved(
     assert scene.sure("a", computed) == sure
 
 
-def test_what_stands_for_no_page_is_never_doubted() -> None:
-    """Every table has it, where a window has left pages behind."""
+def test_the_null_page_is_never_unverified() -> None:
+    """Every page table contains page 0 where a window has released pages."""
     scene = Scene(layout_of([2 * BLOCK]))
     scene.request("a", 0, 4 * BLOCK, [0, 0, 3, 4, 5])
     scene.step(1, "a", loads=True, a=BLOCK)
@@ -210,8 +215,8 @@ def test_what_stands_for_no_page_is_never_doubted() -> None:
     assert scene.sure("b") == 4
 
 
-def test_what_was_loaded_beside_a_load_that_failed_is_good(scene: Scene) -> None:
-    """In the same step, or in the one that had begun: what was computed from it stays doubtful."""
+def test_a_load_in_the_same_step_as_a_failed_load_is_valid(scene: Scene) -> None:
+    """In the same step, or in a step that had begun: pages computed from it stay unverified."""
     scene.request("a", 0, 4 * BLOCK, range(1, 6))
     scene.request("b", 2 * BLOCK, 4 * BLOCK, [1, 2, 13, 14, 15])
     scene.request("c", 0, 2 * BLOCK + 4, range(21, 25))
@@ -219,7 +224,7 @@ def test_what_was_loaded_beside_a_load_that_failed_is_good(scene: Scene) -> None
     scene.request("d", 0, 2 * BLOCK, range(31, 34))
     scene.step(2, "d", loads=True, d=BLOCK)
     scene.doubts.reported(1, {13, 14})
-    # Into c's third page more was computed.
+    # More tokens were computed into c's third page.
     assert [scene.sure(name) for name in "abc"] == [4, 2, 2]
     assert scene.sure("d") == 0
     scene.doubts.reported(2, set())
@@ -229,34 +234,34 @@ def test_what_was_loaded_beside_a_load_that_failed_is_good(scene: Scene) -> None
     assert scene.sure("x") == 5
 
 
-def test_pages_that_are_given_out_again_are_no_longer_doubted(scene: Scene) -> None:
-    """To be computed, or for another's load between two steps."""
+def test_reused_pages_are_no_longer_unverified(scene: Scene) -> None:
+    """To be computed, or for another connector's load between two steps."""
     failed(scene)
     scene.request("n", BLOCK, 3 * BLOCK, [30, 1, 2, 3])
     scene.step(2, "n", n=BLOCK)
     assert scene.sure("n") == 4
-    # One of them is still doubtful: that one the engine had.
+    # One of them is still unverified: the page that the engine had.
     scene.request("m", BLOCK, 2 * BLOCK, [4, 31, 32])
     scene.step(3, "m", m=BLOCK)
     assert (scene.sure("m"), scene.sure("m", 1)) == (0, 2)
 
 
-def test_who_comes_back_with_doubtful_pages_has_them_still(scene: Scene) -> None:
-    """The engine has not asked again what there is of it, so nothing was loaded."""
+def test_a_resumed_request_keeps_its_unverified_pages(scene: Scene) -> None:
+    """The engine did not look up its blocks again, so nothing was loaded."""
     failed(scene)
     scene.back_to("a", 2 * BLOCK)
     scene.step(2, "a", a=BLOCK)
     assert scene.sure("a") == 0
 
 
-def test_a_report_looks_through_nothing_where_it_can_tell_nothing_new(scene: Scene) -> None:
-    """Pages that were not filled may lie in the engine's cache for long."""
+def test_a_report_without_news_scans_no_pages(scene: Scene) -> None:
+    """Pages that were not filled may stay in the engine's cache for a long time."""
     failed(scene)
     before = scene.doubts._step_of
     for number in range(2, 5):
         scene.doubts.reported(number, set())
     assert scene.doubts._step_of is before
-    # What is loaded later is told of.
+    # Later loads are reported.
     scene.request("b", 0, BLOCK, range(11, 13))
     scene.step(5, "b", loads=True, b=BLOCK)
     scene.doubts.reported(5, set())

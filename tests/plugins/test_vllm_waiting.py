@@ -1,5 +1,5 @@
-"""What the engine's thread waits for, and for how long: answers when a request is queued, loads when there is
-nothing else to do."""
+"""The waits of the engine's thread and their limits: for answers when a request is queued, and for
+loads when the engine is idle."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_an_answer_that_is_there_is_heard(pipe: tuple[int, int]) -> None:
+def test_an_available_answer_is_received(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"x")
     assert WakeupListener().wait(pipe[0])
 
 
-def test_silence_is_listened_to_once(pipe: tuple[int, int]) -> None:
-    """Who did not answer in time is not waited for, whatever there is, until something was heard of it."""
+def test_after_a_timeout_the_next_wait_is_skipped(pipe: tuple[int, int]) -> None:
+    """After a timeout the plugin does not wait for the daemon again until it has received an answer."""
     ears = WakeupListener()
     assert not ears.wait(pipe[0])
     ears.next_step()
@@ -61,8 +61,8 @@ def test_silence_is_listened_to_once(pipe: tuple[int, int]) -> None:
     assert ears.wait(pipe[0])
 
 
-def test_waiting_ends_with_what_a_step_allows(pipe: tuple[int, int]) -> None:
-    """However many answers come, and each of them in time."""
+def test_waiting_is_limited_by_the_time_of_a_step(pipe: tuple[int, int]) -> None:
+    """Even if many answers arrive, each of them in time."""
     now = 0.0
 
     def clock() -> float:
@@ -77,7 +77,7 @@ def test_waiting_ends_with_what_a_step_allows(pipe: tuple[int, int]) -> None:
     assert ears.wait(pipe[0])
 
 
-def test_what_is_in_memory_is_promised_when_it_is_asked_for_first(
+def test_blocks_in_memory_are_promised_at_the_first_lookup(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
@@ -87,14 +87,14 @@ def test_what_is_in_memory_is_promised_when_it_is_asked_for_first(
     assert (again.cached, again.steps_asked) == (8 * BLOCK, 1)
 
 
-def test_a_question_is_sent_by_the_step_and_not_where_it_turned_up(
+def test_a_lookup_is_sent_at_the_end_of_the_step(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(shared_daemon)
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     engine.until(lambda: not engine.scheduler.in_flight["tickets"])
-    engine.scheduler.new_generation()  # what was told of it holds no more
+    engine.scheduler.new_generation()  # the earlier answer is now invalid
     asked = []
     plain = engine.scheduler._decisions._send
     monkeypatch.setattr(
@@ -107,7 +107,7 @@ def test_a_question_is_sent_by_the_step_and_not_where_it_turned_up(
     assert engine.run(request).cached == 0
 
 
-def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
+def test_a_daemon_without_outstanding_answers_is_not_polled_in_every_step(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "POLL_S", 1e9)
@@ -128,10 +128,10 @@ def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
     assert len(polls) == before + 1
 
 
-def test_what_the_socket_did_not_take_goes_with_a_later_step(
+def test_bytes_that_the_socket_did_not_accept_are_sent_in_a_later_step(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though nothing that was asked is still to be answered."""
+    """Although no answer is outstanding."""
     monkeypatch.setattr(lookups, "POLL_S", 1e9)
     daemon = daemon_of()
     engine = engine_of(daemon)
@@ -151,15 +151,15 @@ def test_what_the_socket_did_not_take_goes_with_a_later_step(
     engine.until(lambda: not connection._backlog)
 
 
-def test_a_report_brings_what_there_is_to_tell_and_nothing_else() -> None:
-    """Each rank sends one in every step, and of most there is nothing to tell."""
+def test_a_report_contains_only_changes() -> None:
+    """Each rank sends a report in every step, and most of them are empty."""
     full = RankReport(
         7, {0: RankMapping(b"run", b"space", 2)}, {1: 1}, {2: 1}, {0: RankPages("x")}, {3},
         {4: Hole(True, Counter({"drop:lost": 2}))}, {"saved": 1}, [Copied(1, 0, 0.5, 1.0, 9, True)],
         [Copied(2, 0, 0.5, 1.0, 9, True)], 9, 0.5,
     )  # fmt: skip
     for report in (full, RankReport(8)):
-        assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301  # just made
+        assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301  # the test created it
     assert b"Counter" not in pickle.dumps(RankReport(8))
 
 
@@ -176,8 +176,8 @@ def test_reports_of_ranks_are_added_up() -> None:
     assert both.counts == {"saved": 7, "not_saved:present": 1}
 
 
-def test_a_page_that_two_saves_wait_for_names_both_until_each_is_over() -> None:
-    """What left a hole in one rank is saved again while another rank still copies."""
+def test_a_page_with_two_pending_saves_names_both_until_each_ends() -> None:
+    """A block that was not saved in one rank is saved again while another rank still copies."""
     saves = Saves(layout_of(), Options(), Counter())
     request: Any = SimpleNamespace(
         request_id="r", num_computed_tokens=0, num_tokens=2 * BLOCK, num_prompt_tokens=2 * BLOCK
@@ -199,8 +199,8 @@ def test_a_page_that_two_saves_wait_for_names_both_until_each_is_over() -> None:
     assert not any(saves.in_flight.values())
 
 
-def test_what_steps_took_is_learned_when_it_is_asked_for() -> None:
-    """The engine waits for the end of each step; nor does what was not learned yet grow."""
+def test_step_times_are_evaluated_lazily() -> None:
+    """The engine waits for the end of each step, so steps are only queued; the queue is bounded."""
     forecast, recompute = Forecast(), Recompute()
     for number in range(100):
         step = 100 + number, 10.0 * number, 0.01 + 0.001 * number
@@ -214,7 +214,7 @@ def test_what_steps_took_is_learned_when_it_is_asked_for() -> None:
 
 
 class SlowLoads:
-    """Loads of an engine that begin when they are let."""
+    """Loads of an engine that begin when the test releases them."""
 
     def __init__(self, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let = threading.Event()
@@ -227,7 +227,7 @@ class SlowLoads:
         monkeypatch.setattr(engine.workers[0].loads, "_load", load)
 
 
-def test_an_idle_step_ends_with_the_load(
+def test_an_idle_step_waits_for_the_load(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 60.0)
@@ -242,7 +242,7 @@ def test_an_idle_step_ends_with_the_load(
     assert not request.loading and time.monotonic() - began < worker.IDLE_WAIT_S
 
 
-def test_a_step_that_computes_waits_for_no_load(
+def test_a_computing_step_does_not_wait_for_loads(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
@@ -258,14 +258,16 @@ def test_a_step_that_computes_waits_for_no_load(
     assert engine.run(request).cached == 8 * BLOCK
 
 
-def test_a_daemon_that_hangs_in_the_middle_of_a_load_holds_up_who_waits_for_it_and_nobody_else(
+def test_a_daemon_that_hangs_during_a_load_delays_only_requests_that_wait_for_it(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was promised is loaded, what nobody asks for is computed, and who asks has patience."""
+    """Promised blocks are loaded, a request without a lookup is computed, and one that waits is limited
+    by its patience."""
     daemon = daemon_of()
     engine = engine_of(daemon, load="async", patience_ms=1500)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
-    # A request gives up the longest step before its patience ends, the daemon is given up when it ends.
+    # A request stops waiting one longest step before its patience ends; the daemon is given up when
+    # it ends.
     monkeypatch.setattr(engine.scheduler._forecast, "longest_step_s", lambda: 0.0)
     slow = SlowLoads(engine, monkeypatch)
     loading = engine.add(PROMPT)
@@ -287,10 +289,11 @@ def test_a_daemon_that_hangs_in_the_middle_of_a_load_holds_up_who_waits_for_it_a
         daemon.process.send_signal(signal.SIGCONT)
 
 
-def test_what_is_short_is_loaded_within_the_step_unless_others_wait_for_it(
+def test_a_short_load_runs_within_the_step_unless_other_requests_would_wait(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One load may take a step where nobody else is served; the next of that step goes between steps."""
+    """One load may take a whole step if no other request runs; the next load of that step runs between
+    steps."""
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
     engine = engine_of(shared_daemon)
     for first in (0, 1000):
@@ -320,7 +323,7 @@ def test_what_is_short_is_loaded_within_the_step_unless_others_wait_for_it(
 @pytest.mark.parametrize(
     "load, busy, nice", [("sync", True, 0), ("async", False, 0), ("async", True, worker.NICE)]
 )
-def test_only_a_load_beside_a_step_that_computes_steps_back(
+def test_only_a_load_during_a_computing_step_has_a_low_priority(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
     load: str, busy: bool, nice: int,
 ) -> None:  # fmt: skip
@@ -342,7 +345,7 @@ def test_only_a_load_beside_a_step_that_computes_steps_back(
     assert (request.cached, found) == (8 * BLOCK, [nice])
 
 
-def test_saves_step_back(
+def test_saves_have_a_low_priority(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -361,11 +364,12 @@ def test_saves_step_back(
     ("windows", "share", "most_s", "saved"),
     [(True, 1e3, 10.0, 8), (True, 1e3, 0.001, 0), (True, 0.0, 10.0, 0), (False, 1e3, 10.0, 0)],
 )
-def test_a_step_waits_a_little_for_what_of_windows_it_is_about_to_overwrite(
+def test_a_step_waits_briefly_for_saves_of_window_pages_that_it_overwrites(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
     windows: bool, share: float, most_s: float, saved: int,
 ) -> None:  # fmt: skip
-    """A share of the time since the last one, and no more than so much: a daemon may hang."""
+    """It waits for a share of the time since the last such wait, with an upper limit, because a daemon
+    may hang."""
     monkeypatch.setattr(worker, "CANCEL_SHARE", share)
     monkeypatch.setattr(worker, "CANCEL_MOST_S", most_s)
     engine = engine_of(shared_daemon)
@@ -373,7 +377,8 @@ def test_a_step_waits_a_little_for_what_of_windows_it_is_about_to_overwrite(
     held = threading.Event()
     engine.workers[0].saves._windows = [windows]
     engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
-    first = int(20_000 + 500 * windows + share + 1000 * most_s)  # what nobody has saved
+    # A prompt that no other case has saved.
+    first = int(20_000 + 500 * windows + share + 1000 * most_s)
     request = engine.run(engine.add(range(first, first + 8 * BLOCK)))
     pages = [page for ids in request.pages for page in ids]
     timer = threading.Timer(0.2 if saved else 4.0, held.set)
@@ -386,8 +391,8 @@ def test_a_step_waits_a_little_for_what_of_windows_it_is_about_to_overwrite(
     timer.cancel()
 
 
-def test_a_step_waits_once_for_what_it_overwrites() -> None:
-    """The next one may overwrite more of it: that was called off, and ends when its turn comes."""
+def test_a_step_waits_once_for_a_save_that_it_overwrites() -> None:
+    """The next step may overwrite more of it: that copy was cancelled, and ends later."""
     copying = SaveCopy(Save(1, []), None, fleeting=True)
     copying.cancel(0.001)
     step = threading.Thread(target=copying.cancel, args=(60.0,), daemon=True)
@@ -397,9 +402,9 @@ def test_a_step_waits_once_for_what_it_overwrites() -> None:
 
 
 def test_the_end_of_a_save_waits_for_the_piece_that_is_being_copied() -> None:
-    """The pages are another request's when `end` returns, and no further piece is copied."""
+    """When `end` returns, the pages belong to another request, and no further piece is copied."""
     copying, order = SaveCopy(Save(1, []), None, fleeting=False), []
-    come = threading.Event()  # `end` has come as far as it can before the piece is copied
+    come = threading.Event()  # `end` has reached its wait before the piece is copied
 
     class Watched:
         def __init__(self) -> None:
@@ -430,10 +435,10 @@ def test_the_end_of_a_save_waits_for_the_piece_that_is_being_copied() -> None:
         pass
 
 
-def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
+def test_the_daemon_reports_coming_blocks_without_polling(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has so far it keeps, until it is told that there is more."""
+    """The request keeps its ready blocks until the daemon reports that more are ready."""
     engine = engine_of(shared_daemon)
     engine.serve(range(8000, 8000 + 8 * BLOCK))
     side = engine.scheduler
@@ -471,7 +476,7 @@ def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
     engine.settle()
 
 
-def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
+def test_polling_for_many_blocks_is_limited_in_frequency(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(shared_daemon)
@@ -485,7 +490,7 @@ def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
     monkeypatch.setattr(side._decisions, "_clock", lambda: now)
     assert prompt.lookup.lease is not None
 
-    def asks(after_s: float) -> bool:
+    def is_asked(after_s: float) -> bool:
         nonlocal now
         prompt.lookup.lease = SimpleNamespace(ready=0, coming=8, eta_ms=30.0, release=lambda: None)
         prompt.lookup.answered = LookupQuery(read_disk=True)
@@ -495,18 +500,18 @@ def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
         assert side.matched(request, 0) == (None, False)
         return bool(side._lookups._for_step)
 
-    assert (asks(0.002), asks(0.003)) == (False, True)
+    assert (is_asked(0.002), is_asked(0.003)) == (False, True)
     side._prompts |= {f"other {number}": prompt for number in range(2 * 8)}
-    assert (asks(0.003), asks(0.007)) == (False, True)
+    assert (is_asked(0.003), is_asked(0.007)) == (False, True)
     for number in range(2 * 8):
         del side._prompts[f"other {number}"]
     prompt.lookup.lease = None
 
 
-def test_copies_go_where_the_engine_does_not_compute(
+def test_copies_run_on_cores_that_the_engine_does_not_use(
     shared_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    """An engine on a CPU has bound the thread that this side's come from to a core."""
+    """An engine on a CPU has bound the thread that starts this side's threads to one core."""
     all_ = os.sched_getaffinity(0)
     if len(all_) < 2:
         pytest.skip("one core")
@@ -530,10 +535,11 @@ def test_copies_go_where_the_engine_does_not_compute(
     assert found == [os.sched_getaffinity(os.getppid()) | {min(all_)}] * 3
 
 
-def test_a_large_copy_takes_no_more_threads_than_its_own_has_cores(
+def test_a_large_copy_uses_at_most_as_many_threads_as_cores(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a step it is the engine's own, which is bound to one; between steps it is ours."""
+    """Within a step the copy runs in the engine's own thread, which is bound to one core; between steps
+    in the plugin's."""
     all_ = os.sched_getaffinity(0)
     if len(all_) < 2:
         pytest.skip("one core")
@@ -557,7 +563,7 @@ def test_a_large_copy_takes_no_more_threads_than_its_own_has_cores(
     assert found[0] == 1 and found[-1] == 2
 
 
-def test_copies_stay_near_the_memory_of_the_cores_that_compute() -> None:
+def test_copies_run_on_the_numa_node_of_the_computing_cores() -> None:
     nodes = [{0, 1, 2, 3}, {4, 5, 6, 7}]
     assert nearby({1}, {0, 1, 2, 4, 5}, nodes) == {0, 1, 2}
     assert nearby({3, 4}, {0, 1, 4, 5}, nodes) == {0, 1, 3, 4, 5}
@@ -568,7 +574,7 @@ def test_copies_stay_near_the_memory_of_the_cores_that_compute() -> None:
 def test_the_first_request_after_a_restart_of_the_daemon_is_a_hit(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
 ) -> None:
-    """The engine is idle meanwhile: it makes no step, and asks for nothing."""
+    """The engine is idle meanwhile: it makes no step, and sends no request."""
     cold = tmp_path / "cold"
     cold.mkdir()
     config = f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
@@ -588,7 +594,7 @@ def test_the_first_request_after_a_restart_of_the_daemon_is_a_hit(
         assert time.monotonic() < deadline, "an idle engine is not connected again"
         time.sleep(0.01)
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 8)
-    # Nothing was computed by this engine for long enough to say that the disk is worth it.
+    # The engine has too few measurements to prefer a read from disk.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
         patch.setattr(Forecast, "prefill", (0.0, 0.0))

@@ -1,8 +1,8 @@
-"""Plant bugs in a copy of this tree, one at a time, and see that the tests that are named for each fail.
+"""Plant bugs in a copy of this tree, one at a time, and verify that the tests named for each of them
+fail.
 
-`edits.toml` says what is planted. The copy and its environment lie in build/sabotage; what is native is built
-again only for a bug in it. Prints a line for each bug; ends with 1 if one was not noticed.
-"""
+`edits.toml` lists the bugs. The copy and its environment are in build/sabotage; native code is rebuilt
+only for bugs in it. Prints a line for each bug; exits with 1 if one was not detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACE = ROOT / "build" / "sabotage"
 EDITS = Path(__file__).with_name("edits.toml")
 NATIVE = ("kernels/cpu/", "kernels/include/", "kernels/cuda/")
 LONGEST_S = 1800.0
-FAILED = 1  # what pytest exits with where a test failed
+FAILED = 1  # pytest's exit status if a test failed
 SAID = {"failed": "noticed", "skipped": "not tried: its tests are skipped on this machine"}
 
 
@@ -40,7 +40,7 @@ class Edit:
     after: str
 
     def planted(self, text: str) -> str:
-        """The file's text with the bug in it."""
+        """The file's text with the bug."""
         if self.before == self.after:
             raise NotPlanted(f"{self.file}: an edit changes nothing")
         if (count := text.count(self.before)) != 1:
@@ -61,7 +61,7 @@ class Bug:
     builds: bool
 
     def planted(self, root: Path) -> dict[Path, str]:
-        """The texts of the edited files with the bug in them."""
+        """The texts of the edited files with the bug."""
         texts: dict[Path, str] = {}
         for edit in self.edits:
             path = root / edit.file
@@ -71,7 +71,7 @@ class Bug:
 
 
 def bugs() -> list[Bug]:
-    """All, those that need a build last."""
+    """All bugs; those that need a build are last."""
     found = []
     for bug in tomllib.loads(EDITS.read_text())["bug"]:
         edits = tuple(Edit(**edit) for edit in bug["edit"])
@@ -82,7 +82,7 @@ def bugs() -> list[Bug]:
 
 
 def copy_tree() -> Path:
-    """This tree as it is, in the copy; what was built there stays."""
+    """Update the copy to the state of this tree; built files in it are kept."""
     tree = PLACE / "tree"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
@@ -90,7 +90,7 @@ def copy_tree() -> Path:
     for name in sorted(wanted):
         source, target = ROOT / name, tree / name
         if target.is_file() and target.read_bytes() == source.read_bytes():
-            continue  # a new time would have it built again
+            continue  # a new modification time would cause a rebuild
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
     for path in tree.rglob("*.py"):
@@ -107,7 +107,7 @@ def environment(tree: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", PLACE / "venv"], check=True)
         (packages,) = (PLACE / "venv" / "lib").glob("python*/site-packages")
         ours = [path for path in sys.path if path.endswith("site-packages")]
-        # Its .pth files are not read, so this tree is not found by it.
+        # Its .pth files are not read, so it does not find this tree.
         (packages / "base.pth").write_text("\n".join(ours) + "\n")
     build(tree, python)
     return python
@@ -123,7 +123,7 @@ def build(tree: Path, python: Path) -> None:
 
 
 def run_tests(tree: Path, python: Path, tests: Sequence[str], log: Path) -> str:
-    """What became of them, in a word or two; their output goes to the log."""
+    """The result in a word or two; the output goes to the log."""
     options = ["-q", "--maxfail=3", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
     with log.open("w") as output:
         running = subprocess.Popen(
@@ -136,17 +136,18 @@ def run_tests(tree: Path, python: Path, tests: Sequence[str], log: Path) -> str:
         except subprocess.TimeoutExpired:
             return "timed out"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # with what the tests have started
+            # With all processes that the tests started.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()
     if code == 0:
         return "passed" if " passed" in log.read_text().splitlines()[-1] else "skipped"
-    # A signal is that of a crash.
+    # A signal means a crash.
     return "failed" if code == FAILED or code < 0 else f"ended with {code}"
 
 
 def tried(bug: Bug, tree: Path, python: Path, log: Path) -> str:
-    """Plant it, run its tests, take it out again; what became of the tests."""
+    """Plant the bug, run its tests, and remove it. Returns the result of the tests."""
     planted = bug.planted(tree)
     sound = {path: path.read_text() for path in planted}
     try:
@@ -183,8 +184,8 @@ def main() -> int:
         began = time.monotonic()
         became = tried(bug, tree, python, logs / f"{bug.name}.log")
         all_became[became] += 1
-        said = SAID.get(became, f"NOT NOTICED: its tests {became}")
-        print(f"{bug.name:50} {time.monotonic() - began:6.1f} s  {said}", flush=True)
+        verdict = SAID.get(became, f"NOT NOTICED: its tests {became}")
+        print(f"{bug.name:50} {time.monotonic() - began:6.1f} s  {verdict}", flush=True)
     if any(bug.builds for bug in chosen):
         build(tree, python)
     print(f"{all_became['failed']} of {len(chosen)} bugs noticed; logs in {logs}")

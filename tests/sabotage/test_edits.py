@@ -26,6 +26,6 @@ def test_names_of_bugs_differ() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a b a"])
-def test_an_edit_whose_text_is_not_there_exactly_once_is_an_error(text: str) -> None:
+def test_an_edit_whose_text_does_not_occur_exactly_once_is_an_error(text: str) -> None:
     with pytest.raises(NotPlanted, match="not once"):
         Edit("file", "a", "b").planted(text)

@@ -50,8 +50,8 @@ def files_in(*folders: Path, suffixes: Iterable[str] = (".h",)) -> list[Path]:
 def compiler(command: str) -> str:
     """Return the version of a compiler and of the C library whose headers it reads."""
     option = "--version" if command.endswith("nvcc") else "-v"
-    told = subprocess.run([command, option], capture_output=True, text=True, check=True)
-    return "\n".join((told.stdout, told.stderr, *platform.libc_ver()))
+    done = subprocess.run([command, option], capture_output=True, text=True, check=True)
+    return "\n".join((done.stdout, done.stderr, *platform.libc_ver()))
 
 
 @cache

@@ -112,7 +112,6 @@ class FakeEngine:
         self.loading: dict[str, FakeRequest] = {}
         self.received: dict[str, int] = {}
         self.numbers = 0
-        self.longest_call_s = 0.0
         self.writes: list[WriteOrder] = []
         self.bad_pages: set[int] = set()
         self.whole_states: dict[str, list[tuple[int, int, int]]] = {}  # for the next step
@@ -140,17 +139,10 @@ class FakeEngine:
             worker.close()
         self.scheduler.close()
 
-    def timed(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call the scheduler, and record the longest time that the engine's thread waits."""
-        started = time.perf_counter()
-        result = call(*args)
-        self.longest_call_s = max(self.longest_call_s, time.perf_counter() - started)
-        return result
-
     def add(self, tokens: Sequence[int], **changes: Any) -> FakeRequest:
         self.numbers += 1
         request = FakeRequest(f"r{self.numbers}", list(tokens), **changes)
-        self.timed(self.scheduler.queued, request)
+        self.scheduler.queued(request)
         self.waiting.append(request)
         return request
 
@@ -202,7 +194,7 @@ class FakeEngine:
         new, now = [], []
         for request in list(self.waiting):
             own = request.resident
-            count, between = self.timed(self.scheduler.matched, request, own)
+            count, between = self.scheduler.matched(request, own)
             request.steps_asked += 1
             if count is None:
                 continue
@@ -210,7 +202,7 @@ class FakeEngine:
             request.cached = own + count
             self.allocate(request, own + count, own + count if between else request.num_tokens)
             self.compute(request, 0, own)
-            self.timed(self.scheduler.allocated, request, request.pages, count)
+            self.scheduler.allocated(request, request.pages, count)
             request.between = between
             request.sources = self.scheduler.hit_of(request.request_id)
             if between:
@@ -226,7 +218,7 @@ class FakeEngine:
             if request.failed:
                 request.num_computed_tokens = 0
             self.extend(request)
-            self.timed(self.scheduler.allocated, request, request.pages, 0)
+            self.scheduler.allocated(request, request.pages, 0)
             now.append(request)
         for request in now:
             running[request.request_id] = request.num_tokens - request.num_computed_tokens
@@ -262,7 +254,7 @@ class FakeEngine:
                 get_block_ids=lambda name: tuple(requests[name].pages), boundary_state_offloads=named
             ),
         )  # fmt: skip
-        step = self.timed(self.scheduler.step, scheduled)
+        step = self.scheduler.step(scheduled)
         self.writes += [write for save in step.saves for write in save.writes]
         failed: set[str] = set()
         for worker in self.workers:
@@ -291,7 +283,7 @@ class FakeEngine:
         report = reports[0]
         for other in reports[1:]:
             report = report.add(other)
-        self.timed(self.scheduler.reported, report, failed)
+        self.scheduler.reported(report, failed)
         time.sleep(STEP_S)
 
     def run(self, request: FakeRequest, seconds: float = 60.0) -> FakeRequest:
@@ -310,7 +302,7 @@ class FakeEngine:
         request.aborted = not request.done
         if request in self.waiting:
             self.waiting.remove(request)
-        self.timed(self.scheduler.finished, request)
+        self.scheduler.finished(request)
         self.free = [page for pages in request.pages for page in pages if page] + self.free
 
     def serve(self, tokens: Sequence[int], **changes: Any) -> FakeRequest:

@@ -71,11 +71,11 @@ class Server:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            for end in (self._socket, theirs):
+        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
+            for end in (self._socket, child_end):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-            self._process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
+            self._process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
         atexit.register(self.close)
 
     def start(self, words: list[str], stderr: int) -> Process:

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, MIB, Bench, key
 from kvtier.errors import KvtierError
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
+from support.cold_bench import BLOCK, MIB, Bench, key
 from support.disks import hurry
 from support.specs import pattern
 
@@ -58,7 +58,9 @@ class Telling(Bench):
         one = self.on_disk.pop(number)
         assert self.tell is not None
         self.tell.send(("lost", [number]))
-        self.tier.tombstone(one.segment.to_bytes(4, "little") + one.page.to_bytes(4, "little"))
+        self.tier.table.tombstone(
+            one.segment.to_bytes(4, "little") + one.page.to_bytes(4, "little")
+        )
         if not await self.tier.flush():
             self.tell.send(("forgotten", [number]))
 
@@ -160,12 +162,12 @@ def run_one(folder: Path, engine: str, *how: str, counts: Path | None = None) ->
     outcome = Outcome()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    ours, theirs = context.Pipe()
-    child = context.Process(target=script, args=(folder, engine, theirs))
+    parent_end, child_end = context.Pipe()
+    child = context.Process(target=script, args=(folder, engine, child_end))
     child.start()
-    theirs.close()
+    child_end.close()
     deadline = time.monotonic() + PATIENCE_S
-    assert ours.recv() == ("ready", [])
+    assert parent_end.recv() == ("ready", [])
     output = ["-c", "-o", str(counts)] if counts else ["-o", os.devnull]
     tracer = subprocess.Popen(
         ["strace", "-f", "-qq", *output, *how, "-p", str(child.pid)],
@@ -177,15 +179,15 @@ def run_one(folder: Path, engine: str, *how: str, counts: Path | None = None) ->
                 assert tracer.stderr is not None
                 pytest.skip(f"strace can't trace: {tracer.stderr.read().decode()}")
             time.sleep(0.002)
-        ours.send("go")
-        outcome.hear(ours, deadline)
+        parent_end.send("go")
+        outcome.hear(parent_end, deadline)
         child.join(max(0.0, deadline - time.monotonic()))
         outcome.exit_code = child.exitcode
     finally:
         if child.exitcode is None:
             child.kill()
             child.join()
-        ours.close()
+        parent_end.close()
         tracer.wait(PATIENCE_S)
         assert tracer.stderr is not None
         tracer.stderr.close()

@@ -88,7 +88,7 @@ def once_lost(asked: str, spec: KvSpec, position: int, block: bytes, step: int =
 @cache
 def once_lost_soon(asked: str, spec: KvSpec, position: int, block: bytes) -> bytes:
     """Do the same with the kernels."""
-    loss = Losses([(spec.model, asked)], [profile_of(spec)]).look(spec)
+    loss = Losses([(spec.model, asked)], [profile_of(spec)]).find(spec)
     assert isinstance(loss, Loss)
     codec = loss.codec(0, 0)
     assert codec is not None

@@ -424,7 +424,7 @@ class NumbersEngine:
     def __init__(
         self, model: str, folder: Path, socket: str | None = None, *, blocks: int = 200,
         budget: int = 64, asynchronous: bool = False, sleeps: bool = False, hasty: bool = False,
-        extra: dict[str, Any] | None = None, beside: str = "", role: str = "kv_both",
+        extra: dict[str, Any] | None = None, other_connector: str = "", role: str = "kv_both",
         tune: Callable[[VllmConfig], None] = lambda config: None, **changes: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
@@ -436,10 +436,10 @@ class NumbersEngine:
                 "socket": socket, "weights": model, "patience_ms": PATIENCE_MS,
             } | (extra or {}),
         }  # fmt: skip
-        if beside:
+        if other_connector:
             other = {
-                "kv_connector": beside,
-                "kv_connector_module_path": f"support.{beside.lower()}",
+                "kv_connector": other_connector,
+                "kv_connector_module_path": f"support.{other_connector.lower()}",
                 "kv_role": "kv_both",
             }
             transfer = {

@@ -52,14 +52,18 @@ class Oracle:
 
     def saving(self, key: bytes, nbytes: int) -> bytes:
         """Return the bytes of a new version, before its save begins."""
-        told = self._of(key)
-        told.newest += 1
-        return content(key, told.newest, nbytes)
+        state = self._of(key)
+        state.newest += 1
+        return content(key, state.newest, nbytes)
 
     def forgotten(self, key: bytes) -> None:
         """Record that a forget was answered."""
-        told = self._of(key)
-        told.dead, told.forgotten_at, told.life = told.newest, time.monotonic(), len(self._kills)
+        state = self._of(key)
+        state.dead, state.forgotten_at, state.life = (
+            state.newest,
+            time.monotonic(),
+            len(self._kills),
+        )
 
     def killed(self, at: float) -> None:
         """Record when a daemon was killed, after all its answers were recorded."""
@@ -72,13 +76,13 @@ class Oracle:
     def judge(self, key: bytes, block: bytes, dead: int) -> None:
         """Raise AssertionError if a cache may not serve this block. Records a forgotten block that came back
         after a kill."""
-        told = self._of(key)
+        state = self._of(key)
         (version,) = VERSION.unpack_from(block)
         assert block == content(key, version, len(block)), f"wrong bytes for {key.hex()[:8]}"
-        assert version <= told.newest, f"version {version} of {key.hex()[:8]} was never saved"
-        assert version > dead or told.life < len(self._kills), f"{key.hex()[:8]} was forgotten"
+        assert version <= state.newest, f"version {version} of {key.hex()[:8]} was never saved"
+        assert version > dead or state.life < len(self._kills), f"{key.hex()[:8]} was forgotten"
         with self._lock:
             self.served += 1
-            if version <= told.dead:
-                self.returned.append(self._kills[told.life] - told.forgotten_at)
-                told.dead = version - 1
+            if version <= state.dead:
+                self.returned.append(self._kills[state.life] - state.forgotten_at)
+                state.dead = version - 1

@@ -6,7 +6,6 @@ may also select blocks that only a write to the disk holds.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -36,9 +35,6 @@ ID_BYTES = 4
 TIERS = "warm", "cold"  # the names of the tiers, by their numbers: memory, and those below it
 # States that `Store.states` returns in addition to the wire's outcomes; BELOW + n: only in tier n.
 PROMOTING, BELOW = 6, 16
-FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, 0
-FRAME_BYTES = FRAME.size
-PLACE_BYTES = 8  # the first two fields: where the frame is
 LIMIT_QUEUED = 1 << 16  # blocks and events; above this, the policy gets all of them at once
 WHY_EVICTED = (
     "capacity",  # evicted for other blocks; it was only in memory

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.wire import CAME, DIGEST_BYTES, DISK, SLOT_BYTES
-from kvtier_daemon.catalog.blocks import FRAME_BYTES, ID_BYTES, PLACE_BYTES, BlockTable
+from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
+from kvtier_daemon.catalog.frames import FRAME_BYTES, PLACE_BYTES
 from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace, SpaceTable
 from kvtier_daemon.codec.frame import Identity
 
@@ -25,13 +26,14 @@ MOST_VICTIMS = 16_384  # most victims to search in one call: a millisecond
 @dataclass(slots=True, frozen=True)
 class WritePlan:
     """A block to write, with the content of its frame's header. `parent` is empty at a root, and `checksum`
-    if the writer sent none."""
+    if the writer sent none. `lossy`: its bytes in memory were decoded from a lossy frame."""
 
     space: KnownSpace
     identity: Identity
     parent: bytes
     checksum: bytes
     slot: bytes
+    lossy: bool
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,22 +99,27 @@ class Demotions:
 
     def _planned(self, ids: bytes, victims: bool) -> Demotion:
         self._writing.update(dict.fromkeys(array("I", ids), victims))
-        return Demotion(ids, tuple(self.described(ids, self._blocks.store.slots(ids))))
+        store = self._blocks.store
+        return Demotion(ids, tuple(self.described(ids, store.slots(ids), store.lossy(ids))))
 
-    def described(self, ids: bytes, slots: bytes = b"") -> list[WritePlan]:
-        """The content of these blocks' frame headers. The ids must still be in use."""
+    def described(self, ids: bytes, slots: bytes = b"", lossy: bytes = b"") -> list[WritePlan]:
+        """The content of these blocks' frame headers. The ids must still be in use. `lossy` has the ids of
+        blocks from lossy frames."""
         store = self._blocks.store
         digests, has_digest = store.checksums(ids)
+        lossy_ids = frozenset(array("I", lossy))
         blocks = []
         names = IDENTITY.iter_unpack(store.identities(ids))
-        for at, (index, group, shard, has_parent, key, parent) in enumerate(names):
+        for at, (number, (index, group, shard, has_parent, key, parent)) in enumerate(
+            zip(array("I", ids), names, strict=True)
+        ):
             space = self._spaces.at_index(index)
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
             blocks.append(
                 WritePlan(
                     space, Identity(space.identity, group, shard, key),
                     parent if has_parent else b"", digest if has_digest[at] else b"",
-                    slots[at * SLOT_BYTES : (at + 1) * SLOT_BYTES],
+                    slots[at * SLOT_BYTES : (at + 1) * SLOT_BYTES], number in lossy_ids,
                 )
             )  # fmt: skip
         return blocks

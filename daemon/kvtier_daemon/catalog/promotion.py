@@ -5,7 +5,6 @@ Every planned block must be reported, in any number of parts, to `promoted`, `un
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from kvtier.key import KEY_BYTES
 from kvtier.wire import CAME, DISK, MEMORY, WENT
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
+from kvtier_daemon.catalog.frames import segments_of
 from kvtier_daemon.catalog.holds import Holds, Request
 from kvtier_daemon.catalog.miss_log import LOST, SPOILT
 from kvtier_daemon.catalog.spaces import KnownSpace
@@ -129,9 +129,10 @@ class Promotions:
         def fits(parts: list[Missing]) -> bool:
             if sum(len(below) for _, _, below, _ in parts) > limit_blocks * ID_BYTES:
                 return False
-            ids = b"".join(cold + promoting for _, _, cold, promoting in parts if out_of_reach)
-            segments = {one[0] for one in struct.iter_unpack("<I12x", store.frames(ids)[0])}
-            return segments.isdisjoint(out_of_reach)
+            if not out_of_reach:
+                return True
+            ids = b"".join(cold + promoting for _, _, cold, promoting in parts)
+            return segments_of(store.frames(ids)[0]).isdisjoint(out_of_reach)
 
         if fits(wanted):
             return prefix, wanted

@@ -5,19 +5,26 @@ Segments are numbers that the cold tier assigns. No I/O.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from dataclasses import dataclass
 from itertools import compress, islice
 
 from kvtier.layout import KvSpec
-from kvtier.wire import DIGEST_BYTES, DISK, WENT
-from kvtier_daemon.catalog.blocks import FRAME, FRAME_BYTES, ID_BYTES, PLACE_BYTES, BlockTable
+from kvtier.wire import DISK, WENT
+from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.demotion import Demotions, WritePlan, note_dead_frames
+from kvtier_daemon.catalog.frames import (
+    FRAME,
+    PLACE_BYTES,
+    SEGMENTS,
+    FramedBlocks,
+    StoredFrame,
+    segments_of,
+)
 from kvtier_daemon.catalog.leases import NOBODY
 from kvtier_daemon.catalog.miss_log import LOST, SPOILT
 from kvtier_daemon.catalog.spaces import SpaceTable
-from kvtier_daemon.codec.frame import PAGE, Identity, pages
+from kvtier_daemon.codec.frame import PAGE, Identity
 
 ROW_BYTES = 128  # of a footer's entry
 USED, ONLY_THERE = 1, 2  # flags of `Store.in_segment`
@@ -25,17 +32,8 @@ WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
 
 
 @dataclass(slots=True, frozen=True)
-class Rescue:
-    """Frames to copy out of a segment before it is reused."""
-
-    ids: bytes
-    frames: bytes
-    digests: bytes
-
-
-@dataclass(slots=True, frozen=True)
 class Framed:
-    """A block's frame, and the content of its header."""
+    """A block's packed frame, and the names in its header."""
 
     id: int
     frame: bytes
@@ -57,10 +55,8 @@ class SegmentFrames:
         """The first page of each used frame in this segment, and its number of pages."""
         store = self._blocks.store
         frames, _ = store.frames(store.still(store.in_segment(segment)[0], segment))
-        return {
-            page: header_pages + pages(payload_bytes) // PAGE
-            for _, page, payload_bytes, _, header_pages, _, _ in FRAME.iter_unpack(frames)
-        }
+        stored = (StoredFrame(*fields) for fields in FRAME.iter_unpack(frames))
+        return {frame.page: frame.nbytes // PAGE for frame in stored}
 
     def described_in(self, ids: bytes, segment: int) -> dict[int, WritePlan]:
         """The header content of the blocks of these whose frames are still in this segment."""
@@ -70,16 +66,11 @@ class SegmentFrames:
     def still_in(self, ids: bytes, segment: int) -> list[Framed]:
         """The blocks of these whose frames are still in this segment."""
         ids = self._blocks.store.still(ids, segment)
-        frames, digests = self._blocks.store.frames(ids)
+        framed = FramedBlocks(ids, *self._blocks.store.frames(ids))
         return [
-            Framed(
-                number, frames[at * FRAME_BYTES : (at + 1) * FRAME_BYTES],
-                digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES], block.identity,
-            )
-            for at, (number, block) in enumerate(
-                zip(array("I", ids), self._described(ids), strict=True)
-            )
-        ]  # fmt: skip
+            Framed(*stored, block.identity)
+            for stored, block in zip(framed, self._described(ids), strict=True)
+        ]
 
     def damaged(self, ids: bytes, frames: bytes) -> tuple[int, bytes]:
         """These frames are damaged: forget those that their blocks still use. Return how many these were, and
@@ -89,13 +80,13 @@ class SegmentFrames:
         if changes.watched:
             names = changes.name(
                 b"".join(
-                    store.still(array("I", [one]).tobytes(), segment)
-                    for one, (segment,) in zip(
-                        array("I", ids), struct.iter_unpack("<I12x", frames), strict=True
+                    store.still(array("I", [number]).tobytes(), segment)
+                    for number, segment in zip(
+                        array("I", ids), array("I", frames)[SEGMENTS], strict=True
                     )
                 )
             )
-        for segment in {one[0] for one in struct.iter_unpack("<I12x", frames)}:
+        for segment in segments_of(frames):
             used = store.still(ids, segment)
             self._blocks.miss_log.note(store.keys_of(used), SPOILT)
         gone, orphans, dead = store.damaged(ids, frames)
@@ -110,7 +101,7 @@ class SegmentFrames:
         their write. Returns each once, and at most `limit` per call."""
         return self._blocks.store.take_used(limit)
 
-    def reclaim(self, segment: int, keep: int) -> Rescue:
+    def reclaim(self, segment: int, keep: int) -> FramedBlocks:
         """Select the frames of this segment for a second chance: the first `keep` blocks, in the order of
         their frames, that are only on disk and were requested since their write, or that were requested in
         three rounds before and got no second chance for that yet. Resets these records of use. `drop_segment`
@@ -119,7 +110,7 @@ class SegmentFrames:
         ids, flags = store.in_segment(segment, True)
         wanted = compress(array("I", ids), flags.translate(WANTED))
         kept = array("I", islice(wanted, keep)).tobytes()
-        return Rescue(kept, *store.frames(kept))
+        return FramedBlocks(kept, *store.frames(kept))
 
     def rescued(self, ids: bytes, before: bytes, frames: bytes) -> int:
         """The frames `before` are copied to `frames`. Return how many of these blocks have gone, or got

@@ -67,7 +67,7 @@ class CodecStats:
     """Measurements of a space's data. `chosen` is the number of a codec."""
 
     spec: KvSpec
-    asked: str
+    configured: str
     chosen: int = RAW
     loss: Loss | None = None
     why: str = ""  # why the space does not have the configured codec
@@ -78,12 +78,12 @@ class CodecStats:
     @property
     def name(self) -> str:
         """The codec that stores the space's blocks now."""
-        return self.loss.asked if self.loss is not None else self.name_of(self.chosen)
+        return self.loss.configured if self.loss is not None else self.name_of(self.chosen)
 
     def name_of(self, codec: int) -> str:
         """Return the name of a codec of these blocks; of a calibrated one, with its level."""
         if self.loss is not None and codec not in BY_NUMBER:
-            return self.loss.asked
+            return self.loss.configured
         return BY_NUMBER[codec].name
 
 
@@ -127,30 +127,31 @@ class Rates:
 
 
 class Choice:
-    """The codecs of one tenant's spaces. `asked` is the name of a lossless codec or "auto". `by_model` has
-    pairs of a model pattern and such a name or a lossy one. `losses` defines the lossy codec of a space;
+    """The codecs of one tenant's spaces. `configured` is the name of a lossless codec or "auto". `by_model`
+    has pairs of a model pattern and such a name or a lossy one. `losses` defines the lossy codec of a space;
     blocks that it does not apply to use "auto"."""
 
     def __init__(
         self,
         rates: Rates,
-        asked: str = AUTO,
+        configured: str = AUTO,
         by_model: Sequence[tuple[str, str]] = (),
         losses: Losses | None = None,
         tenant: str = "",
     ) -> None:
         self.rates = rates
         self.saved_bytes_s = 0.0  # which each thread would have to encode
-        self._asked = asked
+        self._configured = configured
         self._by_model = by_model
         self._losses = losses if losses is not None else Losses()
         self._tenant = tenant
         self._spaces: dict[bytes, CodecStats] = {}
+        self._able: dict[str, list[Codec]] = {}  # the candidates for each element type
 
     def codec(self, space: bytes, spec: KvSpec, nbytes: int, links: Iterable[float]) -> Codec:
         """Return the codec for a block of `nbytes`, which is read over links with these bandwidths."""
         known = self._known(space, spec)
-        if known.asked == AUTO:
+        if known.configured == AUTO:
             known.chosen = self._best(known, [one for one in links if one])
         return BY_NUMBER[known.chosen if _takes(known.chosen, nbytes) else RAW]
 
@@ -173,7 +174,7 @@ class Choice:
     def tries(self, space: bytes, spec: KvSpec, nbytes: int) -> int:
         """Return how many of the next blocks of `nbytes` to try with all codecs; `wrote` counts them."""
         known = self._known(space, spec)
-        if known.asked != AUTO or not self.candidates(spec, nbytes):
+        if known.configured != AUTO or not self.candidates(spec, nbytes):
             return 0
         if known.tried < FIRST_TRIES:
             return FIRST_TRIES - known.tried
@@ -181,19 +182,21 @@ class Choice:
 
     def candidates(self, spec: KvSpec, nbytes: int = 0) -> tuple[Codec, ...]:
         """Return the lossless codecs for the element type of this space and blocks of `nbytes`."""
-        able = [
-            codec
-            for codec in BY_NAME.values()
-            if not codec.lossy and codec.number != RAW and suits(codec, spec.dtype)
-        ]
-        native = [codec for codec in able if codec.native]
-        return tuple(codec for codec in native or able if _takes(codec.number, nbytes))
+        able = self._able.get(spec.dtype)
+        if able is None:
+            suited = [
+                codec
+                for codec in BY_NAME.values()
+                if not codec.lossy and codec.number != RAW and suits(codec, spec.dtype)
+            ]
+            able = self._able[spec.dtype] = [codec for codec in suited if codec.native] or suited
+        return tuple(codec for codec in able if _takes(codec.number, nbytes))
 
-    def ask(self, asked: str, by_model: Sequence[tuple[str, str]]) -> None:
+    def configure(self, configured: str, by_model: Sequence[tuple[str, str]]) -> None:
         """Use this configuration from now on. Measurements and the losses of spaces stay."""
-        self._asked, self._by_model = asked, by_model
+        self._configured, self._by_model = configured, by_model
         for known in self._spaces.values():
-            self._ask_for(known)
+            self._apply(known)
 
     # --- what was measured -------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class Choice:
             {
                 "model": known.spec.model,
                 "dtype": known.spec.dtype,
-                "asked": self._losses.asked(known.spec) or known.asked,
+                "asked": self._losses.configured(known.spec) or known.configured,
                 "codec": known.name,
                 "lossy": known.name in LOSSY,
                 "why": known.why,
@@ -243,22 +246,23 @@ class Choice:
             if len(self._spaces) >= LIMIT_SPACES:
                 del self._spaces[next(iter(self._spaces))]
             known = self._spaces[space] = CodecStats(spec, AUTO)
-            self._ask_for(known)
+            self._apply(known)
             # The identity decides, independent of the current configuration.
             known.loss = self._losses.of(space, spec, self._tenant)
-            found = self._losses.look(spec)
+            found = self._losses.find(spec)
             known.why = found if isinstance(found, str) else ""
         return known
 
-    def _ask_for(self, known: CodecStats) -> None:
-        asked = self._asked_of(known.spec)
+    def _apply(self, known: CodecStats) -> None:
+        configured = self._configured_for(known.spec)
         # Blocks of a lossy space that are not lossy are stored as blocks of other spaces are.
-        known.asked = AUTO if asked in LOSSY else asked
+        known.configured = AUTO if configured in LOSSY else configured
         known.chosen = _first(known)
 
-    def _asked_of(self, spec: KvSpec) -> str:
+    def _configured_for(self, spec: KvSpec) -> str:
         return next(
-            (name for pattern, name in self._by_model if fits(spec.model, pattern)), self._asked
+            (name for pattern, name in self._by_model if fits(spec.model, pattern)),
+            self._configured,
         )
 
     def _best(self, known: CodecStats, links: Sequence[float]) -> int:
@@ -294,9 +298,9 @@ class Choice:
 
 def _first(known: CodecStats) -> int:
     """Return the codec of a space's blocks before there are measurements."""
-    if known.asked == AUTO:
+    if known.configured == AUTO:
         return known.chosen
-    codec = BY_NAME[known.asked]
+    codec = BY_NAME[known.configured]
     return codec.number if suits(codec, known.spec.dtype) else RAW
 
 

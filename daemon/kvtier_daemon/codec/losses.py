@@ -39,11 +39,11 @@ Place = tuple[int, int]  # group, shard
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """How the blocks of a space are encoded with a loss on disk; they never are in memory. `name` is the
-    loss in the space's identity, `asked` the configured codec. Groups without a codec here are lossless."""
+    """How the blocks of a space are encoded with a loss on disk, never in memory. `name` is the loss in the
+    space's identity, `configured` the configured codec. Groups without a codec here are lossless."""
 
     name: str
-    asked: str
+    configured: str
     codecs: Mapping[Place, Codec]
 
     def codec(self, group: int, shard: int) -> Codec | None:
@@ -72,49 +72,55 @@ class Losses:
                 raise ProfileError(f"two profiles exist for {one.model}{weights}: remove one")
             self._profiles[one.model, one.weights] = one
 
-    def wanting(self) -> list[tuple[str, str]]:
-        """Return the pairs whose profile is missing."""
+    def without_profile(self) -> list[tuple[str, str]]:
+        """Return the pairs that need a profile and lack it."""
         return [
             (pattern, codec)
             for pattern, codec in self._by_model
             if codec in CALIBRATED and not any(fits(model, pattern) for model, _ in self._profiles)
         ]
 
-    def asked(self, spec: KvSpec) -> str:
+    def configured(self, spec: KvSpec) -> str:
         """Return the codec that is configured for this model by name, or an empty string."""
         return next((name for model, name in self._by_model if fits(spec.model, model)), "")
 
-    def look(self, spec: KvSpec) -> Loss | str:
-        """Return the loss of such a space, or why it is lossless; an empty text: no loss is configured."""
-        asked = self.asked(spec)
-        if asked not in NAMES:
+    def find(self, spec: KvSpec) -> Loss | str:
+        """Return the loss of such a space, or the reason why it is lossless; an empty reason if no loss is
+        configured."""
+        configured = self.configured(spec)
+        if configured not in NAMES:
             return ""
-        known = self._found.get((spec, asked))
+        known = self._found.get((spec, configured))
         if known is None:
             if len(self._found) >= LIMIT_SPECS:
                 self._found.clear()
-            known = self._fixed(spec, asked) if asked in FIXED else self._calibrated(spec, asked)
-            self._found[spec, asked] = known
+            known = (
+                self._fixed(spec, configured)
+                if configured in FIXED
+                else self._calibrated(spec, configured)
+            )
+            self._found[spec, configured] = known
         return known
 
     def identity(self, spec: KvSpec, tenant: str) -> bytes:
         """Return the identity of this tenant's space."""
-        loss = self.look(spec)
+        loss = self.find(spec)
         return space_id(spec, tenant, loss.name if isinstance(loss, Loss) else "")
 
     def describes(self, identity: bytes, spec: KvSpec, tenant: str) -> bool:
         """Return whether this tenant's space with that description has this identity, with any known loss."""
         calibrated = (
-            f"{asked}:{profile.name.hex()}"
-            for asked in CALIBRATED
+            f"{codec}:{profile.name.hex()}"
+            for codec in CALIBRATED
             for profile in self._profiles.values()
         )
         names = chain(("", *FIXED), calibrated)
         return any(identity == space_id(spec, tenant, name) for name in names)
 
     def of(self, identity: bytes, spec: KvSpec, tenant: str) -> Loss | None:
-        """Return the loss of the space with this identity; None if it is not of this configuration."""
-        loss = self.look(spec)
+        """Return the loss of the space with this identity. None if it is lossless, or if its loss is of an
+        earlier configuration."""
+        loss = self.find(spec)
         if isinstance(loss, Loss) and identity == space_id(spec, tenant, loss.name):
             return loss
         return None
@@ -123,12 +129,12 @@ class Losses:
         """Return a short text: how the blocks of the space with this identity are stored."""
         loss = self.of(identity, spec, tenant)
         if loss is not None:
-            return loss.asked
+            return loss.configured
         names = ("", *FIXED)
         found = (name for name in names if identity == space_id(spec, tenant, name))
         return next(found, "another codec or profile") or "lossless"
 
-    def _fixed(self, spec: KvSpec, asked: str) -> Loss | str:
+    def _fixed(self, spec: KvSpec, configured: str) -> Loss | str:
         if spec.dtype not in DTYPES:
             return TYPE
         codecs: dict[Place, Codec] = {}
@@ -136,11 +142,11 @@ class Losses:
             order = order_of(spec, number)
             if order is None and not grid.grids(spec, number):
                 continue
-            codec = FIXED[asked] if order is None else Arranged(FIXED[asked], order)
+            codec = FIXED[configured] if order is None else Arranged(FIXED[configured], order)
             codecs |= {(number, shard): codec for shard in range(group.shards)}
-        return Loss(asked, asked, codecs) if codecs else OPAQUE
+        return Loss(configured, configured, codecs) if codecs else OPAQUE
 
-    def _calibrated(self, spec: KvSpec, asked: str) -> Loss | str:
+    def _calibrated(self, spec: KvSpec, configured: str) -> Loss | str:
         profile = self._profiles.get((spec.model, spec.weights))
         profile = profile or self._profiles.get((spec.model, ""))
         if profile is None:
@@ -156,15 +162,17 @@ class Losses:
         codecs: dict[Place, Codec] = {}
         shards = spec.cache_groups[0].shards
         for shard in range(shards):
-            codec = self._codec(asked, profile, layout, (shard, shards))
+            codec = self._codec(configured, profile, layout, (shard, shards))
             codecs[0, shard] = codec if order is None else Arranged(codec, order)
-        return Loss(f"{asked}:{profile.name.hex()}", asked, codecs)
+        return Loss(f"{configured}:{profile.name.hex()}", configured, codecs)
 
-    def _codec(self, asked: str, profile: Profile, layout: str, share: tuple[int, int]) -> Codec:
+    def _codec(
+        self, configured: str, profile: Profile, layout: str, share: tuple[int, int]
+    ) -> Codec:
         """Return one codec for all spaces with this layout and share."""
-        key = (asked, profile.name, layout, share)
+        key = (configured, profile.name, layout, share)
         if key not in self._made:
-            name, level = CALIBRATED[asked]
+            name, level = CALIBRATED[configured]
             self._made[key] = Calibrated(name, profile, level, layout, share=share)
         return self._made[key]
 

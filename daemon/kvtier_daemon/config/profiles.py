@@ -34,7 +34,7 @@ def losses_of(config: Config) -> Losses:
     except ProfileError as error:
         where = ", ".join(str(path) for path, _ in read)
         raise ConfigError(f"cold.profiles: {error} (in {where})") from error
-    for pattern, codec in losses.wanting():
+    for pattern, codec in losses.without_profile():
         there = ", ".join(sorted(one.model for _, one in read)) or "none"
         raise ConfigError(
             f'cold.codecs: "{pattern}={codec}" needs a calibration profile of such a model, '

@@ -18,7 +18,7 @@ from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.tenant import Tenant
 
 if TYPE_CHECKING:
-    from kvtier_daemon.tiers.cold.tier import ColdTier
+    from kvtier_daemon.tiers.base import LowerTier
 
 KINDS: Final = ("client", "space", "save", "lookup", "evict", "promote", "demote", "fault")
 WHAT: Final = ("came", "went", "reserved", "committed")
@@ -103,7 +103,7 @@ class EventFeed:
 
     # --- what is counted elsewhere, and told as it grows ------------------------------------------
 
-    def sample(self, tenants: Iterable[Tenant], cold: ColdTier | None) -> None:
+    def sample(self, tenants: Iterable[Tenant], lower: LowerTier) -> None:
         """Add an event for each kind of movement since the last call."""
         if not self._watchers:
             return
@@ -114,8 +114,8 @@ class EventFeed:
             self._grown("demote", tenant.name, {"blocks": counts.get("written", 0)})
             failed = {why: n for why, n in tenant.catalog.promotions.failed.items() if n}
             self._grown("fault", tenant.name, failed)
-        if cold is not None:
-            self._grown("fault", "", {"cold": cold.faults}, why=cold.failure)
+        if (tier := lower.tier) is not None:
+            self._grown("fault", "", {lower.name: tier.faults}, why=tier.failure)
 
     def _grown(self, kind: str, tenant: str, counts: Mapping[str, int], **more: Any) -> None:
         before = self._counted.get((kind, tenant))

@@ -18,8 +18,7 @@ from kvtier_daemon.observing.hints import Hints
 from kvtier_daemon.observing.loop_lag import LoopLag
 from kvtier_daemon.observing.metrics import WARM_STATES
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
-from kvtier_daemon.tiers.cold.tier import ColdTier
+from kvtier_daemon.tiers.base import LowerTier, summed
 from kvtier_daemon.tiers.warm import WarmTier
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class StatusFigures:
         settings: CurrentConfig,
         tenants: Mapping[str, Tenant],
         warm: WarmTier,
-        cold: ColdLifecycle,
+        lower: LowerTier,
         shown_at: str,
     ) -> None:
         self.stopping = False
@@ -46,7 +45,7 @@ class StatusFigures:
         self._settings = settings
         self._tenants = tenants
         self._warm = warm
-        self._cold = cold
+        self._lower = lower
         self._shown_at = shown_at
         self._server: Server | None = None
         self._lag: LoopLag | None = None
@@ -68,10 +67,11 @@ class StatusFigures:
         parts = [f"warm {format_bytes(used)} of {format_bytes(self._warm.capacity_bytes)}"]
         if not self._warm.complete:
             parts[0] += f" ({format_bytes(self._warm.allocated_bytes)} allocated so far)"
-        if (tier := self._cold.tier) is not None:
+        if (tier := self._lower.tier) is not None:
             framed = sum(count["framed_bytes"] for count in counts)
-            state = self._cold.state("cold")
-            parts.append(f"cold {format_bytes(framed)} of {format_bytes(tier.size_bytes)}")
+            name, size = self._lower.name, format_bytes(tier.size_bytes)
+            state = self._lower.state(name)
+            parts.append(f"{name} {format_bytes(framed)} of {size}")
             if state != "on":
                 parts[-1] += f" ({state})"
             if tier.failure:
@@ -107,14 +107,14 @@ class StatusFigures:
             "tiers": {"warm": self._warm_tier(tenants, counts, allocated)},
             "lookup_tokens": sum(catalog.usage.lookup_tokens for catalog in catalogs),
             "hit_tokens": self._hits(catalogs),
-            "miss_tokens": _sum(catalog.usage.miss_tokens for catalog in catalogs),
-            "used_tokens": _sum(catalog.usage.used_tokens for catalog in catalogs),
+            "miss_tokens": summed(catalog.usage.miss_tokens for catalog in catalogs),
+            "used_tokens": summed(catalog.usage.used_tokens for catalog in catalogs),
             "coming_tokens": sum(coming[each.name] for each in tenants),
             "waiting_lookups": sum(waiting[each.name] for each in tenants),
             "recompute_avoided_s": sum(catalog.usage.avoided_s for catalog in catalogs),
             "saved_tokens": sum(catalog.usage.saved_tokens for catalog in catalogs),
-            "refused_tokens": _sum(catalog.usage.refused_tokens for catalog in catalogs),
-            "evicted_blocks": _sum(catalog.blocks.evicted for catalog in catalogs),
+            "refused_tokens": summed(catalog.usage.refused_tokens for catalog in catalogs),
+            "evicted_blocks": summed(catalog.blocks.evicted for catalog in catalogs),
             "bytes": {
                 "saved": sum(catalog.usage.saved_bytes for catalog in catalogs),
                 "loaded": sum(catalog.usage.loaded_bytes for catalog in catalogs),
@@ -144,8 +144,9 @@ class StatusFigures:
                 for each, count in zip(tenants, counts, strict=True)
             },
         }
-        if self._cold.tier is not None:
-            body["tiers"]["cold"] = self._cold_tier(self._cold.tier, tenants, counts)
+        if self._lower.tier is not None:
+            reported = [each.name for each in tenants]
+            body["tiers"][self._lower.name] = self._lower.report(reported)
         if tenant is None:
             body |= {
                 "connections": len(self._server.sessions),
@@ -157,8 +158,8 @@ class StatusFigures:
         return body
 
     def _hits(self, catalogs: Iterable[Catalog]) -> dict[str, int]:
-        hits = _sum(catalog.usage.hit_tokens for catalog in catalogs)
-        return hits if self._cold.tier is not None else {"warm": hits["warm"]}
+        hits = summed(catalog.usage.hit_tokens for catalog in catalogs)
+        return hits if self._lower.tier is not None else {"warm": hits["warm"]}
 
     def _warm_tier(
         self, tenants: Sequence[Tenant], counts: Sequence[Counts], allocated_bytes: int
@@ -169,7 +170,7 @@ class StatusFigures:
             "used_bytes": sum(count["bytes"]["ready"] for count in counts),
             "blocks": sum(count["blocks"]["ready"] for count in counts),
             "policy": self._settings.config.warm.policy,
-            "state": self._cold.state("warm"),
+            "state": self._lower.state("warm"),
             "states": {
                 state: sum(count["blocks"][state] for count in counts)
                 for state in ("writing", "ready", "doomed", "quarantined")
@@ -179,51 +180,3 @@ class StatusFigures:
             },
             "failure": self._warm.failure,
         }
-
-    def _cold_tier(
-        self, tier: ColdTier, tenants: Sequence[Tenant], counts: Sequence[Counts]
-    ) -> dict[str, Any]:
-        config = self._settings.config
-        assert config.cold is not None
-        stats = [tenant.tier.stats() for tenant in tenants]
-        share = sum(each.quota_bytes for each in tenants) / config.warm.size_bytes
-        return {
-            "capacity_bytes": int(tier.size_bytes * share),
-            "used_bytes": sum(count["framed_bytes"] for count in counts),
-            "blocks": sum(count["framed_blocks"] for count in counts),
-            "states": _sum(each.counts for each in stats),
-            "bytes": _sum(each.moved_bytes for each in stats),
-            "day_bytes": sum(each.day_bytes for each in stats),
-            "day_limit_bytes": int(config.cold.daily_bytes * share),
-            "loads": _sum(each.verdicts for each in stats),
-            "unasked": sum(self._cold.unasked[tenant.name] for tenant in tenants),
-            "unwritten": _sum(tenant.catalog.blocks.unwritten for tenant in tenants),
-            "not_read": _sum(tenant.catalog.promotions.failed for tenant in tenants),
-            "reading": sum(tenant.catalog.promotions.reading for tenant in tenants),
-            "writing": sum(tenant.catalog.demotions.writing for tenant in tenants),
-            "leaving": tier.leaving,
-            "coding": {
-                "link_bytes_s": [round(link) for link in tier.bandwidths(tenants[0].name)],
-                "failures": tier.coding.failures,
-                "staged_bytes": tier.coding.staging.used,
-                "staged_limit_bytes": tier.coding.staging.most,
-                "waited": tier.coding.staging.waited,
-                "refused": tier.coding.staging.refused,
-                "spaces": [one for each in tenants for one in each.tier.codec_report()],
-            },
-            "engine": tier.engine,
-            "on": tier.is_on and tier.takes,
-            "state": self._cold.state("cold"),
-            "given_up": tier.given_up,
-            "faults": tier.faults,
-            "failure": tier.failure,
-            "scrub": self._cold.scrub.stats() if self._cold.scrub is not None else None,
-        }
-
-
-def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for counter in counters:
-        for name, count in counter.items():
-            total[name] += count
-    return dict(total)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +30,8 @@ Handlers = dict[type[wire.Message], Handler]
 
 class Operated(Protocol):
     """Orders of an operator. Raises KvtierError if an order cannot be carried out."""
+
+    tiers: Collection[str]  # their names
 
     async def settings(self, order: str) -> dict[str, Any]: ...
     async def tier(self, tier: str, order: str) -> dict[str, Any]: ...

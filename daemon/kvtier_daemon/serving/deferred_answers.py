@@ -10,7 +10,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier_daemon.serving.context import Host, Requester
-from kvtier_daemon.tiers.base import TenantTier
+from kvtier_daemon.tiers.base import PendingReads, TierRecovery
 
 LIMIT_BYTES = 8 << 20  # of keys per session; above this, requests are answered at once
 LONGEST_S = 1.0
@@ -21,7 +21,7 @@ class DeferredAnswer:
     """A pending answer; it is sent when `timer` fires at the latest."""
 
     load: wire.Load
-    tier: TenantTier
+    source: PendingReads | TierRecovery  # calls when the answer can be given
     timer: asyncio.TimerHandle
 
 
@@ -35,35 +35,35 @@ class DeferredAnswers:
         self._bytes = 0
         self._sending = 0  # the request that is being answered
 
-    def defers(self, tier: TenantTier, load: wire.Load) -> bool:
+    def defers(self, reads: PendingReads, load: wire.Load) -> bool:
         """Whether the answer is deferred until the reads of this request end. Sends an earlier pending answer
         of it."""
         number = load.request
         self._send(number)
         if load.wait_ms < 1 or not self._has_room(load):
             return False
-        if not tier.call_when_read((self._session.id, number), partial(self._send, number)):
+        if not reads.call_when_read((self._session.id, number), partial(self._send, number)):
             return False
-        self._add(tier, load, load.wait_ms / 1000)
+        self._add(reads, load, load.wait_ms / 1000)
         return True
 
-    def until_recovered(self, tier: TenantTier, load: wire.Load, wait_s: float) -> bool:
+    def until_recovered(self, recovery: TierRecovery, load: wire.Load, wait_s: float) -> bool:
         """Whether the answer is deferred until the disk is recovered, for at most `wait_s` and half of the
         time that the request waits in all. Happens once per request."""
         number, wait_s = load.request, min(wait_s, load.within_ms / 2000)
         if number == self._sending or wait_s <= 0 or not self._has_room(load):
             return False
-        tier.call_when_recovered((self._session.id, number), partial(self._send, number))
-        self._add(tier, load, wait_s)
+        recovery.call_when_ended((self._session.id, number), partial(self._send, number))
+        self._add(recovery, load, wait_s)
         return True
 
     def _has_room(self, load: wire.Load) -> bool:
         return load.request != 0 and self._bytes + len(load.keys) <= LIMIT_BYTES
 
-    def _add(self, tier: TenantTier, load: wire.Load, wait_s: float) -> None:
+    def _add(self, source: PendingReads | TierRecovery, load: wire.Load, wait_s: float) -> None:
         give = partial(self._send, load.request)
         timer = self._server.loop.call_later(min(wait_s, LONGEST_S), give)
-        self.pending[load.request] = DeferredAnswer(load, tier, timer)
+        self.pending[load.request] = DeferredAnswer(load, source, timer)
         self._bytes += len(load.keys)
 
     def _send(self, number: int) -> None:
@@ -84,5 +84,5 @@ class DeferredAnswers:
         if answer is not None:
             self._bytes -= len(answer.load.keys)
             answer.timer.cancel()
-            answer.tier.cancel_calls((self._session.id, number))
+            answer.source.cancel_calls((self._session.id, number))
         return answer

@@ -53,7 +53,7 @@ def _explained(
 ) -> dict[str, Any]:
     found = tenant.catalog.explain(key, space)
     if found["why"] in ("on_disk", "coming"):
-        if not tenant.tier.is_on:
+        if not tenant.tier.reads.is_on:
             found["why"] = "tier_off"
         elif not requestable(found["space"]):
             found["why"] = "unasked"

@@ -14,7 +14,6 @@ from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_LISTED, LISTED
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.base import TenantTier
 
 LOOK_RECORDS: Final = 65_536  # in one portion
 PURGE_BLOCKS: Final = 512
@@ -99,19 +98,19 @@ def purge(
     """Forget some of the blocks of a space. Return where to continue, how many blocks were forgotten, and
     whether `done` will be called with the failure, or an empty text. It is called for the last portion, when
     all of it is durable."""
-    check_recovered(tenant.tier)
+    check_recovered(tenant)
     found = tenant.catalog.space(space)
     after, rows = _rows(tenant, found, _checked(first), PURGE_BLOCKS)
     each = (rows[at + KEY_AT : at + LISTED.size] for at in range(0, len(rows), LISTED.size))
     keys = b"".join(dict.fromkeys(each))
     blocks = tenant.catalog.forget(found, keys)
-    waits = not after and tenant.tier.forget(found, keys, done)
+    waits = not after and tenant.tier.forgets.forget(found, keys, done)
     return after, blocks, waits
 
 
-def check_recovered(tier: TenantTier) -> None:
+def check_recovered(tenant: Tenant) -> None:
     """Raise Refused if the blocks on disk are not known yet."""
-    if not tier.is_recovered:
+    if not tenant.tier.recovery.is_complete:
         raise Refused("disk_failed", "the cold tier is still reading its segments: try again soon")
 
 

@@ -1,25 +1,30 @@
-"""The tier below memory, as one tenant's requests use it: what serving, observing and the switching of tiers
-call.
+"""The seam of the tier below memory. A new tier implements these roles; `App` gets its `LowerTier`.
 
-A tenant has one `TenantTier` at any time: `NullTier` until the daemon has opened one.
+`LowerTier` is the whole tier, with its files or connections. It gives each tenant a `TenantTier`, which has
+one part for each kind of caller. A part may be the tier's own object for that purpose, and one object may be
+several parts. No call of a part waits for I/O.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.holds import Request
+from kvtier_daemon.config.schema import Config
 from kvtier_daemon.planning import PATIENCE_S
+from kvtier_daemon.tiers.warm import Extent
+from kvtier_kernels import Mapping as MappedExtent
 
 # Blocks that will be in memory, in how many milliseconds, and the reason.
 Outlook = tuple[int, float, str]
 
 
 class TierStats(NamedTuple):
-    """What one tenant's tier counted."""
+    """What one tenant's tier counted since the start of the daemon."""
 
     counts: Mapping[str, int] = Counter()  # blocks that were read and written, by result
     moved_bytes: Mapping[str, int] = Counter()  # read and written
@@ -28,42 +33,62 @@ class TierStats(NamedTuple):
     notes_bytes: int = 0  # memory of the notes about recomputed blocks
 
 
-class TenantTier(Protocol):
-    """Blocks of one tenant that are not in memory. No call waits for I/O; a block is never in two tenants'
-    tiers."""
+def summed(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        total.update(counter)
+    return dict(total)
 
-    # --- state -------------------------------------------------------------------------------
+
+# --- one tenant's blocks that are not in memory --------------------------------------------------
+
+
+class TierRecovery(Protocol):
+    """The search for blocks from before the start."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is in progress, and requests may wait for it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks are known."""
+
+    def call_when_ended(self, request: Request, then: Callable[[], None], /) -> None:
+        """Call `then` once when the search has ended."""
+
+    def cancel_calls(self, request: Request, /) -> None:
+        """Cancel the pending call of this request."""
+
+
+class TierReads(Protocol):
+    """Starts reads into memory."""
 
     @property
     def is_on(self) -> bool:
-        """Whether its blocks can be read now."""
-
-    @property
-    def is_recovering(self) -> bool:
-        """Whether blocks from before the start are still being found."""
-
-    @property
-    def is_recovered(self) -> bool:
-        """Whether all blocks from before the start are known."""
-
-    # --- reads -------------------------------------------------------------------------------
+        """Whether blocks can be read now."""
 
     def promote(
         self, space: KnownSpace, keys: bytes, coming: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
     ) -> Outlook:  # fmt: skip
         """Start to read the blocks of this prefix that memory lacks, if the planner expects that to be faster
-        than computing the `coming` blocks."""
+        than computing. Return how many of the `coming` blocks to expect, in how many milliseconds, and the
+        reason."""
 
     def recomputes(
         self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int
     ) -> None:
         """Note that a request computes the `coming` blocks after the ready ones, because that is faster.
-        Blocks that were computed before are prefetched."""
+        Prefetch those that were computed before."""
 
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         """Prefetch a few of the `coming` blocks of a request that computes them because the tier is
         unreliable, to measure whether it still is."""
+
+
+class PendingReads(Protocol):
+    """The requests that wait for reads."""
 
     def cancel(self, request: Request) -> None:
         """Cancel the reads that only this request waits for."""
@@ -76,103 +101,155 @@ class TenantTier(Protocol):
         """Cancel the reads that only this session waits for."""
 
     def call_when_read(self, request: Request, then: Callable[[], None]) -> bool:
-        """Call `then` once when all reads of this request have ended. False, without a call, if none is
-        pending."""
+        """Call `then` once when all reads of this request have ended. Return False, without a call, if no
+        read is pending."""
 
-    def call_when_recovered(self, request: Request, then: Callable[[], None]) -> None:
-        """Call `then` once when all blocks from before the start are known."""
+    def cancel_calls(self, request: Request, /) -> None:
+        """Cancel the pending call of this request."""
 
-    def cancel_calls(self, request: Request) -> None:
-        """Cancel the pending calls of this request."""
 
-    # --- writes ------------------------------------------------------------------------------
+class TierDrain(Protocol):
+    """Writes all blocks that are only in memory when it begins, and new blocks when they are saved."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all blocks that were only in memory at the beginning have been written."""
+
+    @property
+    def left_blocks(self) -> int:
+        """About how many blocks are yet to be written."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class TierWrites(Protocol):
+    @property
+    def drain(self) -> TierDrain: ...
 
     def saved(self, ids: bytes) -> None:
         """Note that these blocks were committed to memory."""
 
+
+class TierForgets(Protocol):
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
         """Make durable that these blocks are forgotten; the catalog has forgotten them already. Later `done`
-        gets the failure, or an empty text. False, without a call, if there is nothing to do."""
+        gets the failure, or an empty text. Return False, without a call, if there is nothing to do."""
 
     def erase(self, first: int, done: Callable[[str, int, int], None]) -> bool:
         """Erase bytes that no block uses, in one portion of files from `first` on. Later `done` gets the
-        failure or an empty text, the next `first` (0 at the end), and the number of files. False, without a
-        call, if there is nothing to do."""
+        failure or an empty text, the next `first` (0 at the end), and the number of files. Return False,
+        without a call, if there is nothing to do."""
 
-    def drain(self, wanted: bool) -> None:
-        """Start to write all blocks that are only in memory, and all that are saved from now on; or stop
-        that."""
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether all blocks that were only in memory when `drain` was called have been written."""
+class TenantTier(Protocol):
+    """The parts of one tenant. A block is never in two tenants' tiers."""
 
     @property
-    def left_to_drain(self) -> int:
-        """Number of blocks that `drain` has yet to write."""
+    def recovery(self) -> TierRecovery: ...
+    @property
+    def reads(self) -> TierReads: ...
+    @property
+    def pending(self) -> PendingReads: ...
+    @property
+    def writes(self) -> TierWrites: ...
+    @property
+    def forgets(self) -> TierForgets: ...
 
-    # --- numbers -----------------------------------------------------------------------------
-
-    def stats(self) -> TierStats:
-        """Return the counters since the start of the daemon."""
-
-    def codec_report(self) -> Sequence[Mapping[str, object]]:
-        """The codec that is in use for each space, and why."""
+    def stats(self) -> TierStats: ...
 
 
 class NullTier:
-    """No tier: it holds no blocks, and takes none."""
+    """No tier, and all parts of it: it holds no blocks, and takes none."""
 
-    is_on = is_recovering = False
-    is_recovered = is_drained = True
-    left_to_drain = 0
+    is_on = is_awaited = False
+    is_complete = is_done = True
+    left_blocks = 0
 
-    def promote(
-        self, space: KnownSpace, keys: bytes, coming: int, *, request: Request | None = None,
-        urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
-    ) -> Outlook:  # fmt: skip
+    def __init__(self) -> None:
+        self.recovery = self.reads = self.pending = self.writes = self.forgets = self.drain = self
+
+    def promote(self, *_: Any, **__: Any) -> Outlook:
         return 0, 0.0, "off"
-
-    def recomputes(
-        self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int
-    ) -> None:
-        pass
-
-    def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
-        pass
-
-    def cancel(self, request: Request) -> None:
-        pass
-
-    def released(self, request: Request) -> None:
-        pass
-
-    def session_ended(self, session: int) -> None:
-        pass
-
-    def call_when_read(self, request: Request, then: Callable[[], None]) -> bool:
-        return False
-
-    def call_when_recovered(self, request: Request, then: Callable[[], None]) -> None:
-        pass
-
-    def cancel_calls(self, request: Request) -> None:
-        pass
-
-    def saved(self, ids: bytes) -> None:
-        pass
-
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        return False
-
-    def erase(self, first: int, done: Callable[[str, int, int], None]) -> bool:
-        return False
-
-    def drain(self, wanted: bool) -> None:
-        pass
 
     def stats(self) -> TierStats:
         return TierStats()
 
-    def codec_report(self) -> Sequence[Mapping[str, object]]:
-        return ()
+    def ignore(self, *_: Any) -> None:
+        pass
+
+    def refuse(self, *_: Any) -> bool:
+        return False
+
+    recomputes = probe = cancel = released = session_ended = saved = begin = end = ignore
+    call_when_ended = cancel_calls = ignore
+    call_when_read = forget = erase = refuse
+
+
+# --- the whole tier ------------------------------------------------------------------------------
+
+
+class OpenTier(Protocol):
+    """A tier whose files or connections are open."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def faults(self) -> int:
+        """Number of failed operations."""
+
+    @property
+    def failure(self) -> str:
+        """The current failures, or an empty text."""
+
+
+class LowerTier(Protocol):
+    """The life of the tier below memory. A failure of it disables the tier and nothing else."""
+
+    name: str  # in orders, in the status and in events
+
+    @property
+    def tier(self) -> OpenTier | None:
+        """None if no such tier is configured."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether threads wait for I/O and cannot be stopped."""
+
+    async def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Open the tier and set `Tenant.tier` of each tenant, if it is configured. Raises TierError if the
+        configuration is wrong."""
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start to move blocks in these tasks."""
+
+    def map(self, extent: Extent) -> None:
+        """Use this extent of a tenant's memory. It is called once for each, in their order."""
+
+    def run_periodic(self) -> None:
+        """Do periodic work. Never raises."""
+
+    def probe(self) -> None:
+        """Check in the background that blocks can be written and read."""
+
+    def reconfigure(self, config: Config) -> None:
+        """Apply this configuration, which differs only in keys that can be reloaded."""
+
+    def order(self, tier: str, order: str) -> dict[str, Any]:
+        """Drain a tier, switch it off or on, or report its state. Raises TierError if that is not
+        possible."""
+
+    def state(self, tier: str) -> str:
+        """Return the state of this tier or of memory, one of `states`."""
+
+    def report(self, tenants: Collection[str]) -> dict[str, Any]:
+        """Return the status of the tier, with the figures of these tenants."""
+
+    def end_moving(self) -> None:
+        """Stop to move blocks. The files stay open."""
+
+    async def close(self) -> bool:
+        """Close the tier. Return False if something hangs that uses files or memory of the daemon."""
+
+    def mappings(self) -> list[MappedExtent]:
+        """Return the memory that reads and writes in flight use."""

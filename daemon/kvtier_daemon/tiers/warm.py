@@ -1,4 +1,5 @@
-"""The warm tier's memory: extents in memfds, each one tenant's for life, faulted in while others serve."""
+"""The memory of the warm tier: extents in memfds. Each belongs to one tenant for the life of the daemon. They
+are faulted in while others are in use."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ GENERATION_BYTES, NOTE_BYTES = 8, 128  # for each page
 
 
 def table_bytes(extent_bytes: int) -> int:
-    """Size of an extent's table of generations: one for each page a slot can start on."""
+    """Size of an extent's table of generations, which has one for each page that a slot can start on."""
     return -(-extent_bytes // PAGE) * GENERATION_BYTES
 
 
 def plan_extents(
     quotas: dict[str, int], extent_bytes: int, page: int = PAGE
 ) -> list[tuple[str, int]]:
-    """Who gets which extents, in the order in which they are faulted in: a round for each tenant in turn,
-    so that everybody has some room soon. Each tenant's sum is its quota, in whole pages."""
+    """Return each extent's tenant and size, in the order in which they are faulted in: one of each tenant in
+    turn, so that all tenants have memory soon. The sizes of a tenant sum to its quota, in whole pages."""
     left = {tenant: quota - quota % page for tenant, quota in quotas.items()}
     extent_bytes = max(page, extent_bytes - extent_bytes % page)
     order: list[tuple[str, int]] = []
@@ -58,8 +59,8 @@ class Extent:
     noted: tuple[tuple[int, int], ...] = ()
 
     def handles(self, read_only: bool) -> tuple[int, int]:
-        """New descriptors of the extent and of its table, for a client; the caller closes both. A reader's
-        can't be mapped for writing."""
+        """Return new descriptors of the extent and of its table; the caller closes both. A read-only one
+        cannot be mapped for writing."""
         path = f"/proc/self/fd/{self.fd}"
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if read_only else os.dup(self.fd)
         try:
@@ -74,9 +75,9 @@ class Extent:
 
 
 class WarmTier:
-    """Makes the extents one after the other in a native thread, and says of each when it is there.
+    """Creates the extents in sequence in a native thread, and reports each when it can be used.
 
-    Memory is allocated, not promised: `posix_fallocate` fails where a sparse file would later be a SIGBUS.
+    `posix_fallocate` allocates the memory: without it, a lack of memory would be a SIGBUS later.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class WarmTier:
         self._earlier_bytes = sum(extent.nbytes for extent in self._earlier)
         self._plan = plan_extents(left, extent_bytes, page)
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Reserved huge pages need no making.
+        # Reserved huge pages are not faulted in.
         self._prefaulter = Prefaulter(self.event_fd, not huge_pages)
         self._files: list[tuple[int, int]] = []
         self._finished = 0
@@ -111,18 +112,18 @@ class WarmTier:
         self.failure = ""
 
     def start(self) -> int:
-        """Begin to allocate; returns the descriptor that becomes readable whenever `ready` has news."""
+        """Begin to allocate. Return the descriptor that becomes readable when `ready` has new extents."""
         for place, (tenant, nbytes) in enumerate(self._plan):
             fd = _memfd(f"kvtier-{tenant}-{place}", nbytes, self._huge_pages)
             table_fd = _memfd(f"kvtier-{tenant}-{place}-generations", table_bytes(nbytes))
             self._files.append((fd, table_fd))
-            # The table first: an extent that is there without its table would be of no use.
+            # The table first: an extent cannot be used without it.
             self._prefaulter.add(table_fd, table_bytes(nbytes))
             self._prefaulter.add(fd, nbytes, self._lock)
         return self.event_fd
 
     def ready(self) -> Iterator[Extent]:
-        """The extents that have become usable since the last call."""
+        """Yield the extents that have become usable since the last call."""
         try:
             os.eventfd_read(self.event_fd)
         except BlockingIOError:
@@ -156,12 +157,12 @@ class WarmTier:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the arena that are there so far."""
+        """Bytes of the arena that are allocated so far."""
         return self._earlier_bytes + sum(done for done, _ in self._prefaulter.progress()[1::2])
 
     @property
     def huge_bytes(self) -> int:
-        """Bytes of the arena behind which the kernel has made huge pages."""
+        """Bytes of the arena that are in huge pages."""
         return self._prefaulter.huge_bytes()
 
     @property
@@ -170,7 +171,7 @@ class WarmTier:
 
     def close(self) -> None:
         self._prefaulter.stop()
-        del self._prefaulter  # and with it its descriptors and its locks
+        del self._prefaulter  # it owns descriptors and locks
         for extent in (*self.extents, *self._earlier):
             extent.close()
         for fd, table_fd in self._files[self._finished :]:
@@ -227,8 +228,8 @@ def _memfd(name: str, nbytes: int, huge_pages: bool = False) -> int:
     if huge_pages:
         flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
     fd = os.memfd_create(name, flags)
-    # A memfd is 0777 by birth, and through /proc a read-only descriptor of such a file can be reopened
-    # for writing.
+    # A memfd is created with mode 0777. With that mode, a read-only descriptor could be reopened for writing
+    # through /proc.
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, nbytes)
     return fd

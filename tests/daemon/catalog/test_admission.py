@@ -1,4 +1,5 @@
-"""What is worth writing where writes are scarce, and what is said of the rest."""
+"""Admission: which blocks are written while writes are limited, and the reason that is recorded for the
+others."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ class Tenant:
         return ids
 
     def written(self, limit: int = 128) -> set[bytes]:
-        """The keys of what a mover would write now."""
+        """The keys of the blocks that a mover would write next."""
         plan = self.catalog.demotions.plan(1 << 30, SLOTS * PAGE, limit)
         self.catalog.demotions.not_demoted(plan.ids)
         return {block.identity.key for block in plan.blocks}
 
 
-def test_what_is_wanted_again_is_written_and_what_is_before_it_in_the_way_is_not() -> None:
+def test_only_blocks_that_were_requested_again_are_written() -> None:
     tenant = Tenant()
     tenant.save(*range(20))
     assert tenant.written() == set()
@@ -54,7 +55,7 @@ def test_what_is_wanted_again_is_written_and_what_is_before_it_in_the_way_is_not
     assert len(tenant.written()) == 20
 
 
-def test_what_is_saved_again_after_it_had_gone_is_written() -> None:
+def test_a_block_that_is_saved_again_after_its_eviction_is_written() -> None:
     tenant = Tenant()
     tenant.save(1)
     tenant.save(*range(100, 100 + SLOTS))
@@ -63,7 +64,7 @@ def test_what_is_saved_again_after_it_had_gone_is_written() -> None:
     assert tenant.written() == {key(1)}
 
 
-def test_write_through_asks_for_admission_too() -> None:
+def test_write_through_applies_admission_too() -> None:
     tenant = Tenant()
     ids = tenant.save(1, 2)
     look_up(tenant.catalog, tenant.space, key(2))
@@ -72,7 +73,7 @@ def test_write_through_asks_for_admission_too() -> None:
     tenant.catalog.demotions.not_demoted(plan.ids)
 
 
-def test_whatever_is_evicted_unwritten_is_counted_with_its_reason() -> None:
+def test_blocks_evicted_without_a_write_are_counted_by_reason() -> None:
     tenant = Tenant()
     tenant.save(*range(SLOTS))
     for name in (0, 1, 2):
@@ -89,7 +90,7 @@ def test_whatever_is_evicted_unwritten_is_counted_with_its_reason() -> None:
     assert sum(unwritten.values()) == tenant.catalog.blocks.evicted["capacity"]
 
 
-def test_what_is_on_disk_is_not_counted_as_unwritten() -> None:
+def test_evicted_blocks_on_disk_are_not_counted_as_unwritten() -> None:
     tenant = Tenant(shut=False)
     ids = tenant.save(*range(SLOTS))
     plan = tenant.catalog.demotions.plan_write_through(ids)

@@ -1,4 +1,5 @@
-"""Decisions: what is told, kept, held and let go. No I/O, no clock but the numbers given."""
+"""The catalog's decisions about saves, matches, leases, pins and evictions. No I/O; the clock is a
+number in each call."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def space_of(catalog: Catalog, spec: KvSpec = SPEC) -> KnownSpace:
 
 
 def chain(blocks: int) -> bytes:
-    """The keys of a prompt nobody sent before."""
+    """The keys of a new prompt."""
     start = next(counter) * 1_000_000
     return token_keys(SECRET, list(range(start, start + 16 * blocks)), 16).packed
 
@@ -87,7 +88,7 @@ def test_nothing_is_found_before_its_commit_and_everything_after() -> None:
     assert len(catalog.leases) == 0
 
 
-def test_a_save_of_what_is_here_costs_nothing() -> None:
+def test_a_save_of_stored_blocks_needs_no_lease() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -96,7 +97,7 @@ def test_a_save_of_what_is_here_costs_nothing() -> None:
     assert again.lease == 0
 
 
-def test_what_another_writes_is_in_progress_and_neither_waits() -> None:
+def test_a_save_of_blocks_that_another_session_writes_gets_in_progress_without_waiting() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(4)
     mine = catalog.reserve(ME, space, 0, 0, b"", keys)
@@ -107,7 +108,7 @@ def test_what_another_writes_is_in_progress_and_neither_waits() -> None:
     assert save(catalog, space, keys, YOU).outcomes == bytes([GRANTED] * 4)
 
 
-def test_old_blocks_leave_for_new_ones_tails_before_heads() -> None:
+def test_old_blocks_are_evicted_for_new_ones_tails_before_heads() -> None:
     catalog = catalog_of(8)
     space, old, new = space_of(catalog), chain(8), chain(3)
     save(catalog, space, old)
@@ -116,7 +117,7 @@ def test_old_blocks_leave_for_new_ones_tails_before_heads() -> None:
     assert ready(catalog, space, old) == 5
 
 
-def test_a_match_keeps_what_it_found_from_being_next() -> None:
+def test_matched_blocks_are_not_evicted_next() -> None:
     catalog = catalog_of(8)
     space, first, second, third = space_of(catalog), chain(4), chain(4), chain(4)
     save(catalog, space, first)
@@ -126,7 +127,7 @@ def test_a_match_keeps_what_it_found_from_being_next() -> None:
     assert [ready(catalog, space, keys) for keys in (first, second, third)] == [4, 0, 4]
 
 
-def test_one_save_may_take_nearly_all_the_room() -> None:
+def test_one_save_may_use_nearly_all_the_memory() -> None:
     catalog = catalog_of(100)
     space = space_of(catalog)
     for _ in range(30):
@@ -136,7 +137,7 @@ def test_one_save_may_take_nearly_all_the_room() -> None:
     assert ready(catalog, space, large) == 90
 
 
-def test_a_save_beyond_all_room_keeps_its_head() -> None:
+def test_a_save_larger_than_the_memory_keeps_its_head() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(12)
     granted = save(catalog, space, keys)
@@ -158,7 +159,7 @@ def test_a_longer_chain_never_evicts_its_own_head() -> None:
     assert ready(catalog, space, keys) == 8
 
 
-def test_blocks_saved_one_by_one_leave_from_the_tail() -> None:
+def test_blocks_saved_one_by_one_are_evicted_from_the_tail() -> None:
     catalog = catalog_of(8)
     space, keys, other = space_of(catalog), chain(6), chain(4)
     for at in range(6):
@@ -169,7 +170,7 @@ def test_blocks_saved_one_by_one_leave_from_the_tail() -> None:
     assert ready(catalog, space, keys) == 4
 
 
-def test_leased_blocks_stay_and_released_ones_may_go() -> None:
+def test_leased_blocks_stay_and_released_blocks_may_be_evicted() -> None:
     catalog = catalog_of(8)
     space, held, other = space_of(catalog), chain(5), chain(8)
     save(catalog, space, held)
@@ -184,7 +185,7 @@ def test_leased_blocks_stay_and_released_ones_may_go() -> None:
     assert ready(catalog, space, other) == 8
 
 
-def test_a_lease_ends_at_its_deadline_and_its_release_is_no_error_then() -> None:
+def test_a_lease_ends_at_its_deadline_and_a_later_release_is_not_an_error() -> None:
     catalog = catalog_of(4)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -196,7 +197,7 @@ def test_a_lease_ends_at_its_deadline_and_its_release_is_no_error_then() -> None
     assert ready(catalog, space, keys) == 0
 
 
-def test_a_lease_joined_by_its_token_lasts_until_all_let_go() -> None:
+def test_a_lease_joined_by_its_token_lasts_until_all_sessions_release_it() -> None:
     catalog = catalog_of(4)
     space, keys, other = space_of(catalog), chain(4), chain(4)
     save(catalog, space, keys)
@@ -210,7 +211,7 @@ def test_a_lease_joined_by_its_token_lasts_until_all_let_go() -> None:
     assert save(catalog, space, other).outcomes == bytes([GRANTED] * 4)
 
 
-def test_leases_of_others_and_of_nobody_are_refused() -> None:
+def test_leases_of_other_sessions_and_unknown_leases_are_refused() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(4)
     mine = catalog.reserve(ME, space, 0, 0, b"", keys)
@@ -253,7 +254,7 @@ def test_a_block_is_committed_once() -> None:
         catalog.commit(ME, granted.lease, 0, 1, b"short")
 
 
-def test_a_dead_writer_leaves_nothing_and_a_living_one_is_waited_for() -> None:
+def test_blocks_of_a_dead_writer_are_freed_and_those_of_a_living_one_are_quarantined() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(8)
     catalog.reserve(ME, space, 0, 0, b"", keys)
@@ -287,7 +288,7 @@ def test_a_dead_reader_frees_its_lease() -> None:
     assert len(catalog.leases) == 0
 
 
-def test_forgotten_blocks_match_no_more_even_while_they_are_read() -> None:
+def test_forgotten_blocks_do_not_match_even_while_they_are_read() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -301,7 +302,7 @@ def test_forgotten_blocks_match_no_more_even_while_they_are_read() -> None:
     assert ready(catalog, space, keys) == 4
 
 
-def test_unreachable_blocks_are_the_first_to_go() -> None:
+def test_unreachable_blocks_are_evicted_first() -> None:
     catalog = catalog_of(8)
     space, broken, whole = space_of(catalog), chain(4), chain(4)
     save(catalog, space, whole)
@@ -331,7 +332,7 @@ def test_pins_hold_up_to_their_share() -> None:
     assert ready(catalog, space, keys) == 0
 
 
-def test_unimportant_blocks_go_first() -> None:
+def test_unimportant_blocks_are_evicted_first() -> None:
     catalog = catalog_of(8)
     space, old, young = space_of(catalog), chain(4), chain(4)
     save(catalog, space, old)
@@ -349,13 +350,13 @@ def test_important_blocks_outlive_their_peers() -> None:
     for keys in chains:
         save(catalog, space, keys)
     assert catalog.hint(space, chains[0], 1.0) == 4
-    save(catalog, space, chain(8))  # four blocks are free: four have to go
+    save(catalog, space, chain(8))  # four blocks are free, so four must be evicted
     left = [ready(catalog, space, keys) for keys in chains]
     assert left[0] == 4 and sum(left) == 8
 
 
-def test_unimportant_blocks_go_tails_before_heads() -> None:
-    """A head that goes first leaves a tail that nothing can use."""
+def test_unimportant_blocks_are_evicted_tails_before_heads() -> None:
+    """An evicted head would make its tail unusable."""
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(8)
     save(catalog, space, keys)
@@ -387,7 +388,7 @@ def test_a_prefix_counts_when_every_group_can_restore_it() -> None:
     assert places == [(0, 0, 8), (1, 6, 2), (2, 7, 1)]
 
 
-def test_every_shard_must_be_there() -> None:
+def test_a_prefix_without_one_of_its_shards_does_not_match() -> None:
     catalog = catalog_of(64)
     spec = spec_of(tensor_parallel=2)
     space, keys = space_of(catalog, spec), chain(4)
@@ -399,7 +400,7 @@ def test_every_shard_must_be_there() -> None:
     assert ready(catalog, space, keys) == 3
 
 
-def test_lookups_have_one_denominator() -> None:
+def test_hits_and_misses_add_up_to_all_lookups() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(4)
     look_up(catalog, space, keys)
@@ -414,7 +415,7 @@ def test_lookups_have_one_denominator() -> None:
 
 
 @pytest.mark.parametrize("keys", [bytes(31), bytes(32 * (LIMIT_KEYS + 1))], ids=["cut", "many"])
-def test_keys_that_are_none_are_refused(keys: bytes) -> None:
+def test_malformed_keys_are_refused(keys: bytes) -> None:
     catalog = catalog_of(8)
     space = space_of(catalog)
     for call in (
@@ -430,7 +431,7 @@ def test_keys_that_are_none_are_refused(keys: bytes) -> None:
             call()
 
 
-def test_a_chain_with_a_key_twice_is_refused_and_leaves_nothing() -> None:
+def test_a_chain_with_a_repeated_key_is_refused_and_takes_no_slots() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(2)
     with pytest.raises(Refused, match="twice"):
@@ -450,7 +451,7 @@ def test_a_request_that_is_refused_evicts_nothing() -> None:
     assert ready(catalog, space, old) == 8
 
 
-def test_room_that_comes_later_is_used() -> None:
+def test_an_extent_that_is_added_later_is_used() -> None:
     catalog = Catalog(Store(), make("lru"))
     space, keys = space_of(catalog), chain(4)
     assert save(catalog, space, keys).outcomes == bytes([NO_ROOM] * 4)
@@ -458,7 +459,7 @@ def test_room_that_comes_later_is_used() -> None:
     assert save(catalog, space, keys).outcomes == bytes([GRANTED] * 4)
 
 
-def test_spaces_share_the_room_and_nothing_else() -> None:
+def test_spaces_share_only_the_memory() -> None:
     catalog = catalog_of(12)
     one, two = space_of(catalog), space_of(catalog, spec_of("other"))
     keys = chain(4)
@@ -468,7 +469,7 @@ def test_spaces_share_the_room_and_nothing_else() -> None:
     assert ready(catalog, one, keys) == 0
 
 
-def test_a_lease_joined_by_its_own_session_is_released_as_often() -> None:
+def test_a_lease_joined_by_its_own_session_needs_two_releases() -> None:
     catalog = catalog_of(4)
     space, keys, other = space_of(catalog), chain(4), chain(4)
     save(catalog, space, keys)
@@ -480,7 +481,7 @@ def test_a_lease_joined_by_its_own_session_is_released_as_often() -> None:
     assert save(catalog, space, other).outcomes == bytes([GRANTED] * 4)
 
 
-def test_forgetting_outweighs_a_pin() -> None:
+def test_a_forget_ends_pins() -> None:
     catalog = catalog_of(16)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -490,7 +491,7 @@ def test_forgetting_outweighs_a_pin() -> None:
     assert catalog.counts()["blocks"]["doomed"] == 0
 
 
-def test_a_pin_that_its_share_cuts_short_holds_what_can_be_restored() -> None:
+def test_a_pin_limited_by_its_share_holds_a_prefix_that_can_be_restored() -> None:
     spec = spec_of(window_tokens=32)
     catalog = catalog_of(16)
     space, keys = space_of(catalog, spec), chain(8)
@@ -500,7 +501,7 @@ def test_a_pin_that_its_share_cuts_short_holds_what_can_be_restored() -> None:
     assert catalog.pins.pin(space, keys, 10.0, now=0.0) in (0, 4)
 
 
-def test_a_space_that_nobody_saved_to_is_gone_with_those_who_opened_it() -> None:
+def test_a_space_without_saves_is_removed_with_its_last_session() -> None:
     catalog = catalog_of(4)
     empty = catalog.open(b"e" * 32, spec_of("empty"), ME)
     used = catalog.open(b"u" * 32, spec_of("used"), ME)
@@ -529,7 +530,7 @@ def test_one_session_can_not_take_all_leases(monkeypatch: pytest.MonkeyPatch) ->
     assert catalog.load(YOU, space, keys, 1.0, [0], now=0.0).ready == 4
 
 
-def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
+def test_a_load_whose_reply_is_too_large_is_refused_without_a_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier_daemon.catalog.reading.LIMIT_TOLD_SLOTS", 3)
@@ -543,7 +544,7 @@ def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
 
 
 @pytest.mark.parametrize("windows, shards", [((), 1), ((), 2), ((20,), 2), ((20, 40, 0), 1)])
-def test_a_client_knows_how_many_keys_a_lease_may_have(
+def test_a_client_computes_how_many_keys_a_lease_may_have(
     monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...], shards: int
 ) -> None:
     for limit in ("kvtier.wire.LIMIT_TOLD_SLOTS", "kvtier_daemon.catalog.reading.LIMIT_TOLD_SLOTS"):
@@ -581,7 +582,7 @@ def save_everywhere(catalog: Catalog, space: KnownSpace, keys: bytes) -> None:
             catalog.commit(ME, granted.lease, 0, len(keys) // 32)
 
 
-def test_a_lookup_of_many_groups_and_shards_costs_no_more_than_one_of_as_many_blocks() -> None:
+def test_the_time_of_a_lookup_depends_on_the_blocks_not_on_groups_and_shards() -> None:
     if isinstance(make("lru"), LruModel):
         pytest.skip("the model is not made to be fast")
 
@@ -604,7 +605,7 @@ def test_a_lookup_of_many_groups_and_shards_costs_no_more_than_one_of_as_many_bl
 
     wide_s = [min(each) for each in zip(*(seconds(64, 16, 40) for _ in range(3)), strict=True)]
     deep_s = [min(each) for each in zip(*(seconds(1, 1, 40 * 1024) for _ in range(3)), strict=True)]
-    # A walk for each group and shard would take 1,024 times as many steps.
+    # Walking each group and shard separately would take 1,024 times as many steps.
     assert all(wide < 20 * deep for wide, deep in zip(wide_s, deep_s, strict=True)), (
         wide_s,
         deep_s,
@@ -623,7 +624,7 @@ def test_a_load_that_names_a_key_twice_is_refused() -> None:
     assert save(catalog, space, chain(4)).outcomes == bytes([GRANTED] * 4)
 
 
-def test_a_space_goes_when_it_holds_nothing_and_nobody_uses_it(
+def test_an_empty_space_without_sessions_is_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier_daemon.catalog.spaces.LIMIT_SPACES", 2)
@@ -635,7 +636,7 @@ def test_a_space_goes_when_it_holds_nothing_and_nobody_uses_it(
     save(catalog, second, keys)
     assert catalog.forget(first, keys) == 4
     with pytest.raises(Refused, match="2 spaces"):
-        catalog.open(b"3" * 32, spec_of("third"), YOU)  # first is empty, but in use
+        catalog.open(b"3" * 32, spec_of("third"), YOU)  # first is empty, but a session has it open
     catalog.end_session(ME, gone=True)
     assert len(catalog.spaces) == 1
     third = catalog.open(b"3" * 32, spec_of("third"), YOU)
@@ -645,13 +646,13 @@ def test_a_space_goes_when_it_holds_nothing_and_nobody_uses_it(
         catalog.space(first.number)
     assert refusal.value.code == "unknown_space"
     assert ready(catalog, second, keys) == 4
-    # One that became empty later goes when there is no number left.
+    # A space that became empty later is removed when all numbers are in use.
     assert catalog.forget(second, keys) == 4
     assert catalog.open(b"4" * 32, spec_of("fourth"), YOU).number > third.number
     assert len(catalog.spaces) == 2
 
 
-def test_sizes_that_nobody_uses_make_way_for_new_ones() -> None:
+def test_unused_block_sizes_are_replaced_by_new_ones() -> None:
     catalog = catalog_of(64)
 
     def sizes(at: int) -> KvSpec:
@@ -673,7 +674,7 @@ def test_sizes_that_nobody_uses_make_way_for_new_ones() -> None:
     assert len(catalog.spaces) == 16
 
 
-def test_a_save_that_gets_nothing_leaves_no_space_behind() -> None:
+def test_a_save_without_granted_blocks_creates_no_space() -> None:
     catalog = Catalog(Store(), make("lru"))
     space, keys = catalog.open(b"1" * 32, SPEC, ME), chain(2)
     assert catalog.reserve(ME, space, 0, 0, b"", b"") == Granted(LeaseId(0), b"", b"")
@@ -685,7 +686,7 @@ def test_a_save_that_gets_nothing_leaves_no_space_behind() -> None:
     assert len(catalog.spaces) == 0
 
 
-def test_forgetting_what_nobody_holds_looks_at_no_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_blocks_without_leases_checks_no_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = catalog_of(16)
     space, pinned, other = space_of(catalog), chain(2), chain(2)
     save(catalog, space, pinned)
@@ -696,7 +697,7 @@ def test_forgetting_what_nobody_holds_looks_at_no_pin(monkeypatch: pytest.Monkey
     assert catalog.forget(space, chain(2)) == 0
 
 
-def test_a_pin_of_a_block_that_others_read_too_ends_when_it_is_forgotten() -> None:
+def test_a_forget_ends_the_pin_of_a_block_that_is_also_read() -> None:
     catalog = catalog_of(16)
     space, keys = space_of(catalog), chain(2)
     save(catalog, space, keys)
@@ -727,7 +728,7 @@ def test_pins_are_bounded_in_number_and_in_blocks(monkeypatch: pytest.MonkeyPatc
     assert len(catalog.leases) == 2
 
 
-def test_a_pin_that_is_refused_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_pin_ends_no_other_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = catalog_of(16)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -741,7 +742,7 @@ def test_a_pin_that_is_refused_ends_no_other(monkeypatch: pytest.MonkeyPatch) ->
     assert ready(catalog, space, keys) == 2
 
 
-def test_a_pin_is_charged_what_its_slots_take() -> None:
+def test_a_pin_is_charged_the_size_of_its_slots() -> None:
     catalog = catalog_of(16, 4096)
     group = Group(layers=1, opaque_bytes=1)
     spec = KvSpec.groups([group], model="b", dtype="int8", block_tokens=16, weights="rev:1")
@@ -750,7 +751,7 @@ def test_a_pin_is_charged_what_its_slots_take() -> None:
     assert catalog.pins.pin(space, keys, 10.0, now=0.0) == 4
 
 
-def test_an_adopted_lease_that_fits_no_frame_is_refused_and_not_joined(
+def test_an_adoption_whose_reply_is_too_large_is_refused_and_not_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     catalog = catalog_of(4)
@@ -764,7 +765,7 @@ def test_an_adopted_lease_that_fits_no_frame_is_refused_and_not_joined(
     assert len(catalog.leases) == 0
 
 
-def test_one_call_lets_go_of_so_many_blocks_and_the_next_goes_on(
+def test_one_call_releases_a_limited_number_of_blocks_and_the_next_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier_daemon.catalog.reading.LIMIT_ENDED_IDS", 4)
@@ -777,7 +778,7 @@ def test_one_call_lets_go_of_so_many_blocks_and_the_next_goes_on(
     assert not catalog.end_session(ME, gone=True)
     assert catalog.counts()["blocks"]["writing"] == 0, "writes end at once"
     assert len(catalog.leases) == 3
-    catalog.expire_leases(0.0)  # of these one is held by another, too, and ends none
+    catalog.expire_leases(0.0)  # another session holds one of these, so only one ends
     assert len(catalog.leases) == 2
     catalog.expire_leases(0.0)
     assert len(catalog.leases) == 1

@@ -1,4 +1,4 @@
-"""What moves between memory and disk: plans, how they end, and what is counted. No I/O."""
+"""Movements between memory and disk: plans, their results, and the counters. No I/O."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvtier.key import token_keys
 from kvtier.layout import space_id
 from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT
 from kvtier_daemon.catalog import Catalog, SessionId, SpaceWatch, demotion, holds
-from kvtier_daemon.catalog.blocks import PLACE_BYTES
 from kvtier_daemon.catalog.demotion import Demotion
+from kvtier_daemon.catalog.frames import PLACE_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S, HOLD_SHARE
 from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.catalog.promotion import Promotion
@@ -44,7 +44,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Tenant:
-    """A catalog, and a disk that is a dictionary: what lies at (segment, page)."""
+    """A catalog, and a disk that is a dictionary from (segment, page) to blocks."""
 
     def __init__(self, blocks: int, spec: KvSpec = SPEC, block_bytes: int = SIZE) -> None:
         self.store = Store()
@@ -64,7 +64,7 @@ class Tenant:
         return self.catalog.commit(ME, granted.lease, 0, n, sums) if granted.lease else b""
 
     def put(self, segment: int, entries: list[tuple[Identity, bytes]]) -> bytes:
-        """Frames of these blocks, one after the other in this segment."""
+        """Frames of these blocks at consecutive positions of this segment."""
         frames = b""
         for entry in entries:
             self.disk[segment, self.page] = entry
@@ -78,7 +78,7 @@ class Tenant:
         return self.catalog.demotions.demoted(plan.ids, frames, digests)
 
     def read(self, plan: Promotion) -> None:
-        """What is read is what the block is, and its digest is the one that was written."""
+        """Verify that each frame contains its block, and that its digest is the one that was written."""
         keys = self.store.keys_of(plan.ids)
         for at, frame in enumerate(FRAME.iter_unpack(plan.frames)):
             identity, _ = self.disk[frame[0], frame[1]]
@@ -88,7 +88,7 @@ class Tenant:
             assert plan.digests[16 * at : 16 * at + 16] == digest
 
     def move_out(self, keys: bytes, segment: int = 1) -> None:
-        """Write what there is of these, and evict it."""
+        """Write the existing blocks of these keys, and evict them."""
         groups = range(len(self.space.spec.cache_groups))
         ids = b"".join(self.store.present(self.space.index, at, 0, keys) for at in groups)
         plan = self.catalog.demotions.plan_write_through(ids)
@@ -122,7 +122,7 @@ class Tenant:
 
 
 def chain(blocks: int) -> bytes:
-    """The keys of a prompt nobody sent before."""
+    """The keys of a new prompt."""
     start = next(counter) * 1_000_000
     return token_keys(bytes(32), list(range(start, start + 16 * blocks)), 16).packed
 
@@ -159,7 +159,7 @@ def test_the_coldest_are_written_and_stay_the_coldest() -> None:
     tenant.check()
 
 
-def test_no_more_is_written_than_the_watermark_and_the_limit_ask_for() -> None:
+def test_a_plan_writes_up_to_the_watermark_and_the_limit() -> None:
     tenant = Tenant(200)
     tenant.save(chain(200))
     victims = tenant.policy.victims(200)
@@ -193,14 +193,14 @@ def test_a_watermark_reaches_over_many_small_blocks() -> None:
     assert [one.space for one in plan.blocks] == [small] * 300
 
 
-def test_no_more_victims_are_looked_at_than_a_turn_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_examines_a_limited_number_of_victims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demotion, "MOST_VICTIMS", 5)
     tenant = Tenant(200)
     tenant.save(chain(200))
     assert len(tenant.catalog.demotions.plan(300 * SIZE, 300 * SIZE).blocks) == 5
 
 
-def test_what_is_being_written_is_not_evicted() -> None:
+def test_blocks_that_are_being_written_are_not_evicted() -> None:
     tenant, keys = Tenant(4), chain(4)
     tenant.save(keys)
     plan = tenant.catalog.demotions.plan(2 * SIZE, 4 * SIZE)
@@ -213,7 +213,7 @@ def test_what_is_being_written_is_not_evicted() -> None:
     tenant.check()
 
 
-def test_what_was_written_goes_in_the_order_in_which_it_would_have_gone() -> None:
+def test_writing_blocks_does_not_change_the_order_of_victims() -> None:
     tenant = Tenant(32)
     for _ in range(8):
         tenant.save(chain(4))
@@ -226,7 +226,7 @@ def test_what_was_written_goes_in_the_order_in_which_it_would_have_gone() -> Non
     tenant.check()
 
 
-def test_what_is_read_while_it_is_written_is_recent_after() -> None:
+def test_blocks_that_are_used_during_their_write_become_recent() -> None:
     tenant, chains = Tenant(16), [chain(4) for _ in range(4)]
     for keys in chains:
         tenant.save(keys)
@@ -245,7 +245,7 @@ def test_what_is_read_while_it_is_written_is_recent_after() -> None:
     tenant.check()
 
 
-def test_what_is_being_written_stands_in_nobodys_way() -> None:
+def test_a_save_evicts_other_blocks_while_the_coldest_are_written() -> None:
     tenant = Tenant(16)
     tenant.save(chain(16))
     plan = tenant.catalog.demotions.plan(12 * SIZE, 16 * SIZE)
@@ -347,7 +347,7 @@ def test_a_promotion_never_evicts_its_own_chain() -> None:
     tenant.check()
 
 
-def test_no_more_is_in_flight_than_allowed() -> None:
+def test_promotions_in_progress_are_limited() -> None:
     tenant, keys, other = Tenant(32), chain(16), chain(8)
     tenant.save(keys)
     tenant.save(other)
@@ -366,7 +366,7 @@ def test_no_more_is_in_flight_than_allowed() -> None:
     tenant.check()
 
 
-def test_a_small_part_of_a_long_prefix_is_found() -> None:
+def test_a_limited_promotion_of_a_long_prefix_takes_its_head() -> None:
     tenant, keys = Tenant(300), chain(300)
     tenant.save(keys)
     tenant.move_out(keys)
@@ -376,7 +376,7 @@ def test_a_small_part_of_a_long_prefix_is_found() -> None:
     assert 200 - 26 <= len(many.ids) // 4 <= 200
 
 
-def test_where_room_is_short_the_head_comes_first() -> None:
+def test_a_promotion_with_little_room_takes_the_head() -> None:
     tenant, keys = Tenant(4), chain(4)
     tenant.save(keys)
     tenant.move_out(keys)
@@ -391,7 +391,7 @@ def test_where_room_is_short_the_head_comes_first() -> None:
     tenant.check()
 
 
-def test_reads_that_bring_nothing_are_counted_by_their_reason() -> None:
+def test_failed_reads_are_counted_by_reason() -> None:
     tenant, keys = Tenant(8), chain(4)
     tenant.save(keys)
     tenant.move_out(keys)
@@ -410,7 +410,7 @@ def test_reads_that_bring_nothing_are_counted_by_their_reason() -> None:
     tenant.check()
 
 
-def test_a_miss_says_that_the_disk_has_it() -> None:
+def test_a_miss_of_blocks_on_disk_has_its_own_reason() -> None:
     tenant, keys = Tenant(8), chain(4)
     tenant.save(keys)
     tenant.move_out(keys)
@@ -421,7 +421,7 @@ def test_a_miss_says_that_the_disk_has_it() -> None:
     assert tenant.catalog.usage.miss_tokens == {"cold": 4 * 16, "promoting": 2 * 16}
 
 
-def test_a_save_of_what_is_on_disk_costs_nothing() -> None:
+def test_a_save_of_blocks_on_disk_is_answered_present() -> None:
     tenant, keys = Tenant(8), chain(4)
     tenant.save(keys)
     tenant.move_out(keys[64:])
@@ -476,7 +476,7 @@ def test_used_blocks_of_a_segment_get_a_second_chance() -> None:
     tenant.check()
 
 
-def test_what_memory_has_too_is_written_again_after_its_segment_went() -> None:
+def test_blocks_in_memory_are_written_again_after_their_segment_was_dropped() -> None:
     tenant, keys = Tenant(8), chain(4)
     ids = tenant.save(keys)
     tenant.write(tenant.catalog.demotions.plan_write_through(ids))
@@ -487,7 +487,7 @@ def test_what_memory_has_too_is_written_again_after_its_segment_went() -> None:
     assert len(tenant.catalog.demotions.plan(100 * SIZE, 100 * SIZE).blocks) == 4
 
 
-def test_what_hung_on_a_dropped_segment_goes_first() -> None:
+def test_blocks_below_those_of_a_dropped_segment_are_evicted_first() -> None:
     tenant, keys = Tenant(8), chain(4)
     tenant.save(chain(2))
     tenant.save(keys)
@@ -521,7 +521,7 @@ def test_a_restart_finds_what_the_footers_list() -> None:
     )
 
 
-def test_a_space_of_which_a_segment_lists_nothing_usable_is_not_kept() -> None:
+def test_a_space_without_usable_rows_in_a_segment_is_not_kept() -> None:
     tenant = Tenant(8)
     other = spec_of("other")
     rows = bytearray(ROW.size)
@@ -531,8 +531,8 @@ def test_a_space_of_which_a_segment_lists_nothing_usable_is_not_kept() -> None:
     tenant.store.check()
 
 
-def test_a_space_is_opened_under_no_other_description_than_its_own() -> None:
-    """A damaged description gave a window of one block where five are needed."""
+def test_a_space_is_opened_only_with_its_own_description() -> None:
+    """A damaged description gave a window of one block instead of five."""
     before = Tenant(8)
     before.save(chain(4))
     before.write(before.catalog.demotions.plan(4 * SIZE, 4 * SIZE))
@@ -573,7 +573,7 @@ def test_groups_that_need_only_their_trailing_blocks_are_promoted_alone() -> Non
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_and_goes_a_read_finds_what_it_was_planned_for(seed: int) -> None:
+def test_reads_return_their_planned_blocks_after_random_operations(seed: int) -> None:
     rnd = random.Random(seed)
     tenant = Tenant(24)
     chains = [chain(rnd.randint(1, 9)) for _ in range(8)]
@@ -640,11 +640,11 @@ def test_whatever_comes_and_goes_a_read_finds_what_it_was_planned_for(seed: int)
     assert tenant.catalog.blocks.evicted["demoted"]
 
 
-# --- what is held for requests that wait -----------------------------------------------------
+# --- blocks held for waiting requests ---------------------------------------------------------
 
 
 def waits_for(tenant: Tenant, keys: bytes, *requests: tuple[int, int]) -> bytes:
-    """Save these, have them on disk alone, and read them for these requests."""
+    """Save these blocks, move them to the disk, and read them for these requests."""
     tenant.save(keys)
     tenant.move_out(keys)
     plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
@@ -653,7 +653,7 @@ def waits_for(tenant: Tenant, keys: bytes, *requests: tuple[int, int]) -> bytes:
     return plan.ids
 
 
-def test_what_was_read_for_a_request_that_waits_outlives_what_was_read_for_none() -> None:
+def test_blocks_read_for_a_waiting_request_outlive_prefetched_blocks() -> None:
     tenant, waits, other = Tenant(16), chain(4), chain(4)
     waits_for(tenant, waits, (ME, 1))
     waits_for(tenant, other)
@@ -683,7 +683,7 @@ def test_a_hold_ends_with_its_request(how: str) -> None:
     assert tenant.found(keys) == (0, 4)
 
 
-def test_a_hold_s_time_begins_anew_with_each_block() -> None:
+def test_each_new_block_restarts_the_time_of_a_hold() -> None:
     tenant, keys = Tenant(16), chain(4)
     ids = waits_for(tenant, keys[:64], (ME, 1))
     waits_for(tenant, chain(2), (ME, 2))
@@ -698,7 +698,7 @@ def test_a_hold_s_time_begins_anew_with_each_block() -> None:
     assert len(tenant.catalog.holds) == 0
 
 
-def test_a_block_is_held_until_the_last_that_waits_for_it_is_answered() -> None:
+def test_a_block_is_held_until_all_requests_that_wait_for_it_are_answered() -> None:
     tenant, keys = Tenant(16), chain(4)
     waits_for(tenant, keys, (ME, 1), (YOU, 1))
     assert tenant.catalog.holds.nbytes == 4 * SIZE
@@ -711,8 +711,8 @@ def test_a_block_is_held_until_the_last_that_waits_for_it_is_answered() -> None:
     tenant.check()
 
 
-def test_no_more_is_held_than_a_share_of_the_memory() -> None:
-    """A save finds the rest, however many wait."""
+def test_holds_are_limited_to_a_share_of_the_memory() -> None:
+    """The rest is available to saves, however many requests wait."""
     tenant = Tenant(16)
     for number in range(3):
         waits_for(tenant, chain(4), (ME, number))
@@ -725,7 +725,7 @@ def test_no_more_is_held_than_a_share_of_the_memory() -> None:
     assert granted.outcomes.count(GRANTED) == 16, "a slot is missing"
 
 
-def test_no_more_is_held_than_can_be_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holds_are_limited_to_what_one_call_can_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds, "LIMIT_HELD", 5)
     tenant, keys = Tenant(16), chain(4)
     waits_for(tenant, keys, (ME, 1), (ME, 2))
@@ -738,7 +738,7 @@ def test_no_more_is_held_than_can_be_let_go_at_once(monkeypatch: pytest.MonkeyPa
     tenant.check()
 
 
-def test_what_is_forgotten_is_held_for_no_request() -> None:
+def test_a_forget_ends_holds() -> None:
     tenant, keys = Tenant(8), chain(4)
     waits_for(tenant, keys, (ME, 1))
     tenant.catalog.forget(tenant.space, keys[64:96])
@@ -747,7 +747,7 @@ def test_what_is_forgotten_is_held_for_no_request() -> None:
     tenant.check()
 
 
-# --- who watches -----------------------------------------------------------------------------
+# --- change feeds ------------------------------------------------------------------------------
 
 
 def watch_of(
@@ -757,8 +757,8 @@ def watch_of(
     return tenant.catalog.watch(session, space, lambda: (woken or []).append(True))
 
 
-def told(watch: SpaceWatch) -> list[tuple[int, int, bytes]]:
-    """What, tier and key of each change; there are none of other groups and shards here."""
+def changes_of(watch: SpaceWatch) -> list[tuple[int, int, bytes]]:
+    """Event, tier and key of each change. All of them are of group 0 and shard 0."""
     missed, taken = watch.take(1 << 20)
     found = [(what, tier, key) for what, tier, _, _, key in CHANGE.iter_unpack(taken)]
     assert not missed and len(taken) == CHANGE.size * len(found)
@@ -769,27 +769,27 @@ def keys_in(keys: bytes) -> list[bytes]:
     return [keys[at : at + 32] for at in range(0, len(keys), 32)]
 
 
-def test_a_block_is_told_when_it_comes_and_when_it_is_forgotten() -> None:
+def test_a_feed_reports_saved_and_forgotten_blocks() -> None:
     tenant, keys = Tenant(8), chain(2)
     watch = watch_of(tenant)
     tenant.save(keys)
-    assert told(watch) == [(CAME, MEMORY, key) for key in keys_in(keys)]
+    assert changes_of(watch) == [(CAME, MEMORY, key) for key in keys_in(keys)]
     tenant.catalog.forget(tenant.space, keys)
     went = [(WENT, tier, key) for tier in (MEMORY, DISK) for key in keys_in(keys)]
-    assert sorted(told(watch)) == sorted(went)
+    assert sorted(changes_of(watch)) == sorted(went)
 
 
-def test_another_space_s_blocks_are_not_told() -> None:
+def test_a_feed_does_not_report_blocks_of_another_space() -> None:
     tenant = Tenant(8)
     watch = watch_of(tenant)
     other = spec_of("other")
     space = tenant.catalog.open(space_id(other, "t"), other, ME)
     granted = tenant.catalog.reserve(ME, space, 0, 0, b"", chain(2))
     tenant.catalog.commit(ME, granted.lease, 0, 2)
-    assert told(watch) == []
+    assert changes_of(watch) == []
 
 
-def test_only_who_has_a_space_open_may_watch_it() -> None:
+def test_only_sessions_that_opened_a_space_may_watch_it() -> None:
     tenant = Tenant(8)
     with pytest.raises(Refused, match="not open"):
         tenant.catalog.watch(YOU, tenant.space, lambda: None)
@@ -800,10 +800,10 @@ def test_a_watch_ends_with_its_session() -> None:
     watch = watch_of(tenant, YOU)
     tenant.catalog.end_session(YOU, gone=True)
     tenant.save(chain(1))
-    assert told(watch) == [] and not tenant.catalog._changes.watched
+    assert changes_of(watch) == [] and not tenant.catalog._changes.watched
 
 
-def test_who_does_not_take_what_is_kept_hears_how_much_was_missed(
+def test_a_full_feed_drops_changes_and_reports_their_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier_daemon.catalog.watch.LIMIT_KEPT", 5)
@@ -818,7 +818,7 @@ def test_who_does_not_take_what_is_kept_hears_how_much_was_missed(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_told_adds_up_to_what_is_there(seed: int) -> None:
+def test_the_changes_of_a_feed_add_up_to_the_stored_blocks(seed: int) -> None:
     """Saves, promotions, demotions, damage, forgetting and reused segments, in any order."""
     rnd = random.Random(seed)
     tenant = Tenant(24)
@@ -858,7 +858,7 @@ def test_what_is_told_adds_up_to_what_is_there(seed: int) -> None:
             ]
             tenant.catalog.segments.rescued(rescue.ids, rescue.frames, tenant.put(segment, entries))
             tenant.catalog.segments.drop_segment(segment - 3)
-        for what, tier, key in told(watch):
+        for what, tier, key in changes_of(watch):
             seen.add((what, tier))
             (there[tier].add if what == CAME else there[tier].discard)(key)
         index = tenant.space.index

@@ -1,4 +1,4 @@
-"""The queue in front of a policy changes when the policy hears of an event, never what it hears."""
+"""The queue in front of a policy delays events; it does not change them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvtier_daemon.catalog.policy import make
 from kvtier_kernels import Store
 
 
-class Heard:
-    """A policy that writes down what it is told."""
+class RecordingPolicy:
+    """A policy that records its calls."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -34,8 +34,8 @@ def keys(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(32, "little") for number in numbers)
 
 
-def test_a_lookup_is_heard_of_when_it_is_settled() -> None:
-    policy = Heard()
+def test_a_queued_lookup_reaches_the_policy_when_the_queue_is_settled() -> None:
+    policy = RecordingPolicy()
     deferred = DeferredPolicy(policy)  # type: ignore[arg-type]
     deferred.now(1.0)
     deferred.wanted(ids(7), b"12345678")
@@ -56,8 +56,8 @@ def test_a_lookup_is_heard_of_when_it_is_settled() -> None:
         ("hinted", ids(1), 0.5), ("victims", 1),
     ],
 )  # fmt: skip
-def test_every_other_call_settles_first(call: tuple[Any, ...]) -> None:
-    policy = Heard()
+def test_every_other_call_settles_the_queue_first(call: tuple[Any, ...]) -> None:
+    policy = RecordingPolicy()
     deferred = DeferredPolicy(policy)  # type: ignore[arg-type]
     deferred.freed(ids(7))
     getattr(deferred, call[0])(*call[1:])
@@ -65,7 +65,7 @@ def test_every_other_call_settles_first(call: tuple[Any, ...]) -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    policy = Heard()
+    policy = RecordingPolicy()
     deferred = DeferredPolicy(policy)  # type: ignore[arg-type]
     batch = ids(*range(1024))
     for _ in range(LIMIT_QUEUED // 1024 + 1):

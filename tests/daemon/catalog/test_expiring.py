@@ -1,4 +1,4 @@
-"""Blocks that expire: never found after their time, never on a disk, and bounded."""
+"""Blocks with an expiry time: never found after it, never written to disk, and limited in number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Tenant:
-    """A catalog with memory for so many blocks."""
+    """A catalog with memory for `blocks` blocks."""
 
     def __init__(self, blocks: int) -> None:
         self.policy: Policy = make("lru")
@@ -42,7 +42,7 @@ class Tenant:
         self.space = self.catalog.open(space_id(SPEC, "t"), SPEC)
 
     def save(self, keys: bytes, expires_at: float = math.inf, parent: bytes = b"") -> bytes:
-        """The outcomes."""
+        """Save blocks. Returns the outcomes."""
         granted = self.catalog.reserve(ME, self.space, 0, 0, parent, keys, expires_at)
         if granted.lease:
             count = len(granted.slots) // SLOT_BYTES
@@ -90,8 +90,8 @@ def test_use_does_not_extend_the_time_and_neither_does_another_save() -> None:
     assert tenant.found(keys) == 4
 
 
-def test_a_time_is_of_the_blocks_that_were_saved_with_it_alone() -> None:
-    """A prompt that others have saved in part keeps that part."""
+def test_a_time_applies_only_to_blocks_that_its_save_stored() -> None:
+    """A prompt whose first blocks were saved by another session keeps these blocks."""
     tenant, keys = Tenant(16), chain(6)
     tenant.save(keys[: 4 * 32])
     tenant.save(keys, 100.0)
@@ -99,7 +99,7 @@ def test_a_time_is_of_the_blocks_that_were_saved_with_it_alone() -> None:
     assert tenant.found(keys) == 4
 
 
-def test_what_is_written_when_its_time_comes_is_not_found() -> None:
+def test_blocks_committed_after_their_time_are_not_found() -> None:
     tenant, keys = Tenant(16), chain(2)
     granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", keys, 100.0)
     tenant.catalog.forget_expired(200.0)
@@ -108,7 +108,7 @@ def test_what_is_written_when_its_time_comes_is_not_found() -> None:
     assert not tenant.found(keys) and not tenant.ready
 
 
-def test_who_reads_when_the_time_comes_reads_on_and_nobody_else_begins() -> None:
+def test_a_reader_at_the_expiry_time_continues_and_no_new_read_begins() -> None:
     tenant, keys = Tenant(16), chain(4)
     tenant.save(keys, 100.0)
     lease = tenant.catalog.load(YOU, tenant.space, keys, 60.0, [0], 99.0).lease
@@ -119,7 +119,7 @@ def test_who_reads_when_the_time_comes_reads_on_and_nobody_else_begins() -> None
     assert tenant.catalog.counts()["blocks"]["doomed"] == 0 and not tenant.expiring
 
 
-def test_what_was_forgotten_while_somebody_reads_it_is_not_forgotten_again() -> None:
+def test_blocks_forgotten_during_a_read_are_not_forgotten_again_at_their_time() -> None:
     tenant, keys, other = Tenant(16), chain(4), chain(4)
     tenant.save(keys, 100.0)
     tenant.save(other, 100.0)
@@ -139,16 +139,16 @@ def test_a_pin_does_not_outlast_the_time() -> None:
     assert not tenant.found(keys) and not tenant.catalog.pins.nbytes and not tenant.ready
 
 
-def test_a_block_that_has_an_id_of_one_that_expired_stays() -> None:
+def test_a_block_with_the_reused_id_of_an_expiring_block_stays() -> None:
     tenant, short, long = Tenant(4), chain(4), chain(4)
     tenant.save(short, 100.0)
-    tenant.save(long)  # evicts all of the others, and has their ids
+    tenant.save(long)  # evicts the first chain, and reuses its ids
     assert not tenant.expiring
     tenant.catalog.forget_expired(100.0)
     assert tenant.found(long) == 4
 
 
-def test_what_expires_is_never_written_to_a_disk() -> None:
+def test_expiring_blocks_are_never_written_to_disk() -> None:
     tenant, short, long = Tenant(16), chain(6), chain(6)
     tenant.save(short, 100.0)
     tenant.save(long)
@@ -169,7 +169,7 @@ def test_what_expires_is_never_written_to_a_disk() -> None:
 
 
 def test_blocks_that_expire_do_not_keep_others_from_the_disk() -> None:
-    """The coldest blocks expire: those after them are written all the same."""
+    """If the coldest blocks expire, the next ones are written."""
     tenant, short, long = Tenant(16), chain(12), chain(4)
     tenant.save(short, 100.0)
     tenant.save(long)
@@ -190,7 +190,7 @@ def test_an_evicted_block_that_expires_is_not_counted_as_lost_to_a_disk() -> Non
     assert tenant.catalog.blocks.unwritten["off"] == 4
 
 
-def test_while_more_is_due_than_one_call_forgets_nothing_is_found(
+def test_no_block_is_found_while_expired_blocks_remain_to_be_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(expiring, "LIMIT_DUE_IDS", 4)
@@ -225,7 +225,7 @@ def test_a_time_is_rounded_down_by_a_thousandth_at_most() -> None:
         assert now + ttl_s * (1 - 1 / 1024) <= expiry_time(now, ttl_s) <= now + ttl_s
 
 
-def test_times_are_few_however_often_blocks_come_and_go() -> None:
+def test_the_number_of_expiry_times_is_bounded() -> None:
     mine, now = Expiring(), 1000.0
     ids = array("I", [7]).tobytes()
     for _ in range(20_000):
@@ -236,8 +236,8 @@ def test_times_are_few_however_often_blocks_come_and_go() -> None:
     assert len(mine._at) == len(mine.times) <= 2048 and not mine
 
 
-def test_any_course_of_saves_and_evictions_leaves_what_it_should() -> None:
-    """Beside a model: a dictionary of keys and times."""
+def test_random_saves_and_evictions_agree_with_a_model() -> None:
+    """Compares the catalog with a dictionary of keys and times."""
     rng = random.Random(7)
     tenant, times, now = Tenant(32), {}, 0.0
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""Why a block is not here; and pins, which end and are renewed."""
+"""The reasons why a block is not stored; and pins, which end and can be renewed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tenant:
         return str(self.catalog.explain(key(name), self.space)["why"])
 
 
-def test_each_end_of_a_block_is_told_from_the_others() -> None:
+def test_explain_distinguishes_the_reasons_for_a_missing_block() -> None:
     tenant = Tenant()
     tenant.save("here", "gone", "kept")
     assert tenant.why("never") == "never_stored"
@@ -53,7 +53,7 @@ def test_each_end_of_a_block_is_told_from_the_others() -> None:
     assert tenant.why("gone") == "forgotten"
 
 
-def test_a_pin_keeps_until_it_ends_and_can_be_renewed_and_taken_back() -> None:
+def test_a_pin_keeps_blocks_until_it_expires_or_is_removed_and_can_be_renewed() -> None:
     tenant = Tenant()
     tenant.save("a")
     tenant.save("b")
@@ -72,17 +72,17 @@ def test_a_pin_keeps_until_it_ends_and_can_be_renewed_and_taken_back() -> None:
     tenant.catalog.expire_leases(116.0)
     assert tenant.catalog.pins.nbytes == 0
     tenant.save(*range(200, 200 + SLOTS))
-    told = tenant.catalog.explain(key("b"))
-    assert (told["why"], told["ago_s"]) == ("expired", 0.0)
+    answer = tenant.catalog.explain(key("b"))
+    assert (answer["why"], answer["ago_s"]) == ("expired", 0.0)
 
 
-def test_another_description_is_named_with_the_fields_that_differ() -> None:
+def test_explain_reports_the_fields_in_which_another_description_differs() -> None:
     tenant = Tenant()
     tenant.save("a")
     tenant.space = tenant.open(spec(weights="rev:2"))
-    told = tenant.catalog.explain(key("a"), tenant.space)
-    assert told["why"] == "other_identity"
-    (other,) = told["near"]
+    answer = tenant.catalog.explain(key("a"), tenant.space)
+    assert answer["why"] == "other_identity"
+    (other,) = answer["near"]
     assert other["differs"] == {"weights": {"here": "rev:2", "there": "rev:1"}}
 
 
@@ -92,24 +92,24 @@ def test_the_nearest_descriptions_come_first() -> None:
                     {"block_tokens": 32, "dtype": "float16"}, {}):  # fmt: skip
         tenant.space = tenant.open(spec(**changes))
         tenant.save("a")
-    told = tenant.catalog.explain(key("z"), tenant.space)
-    assert told["why"] == "never_stored"
-    differs = [set(one["differs"]) for one in told["near"]]
+    answer = tenant.catalog.explain(key("z"), tenant.space)
+    assert answer["why"] == "never_stored"
+    differs = [set(one["differs"]) for one in answer["near"]]
     assert [len(one) for one in differs] == sorted(len(one) for one in differs)
     assert differs[0] == {"dtype"}
 
 
-def test_spaces_that_hold_nothing_hide_none_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_spaces_do_not_hide_spaces_with_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_log, "LOOK_SPACES", 2)
     tenant = Tenant()
     tenant.save("a")
     for number in range(3):
         tenant.space = tenant.open(spec(weights=f"rev:{number + 2}"))
-    told = tenant.catalog.explain(key("a"), tenant.space)
-    assert [set(one["differs"]) for one in told["near"]] == [{"weights"}]
+    answer = tenant.catalog.explain(key("a"), tenant.space)
+    assert [set(one["differs"]) for one in answer["near"]] == [{"weights"}]
 
 
-def test_the_last_lookups_are_known_by_their_numbers() -> None:
+def test_the_last_lookups_are_found_by_their_numbers() -> None:
     lookups, space = Lookups(), Tenant().space
     for at in range(LIMIT_LOOKUPS + 10):
         lookups.note(float(at), "me", space, 5, 3, 1, "absent", key(at))

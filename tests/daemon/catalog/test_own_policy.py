@@ -19,14 +19,14 @@ ME = SessionId(1)
 
 
 def unpack(ids: bytes) -> list[int]:
-    """ValueError where the last id is torn."""
+    """Raise ValueError if the last id is incomplete."""
     found = array("I")
     found.frombytes(ids)
     return list(found)
 
 
 class MostRecent:
-    """The block that was used last goes first."""
+    """Evicts the most recently used block first."""
 
     def __init__(self):
         self.order, self.aside, self.first = {}, set(), {}

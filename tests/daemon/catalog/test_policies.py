@@ -35,7 +35,8 @@ class TestPolicies(policy_tests.PolicyTests):
 
 
 class Cache:
-    """So many blocks, filled by requests as a catalog does it, for a policy and its model at once."""
+    """A cache of `blocks` blocks, filled by requests as a catalog does it, for a policy and its model
+    at the same time."""
 
     def __init__(self, policies, blocks):
         self.policies, self.blocks = policies, blocks
@@ -122,7 +123,7 @@ def test_native_and_model_evict_the_same_of_conversations(native, model, seed, b
 @pytest.mark.parametrize(("native", "model"), PAIRS)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_native_and_model_agree_on_whatever_happens(native, model, seed):
+def test_native_and_model_agree_on_random_events(native, model, seed):
     rnd = random.Random(seed)
     policies, parents, now = [native(), model()], {}, 0.0
     for _ in range(300):
@@ -149,7 +150,7 @@ def test_native_and_model_agree_on_whatever_happens(native, model, seed):
 @pytest.mark.parametrize("kind", BY_CHAINS)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_no_parent_goes_before_its_children(kind, seed):
+def test_no_parent_is_evicted_before_its_children(kind, seed):
     rnd = random.Random(seed)
     cache = Cache([kind()], 60)
     for step, chain in enumerate(conversations(rnd, 80)):
@@ -162,8 +163,8 @@ def test_no_parent_goes_before_its_children(kind, seed):
         assert len(gone) == len(cache.names)
 
 
-def test_value_watches_fewer_when_there_are_too_many_and_forgets_in_time():
-    """More names than it can watch, in more than the hour for which it does."""
+def test_value_samples_fewer_names_if_there_are_many_and_stops_watching_in_time():
+    """More names than the policy can watch, during more than the hour for which it watches them."""
     cache = Cache([Value(), ValueModel()], 64)
     rnd = random.Random(3)
     made = iter(range(1, 1 << 40))
@@ -174,7 +175,7 @@ def test_value_watches_fewer_when_there_are_too_many_and_forgets_in_time():
     assert cache.hits > 0
 
 
-def test_value_and_its_model_agree_in_a_tier_of_which_only_a_sample_can_duel():
+def test_value_and_its_model_agree_in_a_tier_where_orders_are_compared_on_a_sample():
     cache = Cache([Value(), ValueModel()], 4200)
     rnd = random.Random(4)
     made = iter(range(1, 1 << 40))
@@ -186,8 +187,8 @@ def test_value_and_its_model_agree_in_a_tier_of_which_only_a_sample_can_duel():
 
 
 @pytest.mark.parametrize("kind", [Lru, Lfu])
-def test_value_hits_about_as_much_as_what_suits_a_service(kind):
-    """Prompts by popularity alone, between others that come once; and conversations that go on soon."""
+def test_value_hits_about_as_much_as_the_best_policy_for_a_workload(kind):
+    """Prompts by popularity only, mixed with unique prompts; and conversations that continue soon."""
     rnd, made = random.Random(6), iter(range(10_000, 1 << 40))
     open_ = [[next(made) for _ in range(4)] for _ in range(12)]
     chains = []
@@ -217,8 +218,8 @@ def hits_of(policy, blocks, requests):
     return cache.hits / cache.asked
 
 
-def test_value_tells_what_is_wanted_hundreds_of_times_from_what_is_wanted_more_often():
-    """Thirty prompts in a tier for a few: the counts of all that may stay are large."""
+def test_value_distinguishes_blocks_with_large_use_counts():
+    """Thirty prompts in a tier for a few: all blocks that may stay have large counts."""
     rnd = random.Random(1)
     prompts = [[100 * at + part for part in range(3 + at % 6)] for at in range(1, 31)]
     popular = [1 / at for at in range(1, 31)]
@@ -229,8 +230,9 @@ def test_value_tells_what_is_wanted_hundreds_of_times_from_what_is_wanted_more_o
 
 
 @pytest.mark.parametrize(("blocks", "asked"), [(64, 700), (100, 1500)])
-def test_value_weighs_orders_by_requests_where_one_is_half_of_all_there_is_room_for(blocks, asked):
-    """What a few of them hit says little, and by blocks it would be forgotten before the next ones come."""
+def test_value_compares_orders_by_requests_if_one_request_fills_half_of_the_tier(blocks, asked):
+    """A few hits of them are little evidence, and if evidence were weighed by blocks, it would fade
+    before the next hits."""
     rnd, made = random.Random(4), iter(range(1, 1 << 40))
     prompts = [[next(made) for _ in range(rnd.randint(10, 60))] for _ in range(12)]
     popular = [1 / at for at in range(1, 13)]
@@ -245,8 +247,8 @@ def test_value_weighs_orders_by_requests_where_one_is_half_of_all_there_is_room_
     assert hits_of(Value(), blocks, requests) > hits_of(Lfu(), blocks, requests) - 0.01
 
 
-def test_what_value_learns_ranks_by_how_often_before_it_saw_much_of_each():
-    """Texts by popularity alone; of the other orders none is taken."""
+def test_value_ranks_by_use_counts_before_it_has_many_observations():
+    """Texts by popularity only; the other orders are disabled."""
     rnd, made = random.Random(1), iter(range(10**6, 1 << 40))
     texts = [[20 * at + part for part in range(4 + at % 6)] for at in range(1, 1001)]
     popular = [1 / at for at in range(1, 1001)]
@@ -258,8 +260,8 @@ def test_what_value_learns_ranks_by_how_often_before_it_saw_much_of_each():
     assert hits_of(learned, 400, requests) > hits_of(Lfu(), 400, requests) - 0.01
 
 
-def test_what_value_learns_takes_a_run_of_blocks_for_one_observation():
-    """Popular prompts, beside long ones that come once; of the other orders none is taken."""
+def test_value_counts_a_run_of_blocks_as_one_observation():
+    """Popular prompts mixed with long unique ones; the other orders are disabled."""
     learned = frequent = 0.0
     for seed in (1, 2, 3):
         rnd, made = random.Random(seed), iter(range(10**6, 1 << 40))
@@ -276,8 +278,9 @@ def test_what_value_learns_takes_a_run_of_blocks_for_one_observation():
     assert learned > 0.88 * frequent
 
 
-def test_what_value_learned_first_is_forgotten_soon():
-    """What comes back after a minute is two blocks long, and then it is four; the other comes once."""
+def test_value_adapts_when_the_workload_changes():
+    """First, chains of two blocks are repeated after a minute; later, chains of four. The other chains
+    are unique."""
     made, waiting, requests = iter(range(1, 1 << 40)), [], []
     for at in range(1500):
         back, once = (2, 4) if at < 500 else (4, 2)
@@ -290,8 +293,8 @@ def test_what_value_learned_first_is_forgotten_soon():
     assert hits_of(Value(to_leave=1e9), 150, requests) > 0.104
 
 
-def test_value_knows_what_was_wanted_last_where_the_clock_stands_still():
-    """Searches that go on from one of their last steps."""
+def test_value_uses_recency_while_the_clock_does_not_advance():
+    """Searches that continue from one of their last steps."""
     rnd, made = random.Random(2), iter(range(1, 1 << 40))
     searches, requests = [], []
     while len(requests) < 1200:
@@ -308,7 +311,7 @@ def test_value_knows_what_was_wanted_last_where_the_clock_stands_still():
     assert hits_of(Value(), 400, requests) > hits_of(Lru(), 400, requests) - 0.01
 
 
-def test_hints_keep_chains_that_matter_and_cut_the_tails_of_others():
+def test_hints_keep_important_chains_and_evict_unimportant_ones_first():
     for kind in (Attention, AttentionModel):
         policy = kind()
         chains = [list(range(first, first + 4)) for first in (0, 10, 20)]
@@ -323,7 +326,7 @@ def test_hints_keep_chains_that_matter_and_cut_the_tails_of_others():
         assert unpack(policy.victims(12)) == newest + middle + oldest
 
 
-def test_what_chains_share_outlives_a_chain_that_is_newer():
+def test_blocks_shared_by_chains_outlive_a_newer_chain():
     for kind in (Prefix, PrefixModel, Attention, AttentionModel):
         policy = kind()
         policy.now(0.0)
@@ -337,7 +340,7 @@ def test_what_chains_share_outlives_a_chain_that_is_newer():
         assert unpack(policy.victims(3)) == [30, 2, 1]
 
 
-def test_make_knows_every_policy_and_says_what_there_is():
+def test_make_creates_every_policy_and_lists_them_for_an_unknown_name():
     for name in NAMED:
         assert len(make(name)) == 0
     with pytest.raises(
@@ -347,13 +350,13 @@ def test_make_knows_every_policy_and_says_what_there_is():
 
 
 class Stream:
-    """So many blocks, in batches: each time the coldest batch goes, and one of these names comes."""
+    """A tier of `blocks` blocks that receives batches: each batch evicts the coldest one."""
 
     def __init__(self, policy, blocks, batch):
         self.policy, self.blocks, self.batch, self.now = policy, blocks, batch, 0.0
 
     def come(self, first):
-        """Names from this number on."""
+        """Add a batch of new names that begins with this number."""
         names = range(first, first + self.batch)
         if len(self.policy) + self.batch > self.blocks:
             gone = self.policy.victims(self.batch)
@@ -375,23 +378,23 @@ NATIVES = [native for native, _ in PAIRS]
 
 
 @pytest.mark.parametrize("kind", NATIVES)
-def test_a_block_costs_no_more_than_what_the_store_leaves_of_128_bytes(kind):
-    """Without frames, at a million blocks, the store takes 94 of them."""
+def test_store_and_policy_use_at_most_128_bytes_per_block(kind):
+    """Without frames, at a million blocks, the store uses 94 of these bytes."""
     blocks = 1 << 18
     stream = Stream(kind(), blocks, 4096)
     before = resident_bytes()
     for first in range(0, 4 * blocks, 4096):
         stream.come(first)
     assert len(stream.policy) == blocks
-    fixed = 2 << 20  # of a tenant, however many blocks it has
+    fixed = 2 << 20  # per tenant, independent of the number of blocks
     assert stream.policy.memory_bytes() <= 34 * blocks + fixed
     assert resident_bytes() - before <= 36 * blocks + 3 * fixed
 
 
 @pytest.mark.parametrize("kind", NATIVES)
 @pytest.mark.parametrize("names", [1 << 30, 2048])
-def test_it_keeps_its_memory_however_long_it_runs(kind, names):
-    """Whether what comes is always new, or goes and comes again."""
+def test_the_memory_of_a_policy_does_not_grow_with_time(kind, names):
+    """With names that are always new, and with repeated names."""
     stream = Stream(kind(), 1024, 64)
     stream.come(1 << 40)
     for first in range(0, 1 << 18, 64):
@@ -405,7 +408,7 @@ def test_it_keeps_its_memory_however_long_it_runs(kind, names):
 
 @pytest.mark.parametrize("kind", [Lfu, LfuModel])
 def test_counts_are_halved_from_time_to_time(kind):
-    """What was wanted most of all a long time ago goes before what is wanted now."""
+    """The block that was used most, long ago, is evicted before the one that is used now."""
     policy = kind()
     policy.added(pack(1, 2), packed([1, 2]))
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""LRU: what is recent."""
+"""LRU: the order of recency within a batch."""
 
 import pytest
 from tests.conformance.policy_tests import pack, unpack

@@ -80,7 +80,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def daemon(monkeypatch):
-    """Stand in for the daemon's loop: keeps what it was started with."""
+    """Replaces the daemon's main loop; records the configuration it was started with."""
     started = []
     app = types.ModuleType("kvtier_daemon.app")
     app.run = started.append
@@ -90,7 +90,7 @@ def daemon(monkeypatch):
 
 @pytest.fixture
 def answer(monkeypatch):
-    """Let a daemon answer `stats` with this, or fail to; returns where it was looked for."""
+    """Make the daemon answer `stats` with this value, or raise it. Returns the sockets that were tried."""
     asked = []
 
     def answer(stats):
@@ -130,7 +130,7 @@ def test_help_lists_every_command(run):
         assert code == 0
         assert "serve " in out
         assert "status " in out
-        assert "..." not in out.partition("Commands:")[2]  # each has a line that fits
+        assert "..." not in out.partition("Commands:")[2]  # each description fits on its line
 
 
 def test_a_misspelt_command_is_an_error(run):
@@ -174,8 +174,8 @@ def test_a_check_finds_what_a_start_would_refuse(run, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can check as another user")
-def test_a_check_is_made_as_the_user_who_will_serve(tmp_path):
-    place = Path(tempfile.mkdtemp(dir="/tmp"))  # which that user can reach
+def test_a_check_runs_as_the_user_of_the_service(tmp_path):
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # a directory that the other user can reach
     try:
         place.chmod(0o755)
         (place / "state").mkdir()
@@ -188,7 +188,8 @@ def test_a_check_is_made_as_the_user_who_will_serve(tmp_path):
         )
         check = ("config", "check", str(file))
         as_root, as_other = command(*check), command(*check, "--user", "nobody", "--json")
-        assert as_root.stderr.count("\n") == 1, as_root.stderr  # the missing one
+        # Only the missing directory is reported.
+        assert as_root.stderr.count("\n") == 1, as_root.stderr
         problems = json.loads(as_other.stdout)["problems"]
         uid = pwd.getpwnam("nobody").pw_uid
         for part in ("run", "state", "cold"):
@@ -234,7 +235,7 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     assert len(hidden()) == 2, "a line that systemd passes over"
 
 
-def test_a_refusal_has_a_priority_in_the_journal_alone(tmp_path):
+def test_a_refusal_has_a_priority_only_in_the_journal(tmp_path):
     command = [sys.executable, "-m", "kvtier_daemon.cli", "config", "show", "/none.toml"]
     for to_journal in (True, False):
         with open(tmp_path / "stderr", "w+") as stream:
@@ -267,8 +268,9 @@ def test_help_imports_nothing_that_it_does_not_need():
     assert not heavy & loaded
 
 
-def test_help_comes_at_once():
-    """For about the work that it is to import the library of commands: others' work counts for nothing."""
+def test_help_takes_little_cpu_time():
+    """The help may take about as much CPU time as importing the command-line library; other processes
+    do not count."""
 
     def worked() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -288,7 +290,7 @@ def test_help_comes_at_once():
 @pytest.mark.parametrize(
     ("error", "code"), [(KvtierError("a\nb"), 2), (ProtocolError("a b"), 3), (Unavailable("x"), 3)]
 )
-def test_an_error_of_the_world_is_one_line_and_a_code(run, answer, error, code):
+def test_an_environment_error_is_one_line_and_an_exit_code(run, answer, error, code):
     answer(error)
     left, out, err = run("status")
     assert (left, out) == (code, "")
@@ -297,7 +299,7 @@ def test_an_error_of_the_world_is_one_line_and_a_code(run, answer, error, code):
     assert "Traceback" not in err
 
 
-def test_a_bug_of_ours_is_one_line_too_and_says_how_to_see_more(run, answer):
+def test_an_internal_error_is_one_line_that_names_the_debug_flag(run, answer):
     answer(ZeroDivisionError("of nothing"))
     code, out, err = run("status")
     assert (code, out) == (70, "")
@@ -308,7 +310,7 @@ def test_a_bug_of_ours_is_one_line_too_and_says_how_to_see_more(run, answer):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KvtierError("x"), OSError("x")])
 @pytest.mark.parametrize("words", [("--debug", "status"), ("status", "--debug")])
-def test_debug_shows_where_it_was(run, answer, error, words):
+def test_debug_shows_the_traceback(run, answer, error, words):
     answer(error)
     _, _, err = run(*words)
     assert err.startswith("Traceback")
@@ -336,7 +338,7 @@ def test_serve_starts_with_flags_alone(run, daemon, tmp_path):
     assert loaded.origins["warm.size"] == "--warm-size"
 
 
-def test_flags_come_before_the_file(run, daemon, tmp_path):
+def test_flags_override_the_file(run, daemon, tmp_path):
     (tmp_path / "k.toml").write_text(
         f'socket = "{tmp_path}/k"\nstate = "{tmp_path}/s"\n[warm]\nsize = "4MiB"\n'
     )
@@ -347,7 +349,7 @@ def test_flags_come_before_the_file(run, daemon, tmp_path):
 
 
 @pytest.mark.parametrize("said", ["here.sock", "./here.sock", "~/here.sock"])
-def test_a_flag_may_name_a_socket_from_where_one_is(
+def test_a_flag_may_name_a_socket_relative_to_the_working_directory(
     run, daemon, answer, tmp_path, monkeypatch, said
 ):
     monkeypatch.chdir(tmp_path)
@@ -377,7 +379,7 @@ def test_a_file_and_the_environment_name_a_socket_absolutely(run, daemon, tmp_pa
     assert "environment KVTIER_SOCKET: socket: expected an absolute path" in err
 
 
-def test_the_clients_variable_is_the_daemons_too(run, daemon, tmp_path, monkeypatch):
+def test_the_daemon_reads_the_clients_variable(run, daemon, tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_SOCKET", str(tmp_path / "k.sock"))
     run("serve", "--warm-size", "8MiB")
     assert daemon[0].config.socket == tmp_path / "k.sock"
@@ -400,7 +402,7 @@ def test_a_machine_that_is_too_small_starts_nothing(run, daemon, tmp_path):
 # --- status ---------------------------------------------------------------------------------------
 
 
-def test_status_as_json_is_what_the_daemon_said(run, answer):
+def test_status_as_json_is_the_daemons_answer(run, answer):
     asked = answer(STATS)
     code, out, err = run("status", "--json", "--socket", "/tmp/there")
     assert (code, err) == (0, "")
@@ -408,14 +410,14 @@ def test_status_as_json_is_what_the_daemon_said(run, answer):
     assert asked == ["/tmp/there", "closed"]
 
 
-def test_status_looks_where_the_environment_says(run, answer, monkeypatch):
+def test_status_uses_the_socket_of_the_environment(run, answer, monkeypatch):
     asked = answer(STATS)
     monkeypatch.setenv("KVTIER_SOCKET", "/tmp/elsewhere")
     run("status")
     assert asked[0] == "/tmp/elsewhere"
 
 
-def test_status_looks_where_clients_do(run, answer, monkeypatch, tmp_path):
+def test_status_uses_the_same_default_sockets_as_clients(run, answer, monkeypatch, tmp_path):
     asked = answer(STATS)
     monkeypatch.setattr("kvtier.client.DEFAULT_SOCKET", str(tmp_path / "system.sock"))
     run("status")
@@ -439,7 +441,7 @@ def test_no_daemon_is_one_line_that_says_what_to_do(run, tmp_path):
     )
 
 
-def test_a_path_that_is_too_long_is_said_once(run, tmp_path):
+def test_a_path_that_is_too_long_is_reported_once(run, tmp_path):
     there = tmp_path / ("x" * 120)
     code, _, err = run("status", "--socket", str(there))
     nbytes = len(str(there))
@@ -448,7 +450,7 @@ def test_a_path_that_is_too_long_is_said_once(run, tmp_path):
     )  # fmt: skip
 
 
-def test_a_daemon_that_hangs_is_told_from_one_that_is_not_there(run, answer, tmp_path):
+def test_a_daemon_that_hangs_and_a_missing_one_have_different_errors(run, answer, tmp_path):
     answer(Unavailable("the daemon did not answer within 5.0 s"))
     there = tmp_path / "k.sock"
     with socket.socket(socket.AF_UNIX) as hung:
@@ -464,7 +466,7 @@ def test_a_daemon_that_hangs_is_told_from_one_that_is_not_there(run, answer, tmp
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may connect everywhere")
-def test_a_socket_that_is_closed_to_this_user_is_told(run, tmp_path):
+def test_a_socket_without_permission_is_reported(run, tmp_path):
     there = tmp_path / "k.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(there))
@@ -540,7 +542,7 @@ def cold_lines(**change):
     return lines[first : lines.index("", first)]
 
 
-def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
+def test_the_table_shows_disk_writes_and_recovered_blocks():
     assert cold_lines() == [
         " cold blocks     written 9,000,000, written_again 900,000, read 70,000, not_read",
         "                 3",
@@ -572,7 +574,7 @@ def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
     assert cold_lines(scrub=new)[-1] == " cold scrub      16 MiB/s, 1 frame, 0 damaged, first round"
 
 
-def test_the_table_says_what_to_do_about_disks_that_fail():
+def test_the_table_contains_instructions_for_failing_disks():
     def said(**change):
         text = " ".join(line.strip() for line in cold_lines(**change))
         return "cold faults" + text.partition("cold faults")[2].replace("    ", "")
@@ -590,7 +592,7 @@ def test_the_table_says_what_to_do_about_disks_that_fail():
     assert over == "cold faults off: cannot map an extent; repair that and restart the daemon"
 
 
-def test_the_table_says_which_tiers_are_switched_and_how_that_ends():
+def test_the_table_shows_switched_tiers_and_how_to_undo_it():
     off = {"state": "off", "on": False, "failure": SWITCHED_OFF}
     warm = STATS["tiers"]["warm"] | {"state": "drained", "allocated_bytes": 64 * GIB}
     lines = drawn(STATS | {"tiers": {"warm": warm, "cold": COLD | off}})
@@ -609,7 +611,7 @@ def test_the_table_says_which_tiers_are_switched_and_how_that_ends():
     assert not any("cold tier" in line for line in on)
 
 
-def test_a_daemon_that_has_done_nothing_yet_has_a_table_too():
+def test_a_new_daemon_has_a_table():
     stats = {"version": "0.1.0", "tiers": {"warm": {"capacity_bytes": GIB}}}
     assert drawn(stats)[2] == " warm  ░░░░░░░░░░░░░░░░░░░░░░░░  0%  0 B of 1 GiB  0 blocks"
     assert drawn({})[0] == " kvtier    up 0 s   0 sessions"
@@ -619,7 +621,7 @@ def test_a_terminal_without_block_characters_gets_a_table():
     assert " warm  ###############---------  62%" in "\n".join(drawn(STATS, encoding="ascii"))
 
 
-def test_a_shown_configuration_is_one_that_says_the_same(run, tmp_path):
+def test_a_shown_configuration_loads_to_the_same_values(run, tmp_path):
     first = tmp_path / "first.toml"
     first.write_text(
         f"""socket = "{tmp_path}/k.sock"\nstate = "{tmp_path}"
@@ -690,7 +692,7 @@ tenants = with_fill(blocks=counts, spaces=small, sessions=small, leases=small)
         }
     )
 )
-def test_the_table_keeps_to_80_columns_and_cuts_nothing_off(stats):
+def test_the_table_fits_80_columns_without_truncation(stats):
     lines = drawn(stats)
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)

@@ -1,4 +1,4 @@
-"""What `kvtier top` draws, without a terminal."""
+"""The screens of `kvtier top`, without a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CLIENT = {
 
 
 def stats_of(at: int, **cold: Any) -> dict[str, Any]:
-    """A daemon that found three quarters of what was looked up, `at` seconds after its start."""
+    """The stats of a daemon, `at` seconds after its start. Three quarters of its looked-up tokens were
+    hits."""
     warm = {"capacity_bytes": 8 * GIB, "used_bytes": 6 * GIB, "blocks": 6000, "states": {}}
     disk = {"capacity_bytes": 800 * GIB, "used_bytes": 99 * GIB, "blocks": 1_234_567}
     moved = {"written": at * 10**8, "read": at * 3 * 10**7}
@@ -47,14 +48,14 @@ def printed(history: ScreenHistory, view: str, room: ScreenRoom) -> list[str]:
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(("width", "rows"), [(78, 20), (78, 41), (138, 20), (138, 41), (60, 12)])
-def test_a_screen_takes_no_more_room_than_there_is(view: str, width: int, rows: int) -> None:
+def test_a_screen_fits_the_terminal(view: str, width: int, rows: int) -> None:
     lines = drawn(view, ScreenRoom(width, rows))
     assert max(len(line) for line in lines) <= width + 1
     if rows >= 20:
         assert len("\n".join(lines).rstrip().splitlines()) <= rows + 1
 
 
-def test_the_first_view_makes_use_of_a_large_screen() -> None:
+def test_the_first_view_fills_a_large_screen() -> None:
     few, many = drawn("tiers", ScreenRoom(78, 20)), drawn("tiers", ScreenRoom(138, 41))
     assert not any("hit rate" in line or "engine 0" in line for line in few)
     assert sum("engine 0" in line for line in many) == 3
@@ -66,7 +67,7 @@ def test_the_first_view_makes_use_of_a_large_screen() -> None:
     assert sum(bool(line) for line in many) > 30
 
 
-def test_a_tier_that_fails_or_is_switched_off_leaves_the_bars_as_they_are() -> None:
+def test_a_tier_that_fails_or_is_off_does_not_move_the_bars() -> None:
     failure = "/mnt/nvme0/segments/default/000017: write failed: Input/output error"
     broken = drawn("tiers", ScreenRoom(78, 20), on=False, failure=failure)
     assert [line.split()[0] for line in broken[2:4]] == ["warm", "cold"]
@@ -78,7 +79,7 @@ def test_a_tier_that_fails_or_is_switched_off_leaves_the_bars_as_they_are() -> N
 
 
 @pytest.mark.parametrize("view", ["tiers", "hits"])
-def test_the_hits_in_all_come_before_those_of_each_tier(view: str) -> None:
+def test_total_hits_are_shown_before_those_of_each_tier(view: str) -> None:
     rows = [line.split() for line in drawn(view, ScreenRoom(78, 20))]
     lines = [row for row in rows if row[:1] == ["hit"] and row[1] != "rate"]
     names = [line[1] if line[1] in ("warm", "cold") else "all" for line in lines]
@@ -87,7 +88,7 @@ def test_the_hits_in_all_come_before_those_of_each_tier(view: str) -> None:
     assert total == sum(each) > 0
 
 
-def test_rates_are_in_the_unit_that_says_something() -> None:
+def test_rates_are_in_a_readable_unit() -> None:
     lines = drawn("tiers", ScreenRoom(78, 20))
     said = [" ".join(line.split()[:5]) for line in lines if "→" in line]
     assert said == [
@@ -97,8 +98,8 @@ def test_rates_are_in_the_unit_that_says_something() -> None:
 
 
 @pytest.mark.parametrize("view", ["tiers", "hits", "moves"])
-def test_what_grows_and_shrinks_moves_nothing_else(view: str) -> None:
-    """A tier empties, a rate falls, one reason takes the place of another, and one has nothing."""
+def test_changing_values_do_not_move_other_columns(view: str) -> None:
+    """A tier becomes empty, a rate decreases, one reason replaces another, and one has no value."""
 
     def moment(at: int, used: int, counts: list[int], moved: int) -> Moment:
         stats = stats_of(at, loads=dict(zip(("read", "crowded", "late"), counts, strict=True)))
@@ -118,7 +119,7 @@ def test_what_grows_and_shrinks_moves_nothing_else(view: str) -> None:
     after = printed(history, view, ScreenRoom(78, 20))
 
     def places(lines: list[str]) -> list[tuple[str, list[int]]]:
-        """What each line is about, and where the ends and beginnings of its columns are."""
+        """The label of each line, and the positions where its columns begin and end."""
         words = ("%", "blocks", "GB/s", "most", "last")
         bars = str.maketrans(dict.fromkeys("░▁▂▃▄▅▆▇█", " "))
         lines = [line.replace("MB/s", "GB/s").translate(bars) for line in lines]
@@ -130,7 +131,7 @@ def test_what_grows_and_shrinks_moves_nothing_else(view: str) -> None:
     assert places(before) == places(after)
 
 
-def test_what_has_no_block_characters_gets_no_curves() -> None:
+def test_a_terminal_without_block_characters_gets_no_curves() -> None:
     text = "\n".join(
         drawn("tiers", ScreenRoom(138, 41, ascii_only=True))
         + drawn("moves", ScreenRoom(78, 20, True))

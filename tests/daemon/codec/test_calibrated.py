@@ -1,4 +1,4 @@
-"""The calibrated codecs: made of a profile and a level, they know a block's parts."""
+"""The calibrated codecs: they are made of a profile and a level, and use the structure of a block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS = ("hi", "mid", "lo")
 
 
 def profile(spec: KvSpec, heads: int, dim: int, exact: int = 0, parts: int = 2) -> Profile:
-    """Steps of a quarter, a half and one, for values like normal ones."""
+    """Steps of a quarter, a half and one, for normally distributed values."""
     count = heads * (dim - exact)
     levels = tuple(Level(bytes([144 + 8 * n] * count), TABLE) for n in range(3))
     turns = np.arange(1, 5, dtype="<u8") << np.uint64(60)
@@ -59,7 +59,7 @@ def floats(text: bytes | bytearray) -> Any:
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("layout", [TOKENS_FIRST, HEADS_FIRST])
-def test_parts_come_back_within_half_a_step_and_one_by_one(
+def test_parts_are_decoded_within_half_a_step_and_separately(
     make: Any, layout: str, spec: KvSpec
 ) -> None:
     block, sizes = kv(spec.dtype, spec.block_bytes), []
@@ -84,7 +84,7 @@ def test_parts_come_back_within_half_a_step_and_one_by_one(
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_each_order_of_tokens_and_heads_is_encoded_alike(make: Any, spec: KvSpec) -> None:
+def test_each_order_of_tokens_and_heads_is_encoded_in_the_same_way(make: Any, spec: KvSpec) -> None:
     block = kv(spec.dtype, spec.block_bytes)
     turned = np.frombuffer(block, "<u2").reshape(8, 64, 4, 64).transpose(0, 2, 1, 3).tobytes()
     texts = []
@@ -97,8 +97,8 @@ def test_each_order_of_tokens_and_heads_is_encoded_alike(make: Any, spec: KvSpec
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_rank_has_its_own_heads_steps(make: Any, spec: KvSpec) -> None:
-    """Those of the second half are twice as large."""
+def test_a_rank_uses_the_steps_of_its_own_heads(make: Any, spec: KvSpec) -> None:
+    """The steps of the second half of the heads are twice as large."""
     known = profile(spec, 8, 64)
     coarse = bytes([144] * 256 + [152] * 256)
     layer = tuple(
@@ -122,7 +122,7 @@ def test_a_rank_has_its_own_heads_steps(make: Any, spec: KvSpec) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_group_has_the_layers_that_it_says(make: Any) -> None:
+def test_a_group_uses_the_steps_of_its_layers(make: Any) -> None:
     spec = spec_of(block_tokens=64)
     known = profile(spec, 4, 64)
     fine = tuple(
@@ -140,13 +140,13 @@ def test_a_group_has_the_layers_that_it_says(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_latents_keep_what_rope_has_of_them(make: Any) -> None:
+def test_the_rope_part_of_latents_is_kept_exactly(make: Any) -> None:
     spec = KvSpec.mla(
         model="m", layers=2, latent_dim=64, rope_dim=16, dtype="bfloat16", block_tokens=64, weights="w"
     )  # fmt: skip
     known = profile(spec, 1, 80, 16, 1)
     block = kv(spec.dtype, spec.block_bytes)
-    for rank in range(2):  # each has all of it
+    for rank in range(2):  # each rank has all of it
         codec = make(known, "lo", spec.layout, (rank, 2))
         into, back = bytearray(len(block)), bytearray(len(block))
         entries = encode(codec, block, block_parts.entries(spec, 0), spec.dtype, into)
@@ -178,7 +178,7 @@ class Case:
     ],
     ids=["opaque", "8 bits", "integers", "other heads", "unknown layers"],
 )
-def test_what_profile_or_layout_do_not_know_stays_raw(make: Any, case: Case) -> None:
+def test_blocks_that_do_not_fit_the_profile_or_layout_are_stored_raw(make: Any, case: Case) -> None:
     spec = spec_of(**({"block_tokens": 64} | case.changes))
     codec = make(profile(spec, case.heads, 64), "mid", spec.layout)
     block = kv(spec.dtype, spec.block_bytes)
@@ -208,7 +208,7 @@ def test_damage_another_level_and_another_codec_are_refused(make: Any, spec: KvS
         decode(codec, into, entries, spec.dtype, bytearray(len(block)))
 
 
-def test_codecs_say_their_name_number_and_profile(spec: KvSpec) -> None:
+def test_codecs_have_their_name_number_and_profile(spec: KvSpec) -> None:
     known = profile(spec, 4, 64)
     found = [make(known, level) for make in MAKERS for level in LEVELS]
     assert [one.name for one in found] == [

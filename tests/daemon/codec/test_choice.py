@@ -1,4 +1,4 @@
-"""Which codec is taken: by the rule, for any bandwidths, rates and ratios; and what is learnt of them."""
+"""The choice of a codec: by the rule, for any bandwidths, rates and ratios, and from measurements."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RATE = st.floats(0.05 * GB, 50 * GB)
 
 
 @given(RATIO, RATE, RATIO, RATE, RATE, st.integers(1, 4))
-def test_the_gain_is_as_good_as_any_and_nothing_is_encoded_without_one(
+def test_the_codec_with_the_largest_gain_is_chosen_and_none_without_a_gain(
     fix4: float, fix4_rate: float, r32: float, r32_rate: float, link: float, threads: int
 ) -> None:
     choice = choice_of({FIX4: fix4, R32: r32}, {FIX4: fix4_rate, R32: r32_rate}, threads)
@@ -64,7 +64,7 @@ def test_the_gain_is_as_good_as_any_and_nothing_is_encoded_without_one(
 
 
 @given(RATIO, RATE, RATE)
-def test_what_is_chosen_stays_unless_another_is_better_by_a_bit(
+def test_a_choice_does_not_alternate_between_codecs_of_similar_gain(
     r32: float, rate: float, link: float
 ) -> None:
     choice = choice_of({R32: r32}, {R32: rate})
@@ -75,7 +75,7 @@ def test_what_is_chosen_stays_unless_another_is_better_by_a_bit(
     assert sum(one != other for one, other in pairwise(taken)) <= 1, "back and forth"
 
 
-def test_a_disk_that_turns_out_faster_than_the_decoder_is_left_raw() -> None:
+def test_blocks_for_a_disk_faster_than_the_decoder_stay_raw() -> None:
     choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
     assert choice.codec(SPACE, SPEC, MIB, [2 * GB]).name == "r32"
     assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "fix4", "5/4 is less than 1.33"
@@ -83,13 +83,13 @@ def test_a_disk_that_turns_out_faster_than_the_decoder_is_left_raw() -> None:
     assert choice.codec(SPACE, SPEC, MIB, [2 * GB]).name == "r32"
 
 
-def test_nothing_is_encoded_for_a_disk_that_nothing_is_known_of() -> None:
+def test_blocks_for_disks_of_unknown_speed_stay_raw() -> None:
     choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
     assert choice.codec(SPACE, SPEC, MIB, [0.0, 0.0]).name == "raw"
     assert choice.codec(SPACE, SPEC, MIB, [0.0, 1 * GB]).name == "r32", "the other is as fast"
 
 
-def test_a_codec_that_does_not_keep_up_with_saves_is_not_taken() -> None:
+def test_a_codec_slower_than_the_rate_of_saves_is_not_chosen() -> None:
     choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
     choice.rates.encoded(R32, SPEC.dtype, int(GB), 1.0)
     choice.rates.encoded(FIX4, SPEC.dtype, int(3 * GB), 1.0)
@@ -100,7 +100,7 @@ def test_a_codec_that_does_not_keep_up_with_saves_is_not_taken() -> None:
         assert choice.codec(SPACE, SPEC, MIB, [1 * GB]).name == taken, saved
 
 
-def test_the_rates_that_count_are_the_latest() -> None:
+def test_the_latest_rates_determine_the_choice() -> None:
     choice = choice_of({R32: 1.5}, {R32: 5 * GB})
     assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32"
     for _ in range(100):
@@ -111,7 +111,7 @@ def test_the_rates_that_count_are_the_latest() -> None:
     assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32"
 
 
-def test_a_busy_spell_is_forgotten_though_little_is_tried_after_it() -> None:
+def test_a_few_measurements_after_a_slow_period_restore_the_rate() -> None:
     now, one = [0.0], 1 << 20
     choice = Choice(Rates(1, lambda: now[0]))
     choice.shrank(SPACE, SPEC, R32, 3 * one, 2 * one)
@@ -134,13 +134,13 @@ def test_a_busy_spell_is_forgotten_though_little_is_tried_after_it() -> None:
     assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32", "one slow block"
 
 
-def test_several_disks_count_alike() -> None:
+def test_several_disks_have_equal_weight() -> None:
     choice = choice_of({R32: 1.5}, {R32: 3 * GB})
     assert choice.codec(SPACE, SPEC, MIB, [1 * GB, 1.2 * GB]).name == "r32"
     assert choice.codec(SPACE, SPEC, MIB, [9 * GB, 9 * GB]).name == "raw"
 
 
-def test_a_new_space_is_tried_first_and_then_now_and_then() -> None:
+def test_a_new_space_is_tried_at_first_and_periodically_later() -> None:
     choice = Choice(Rates())
     assert choice.codec(SPACE, SPEC, MIB, [2 * GB]).number == RAW, "nothing is known"
     assert choice.tries(SPACE, SPEC, MIB) == FIRST_TRIES and choice.encodes(SPACE, SPEC, MIB)
@@ -154,7 +154,7 @@ def test_a_new_space_is_tried_first_and_then_now_and_then() -> None:
     assert 3 <= tried <= 4
 
 
-def test_what_is_asked_for_is_taken_where_it_fits() -> None:
+def test_a_configured_codec_is_used_for_suitable_blocks() -> None:
     for asked in ("raw", "fix4", "r32", "zstd"):
         choice = Choice(Rates(), asked)
         assert choice.codec(SPACE, SPEC, MIB, [GB]).name == asked
@@ -167,7 +167,7 @@ def test_what_is_asked_for_is_taken_where_it_fits() -> None:
     assert [one.name for one in choice.candidates(odd)] == ["zstd"]
 
 
-def test_large_blocks_are_left_to_what_the_workers_decode() -> None:
+def test_large_blocks_use_only_codecs_that_workers_decode() -> None:
     large, odd = BLOCK_MOST + 1, spec_of("odd", dtype="int8")
     choice = choice_of({ZSTD: 1.5}, {ZSTD: 3 * GB}, spec=odd)
     assert choice.codec(SPACE, odd, BLOCK_MOST, [GB]).name == "zstd"
@@ -180,21 +180,21 @@ def test_large_blocks_are_left_to_what_the_workers_decode() -> None:
     assert Choice(Rates(), "r32").codec(SPACE, SPEC, large, [GB]).name == "r32"
 
 
-def test_models_have_their_own() -> None:
+def test_models_may_have_their_own_codec() -> None:
     choice = Choice(Rates(), "r32", [("org/*", "fix4"), ("org/model", "raw"), ("x", "zstd")])
     assert choice.codec(SPACE, SPEC, MIB, [GB]).name == "fix4"
     assert choice.codec(b"x" * 32, spec_of("x"), MIB, [GB]).name == "zstd"
     assert choice.codec(b"y" * 32, spec_of("y"), MIB, [GB]).name == "r32"
 
 
-def test_only_so_many_spaces_are_known() -> None:
+def test_the_number_of_remembered_spaces_is_limited() -> None:
     choice = Choice(Rates(), "r32")
     for number in range(2 * LIMIT_SPACES):
         choice.codec(number.to_bytes(32, "big"), SPEC, MIB, [GB])
     assert len(choice.report()) == LIMIT_SPACES
 
 
-def test_a_read_costs_more_where_decoding_is_slower_than_the_link() -> None:
+def test_a_read_costs_more_if_decoding_is_slower_than_the_disk() -> None:
     choice = choice_of({R32: 1.5}, {R32: 3 * GB})
     slow = choice.slowness
     assert slow(SPACE, SPEC, RAW, 50 * GB) == 1
@@ -203,7 +203,7 @@ def test_a_read_costs_more_where_decoding_is_slower_than_the_link() -> None:
     assert slow(SPACE, SPEC, FIX4, 6 * GB) == 1, "its rate is not known"
 
 
-def test_a_report_says_what_is_stored_how() -> None:
+def test_a_report_contains_the_codec_of_each_space() -> None:
     choice = choice_of({FIX4: 1.33, R32: 1.5}, {R32: 5 * GB})
     choice.rates.encoded(R32, SPEC.dtype, 1 << 30, 0.25)
     choice.codec(SPACE, SPEC, MIB, [GB])

@@ -1,4 +1,4 @@
-"""The codecs, each against the contract, and what is its own."""
+"""Each codec against the contract, and its own properties."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class TestZstd(CodecTests):
     def codec(self) -> base.Codec:
         return BY_NAME["zstd"]
 
-    def test_a_plane_that_says_it_is_huge_is_refused_unread(self) -> None:
-        """Or it would get the memory that it asks for."""
+    def test_a_plane_with_a_huge_declared_size_is_refused_unread(self) -> None:
+        """The decoder would otherwise allocate the memory that the header requests."""
         huge = b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little") + b"\x01\x00\x00"
         text = struct.pack("<II", len(huge), 100) + huge + bytes(100)
         with pytest.raises(FrameError, match="zstd"):
             entry = Entry(0, 0, base.ZSTD, 0, len(text), 200)
             BY_NAME["zstd"].decode(text, [entry], "bfloat16", bytearray(200))
 
-    def test_integers_shrink_too(self) -> None:
+    def test_integers_are_compressed(self) -> None:
         block = kv("int8", 10_000)
         into = bytearray(10_000)
         [entry] = BY_NAME["zstd"].encode(block, [Entry(0, 0, 0, 0, 10_000, 10_000)], "int8", into)
@@ -82,7 +82,7 @@ def test_only_codecs_of_fixed_rate_are_lossy() -> None:
 @pytest.mark.parametrize("layout", [TOKENS_FIRST, HEADS_FIRST])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("codec", LOSSY)
-def test_lossy_parts_come_back_nearly_and_one_by_one(
+def test_lossy_parts_are_decoded_approximately_and_separately(
     codec: base.Codec, dtype: str, layout: str
 ) -> None:
     spec = spec_of(dtype=dtype, layout=layout, block_tokens=64)
@@ -102,7 +102,7 @@ def test_lossy_parts_come_back_nearly_and_one_by_one(
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_k_goes_by_channel_and_v_by_token(codec: base.Codec) -> None:
+def test_k_is_quantized_by_channel_and_v_by_token(codec: base.Codec) -> None:
     entries, payload = quantized(codec, spec_of(block_tokens=64))
     assert [payload[e.offset + 2] for e in entries] == [0, 1] * 4
 
@@ -111,7 +111,7 @@ def test_k_goes_by_channel_and_v_by_token(codec: base.Codec) -> None:
     "change", [{"layout": "LBHNC"}, {"strides": (1, 2)}, {"dtype": "float8_e4m3fn"}]
 )
 @pytest.mark.parametrize("codec", LOSSY)
-def test_what_is_opaque_or_of_8_bits_stays_raw(codec: base.Codec, change: dict[str, Any]) -> None:
+def test_opaque_and_8_bit_blocks_are_stored_raw(codec: base.Codec, change: dict[str, Any]) -> None:
     spec = spec_of(**change)
     entries, payload = quantized(codec, spec)
     assert {e.codec for e in entries} == {RAW} and payload == kv(spec.dtype, len(payload))
@@ -131,16 +131,14 @@ def test_a_damaged_lossy_part_is_named(codec: base.Codec) -> None:
     [(12, 32, 64), (5, 32, 32), (6, 16, 48), (1, 32, 32), (8, 8, 64), (4, 40, 40), (4, 48, 48), (4, 64, 64),
      (2, 80, 80), (2, 128, 128)],
 )  # fmt: skip
-def test_small_heads_of_v_that_lie_side_by_side_share_steps(
-    heads: int, dim: int, counted: int
-) -> None:
+def test_adjacent_small_heads_of_v_share_steps(heads: int, dim: int, counted: int) -> None:
     assert GROUP_CHANNELS == kernels.quantized.GROUP_CHANNELS
     found = {
         (layout, ordered): grids(spec_of(kv_heads=heads, head_dim=dim, layout=layout), 0, ordered)[:2]
         for layout in (TOKENS_FIRST, HEADS_FIRST)
         for ordered in (False, True)
     }  # fmt: skip
-    apart = found.pop((HEADS_FIRST, False))  # there a head's tokens come before the next head
+    apart = found.pop((HEADS_FIRST, False))  # in this layout a head's tokens precede the next head
     assert [(one.channels, one.head, one.by_token) for one in apart] == [
         (dim, dim, False), (dim, dim, True),
     ]  # fmt: skip
@@ -150,13 +148,13 @@ def test_small_heads_of_v_that_lie_side_by_side_share_steps(
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_v_of_small_heads_is_as_small_as_that_of_wide_ones(codec: base.Codec) -> None:
+def test_v_with_small_heads_is_encoded_as_small_as_with_wide_heads(codec: base.Codec) -> None:
     entries, _ = quantized(codec, spec_of(kv_heads=12, head_dim=32))
     wide, _ = quantized(codec, spec_of(kv_heads=6, head_dim=64))
     assert [one.nbytes for one in entries] == [one.nbytes for one in wide]
 
 
-def test_groups_of_other_kinds_have_no_grids() -> None:
+def test_groups_other_than_attention_have_no_grids() -> None:
     mla = KvSpec.mla(
         model="m", layers=2, latent_dim=64, rope_dim=16, dtype="bfloat16", block_tokens=16, weights="w"
     )  # fmt: skip
@@ -165,13 +163,13 @@ def test_groups_of_other_kinds_have_no_grids() -> None:
     )
 
 
-def test_each_codec_has_a_name_and_a_number_of_its_own() -> None:
+def test_names_and_numbers_of_codecs_are_unique() -> None:
     assert list(BY_NAME) == ["raw", "fix4", "r32", "zstd", "q8", "q4", "q2", "fp8"]
     assert list(BY_NUMBER) == [0, 1, 2, 3, 4, 5, 6, 9]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_planes_are_the_twins_and_come_back(width: int) -> None:
+def test_planes_equal_those_of_the_model_and_are_restored(width: int) -> None:
     data = kv("float32", 40_000)
     planes, back = bytearray(len(data)), bytearray(len(data))
     split_planes(width, data, planes)
@@ -180,7 +178,7 @@ def test_planes_are_the_twins_and_come_back(width: int) -> None:
     assert back == data
 
 
-def test_planes_that_do_not_fit_are_refused() -> None:
+def test_planes_of_a_wrong_size_are_refused() -> None:
     with pytest.raises(ValueError, match="width"):
         split_planes(3, b"abc", bytearray(3))
     with pytest.raises(ValueError, match="dst"):

@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out, and nothing else does."""
+"""Frames: encoding and decoding return the same values, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def frames(draw: st.DrawFn) -> Frame:
 
 
 @given(frames())
-def test_a_frame_comes_back_as_it_was(one: Frame) -> None:
+def test_a_decoded_frame_equals_the_encoded_one(one: Frame) -> None:
     text = one.encode()
     assert len(text) == one.header_bytes == frame.peek(text)
     assert len(text) % frame.PAGE == 0
@@ -57,7 +57,7 @@ def example() -> Frame:
     )  # fmt: skip
 
 
-def test_every_bit_of_a_header_counts() -> None:
+def test_every_flipped_bit_of_a_header_is_detected() -> None:
     text = example().encode()
     for at in range(len(text)):
         for bit in (1, 128):
@@ -67,18 +67,18 @@ def test_every_bit_of_a_header_counts() -> None:
                 frame.decode(bytes(wrong))
 
 
-def test_a_frame_of_another_epoch_is_none() -> None:
+def test_a_frame_of_another_epoch_is_refused() -> None:
     with pytest.raises(FrameError, match="reused"):
         frame.decode(example().encode(), epoch=78)
 
 
 @pytest.mark.parametrize("size", [0, 3, 255, 256, 4095])
-def test_a_header_that_is_cut_short_is_none(size: int) -> None:
+def test_a_truncated_header_is_refused(size: int) -> None:
     with pytest.raises(FrameError):
         frame.decode(example().encode()[:size])
 
 
-def test_headers_grow_by_the_page() -> None:
+def test_headers_consist_of_whole_pages() -> None:
     assert frame.header_bytes(0) == frame.header_bytes(120) == 4096
     assert frame.header_bytes(121) == 8192
 
@@ -93,7 +93,7 @@ def test_headers_grow_by_the_page() -> None:
     ],
     ids=["overlap", "beyond", "too little", "out of order"],
 )
-def test_entries_that_make_no_sense_are_refused(entries: tuple[Entry, ...]) -> None:
+def test_inconsistent_entries_are_refused(entries: tuple[Entry, ...]) -> None:
     one = Frame(
         Identity(bytes(32), 0, 0, bytes(32)), b"", 0, 20, 20, 1, 1, bytes(16), bytes(16), entries
     )
@@ -124,7 +124,7 @@ def test_a_raw_block_has_an_entry_for_each_layer_and_part() -> None:
 
 
 @given(frames(), st.booleans(), st.integers(0, 2**32))
-def test_the_native_seal_is_its_twins(one: Frame, known: bool, seed: int) -> None:
+def test_the_native_seal_equals_that_of_the_model(one: Frame, known: bool, seed: int) -> None:
     payload = random.Random(seed).randbytes(one.payload_bytes)
     zeros = bytes(16)
     for codec in (frame.RAW, 3):
@@ -151,7 +151,7 @@ def test_a_header_of_another_payload_is_not_sealed() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_sealed_template_is_the_frame(known: bool) -> None:
+def test_a_sealed_template_equals_the_encoded_frame(known: bool) -> None:
     spec = spec_of("sealed")
     payload = random.Random(4).randbytes(spec.block_bytes)
     digest = xxh3_128(payload)

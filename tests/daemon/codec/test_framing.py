@@ -1,4 +1,4 @@
-"""Blocks into frames and back: the kernels beside their twin, damage, and single layers."""
+"""Blocks to frames and back: the kernels compared with the model, damage, and single layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def block_of(dtype: str = "bfloat16") -> bytes:
 
 
 def made(codec: str, dtype: str = "bfloat16") -> tuple[bytes, bytes]:
-    """The header, sealed, and the payload."""
+    """The sealed header, and the payload."""
     header, block = blank(dtype), block_of(dtype)
     into = bytearray(len(block))
     nbytes = framing.encode(BY_NAME[codec], dtype, header, block, into)
@@ -64,7 +64,7 @@ def made(codec: str, dtype: str = "bfloat16") -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("dtype", base.ELEMENTS)
 @pytest.mark.parametrize("codec", ["fix4", "r32"])
-def test_the_kernel_makes_the_frame_that_its_twin_makes(codec: str, dtype: str) -> None:
+def test_the_kernel_and_the_model_make_the_same_frame(codec: str, dtype: str) -> None:
     block = block_of(dtype)
     found = []
     for encode in (framing.encode, encode_by):
@@ -78,7 +78,7 @@ def test_the_kernel_makes_the_frame_that_its_twin_makes(codec: str, dtype: str) 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_frame_says_whose_it_is_and_gives_its_block_back(codec: str, dtype: str) -> None:
+def test_a_frame_contains_the_identity_and_decodes_to_its_block(codec: str, dtype: str) -> None:
     if not framing.suits(BY_NAME[codec], dtype):
         return
     header, payload = made(codec, dtype)
@@ -101,7 +101,7 @@ def test_a_frame_says_whose_it_is_and_gives_its_block_back(codec: str, dtype: st
         assert into == block and text == header
 
 
-def test_a_digest_that_is_known_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_digest_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of()
     for encode in (framing.encode, encode_by):
         header = blank(raw_digest=b"d" * 16)
@@ -128,12 +128,12 @@ CHANCE = random.Random(5)
 
 
 def steps(nbytes: int) -> list[int]:
-    """How much of a payload comes until when."""
+    """Numbers of bytes, as a payload arrives in parts."""
     return sorted(CHANCE.randint(0, nbytes) for _ in range(CHANCE.randint(1, 5)))
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_bit_anywhere_is_seen(codec: str) -> None:
+def test_every_flipped_bit_is_detected(codec: str) -> None:
     header, payload = made(codec)
     digest, size = xxh3_128(payload), len(block_of())
     assert is_decoded(codec, header, payload, digest, size)
@@ -151,7 +151,7 @@ def test_a_bit_anywhere_is_seen(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_block_that_decodes_to_other_bytes_is_damaged(codec: str) -> None:
-    """All of its digests but that of the block are right: as if an encoder were wrong."""
+    """All digests except that of the block are valid, as after a bug in an encoder."""
     header, payload = made(codec)
     text = bytearray(header)
     text[152:168] = b"x" * 16
@@ -177,7 +177,7 @@ def sealed_again(header: bytes, payload: bytes, number: int, **fields: int) -> b
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("codec", CODECS)
-def test_entries_that_make_no_sense_are_no_frame(codec: str, fields: dict[str, int]) -> None:
+def test_a_frame_with_inconsistent_entries_is_refused(codec: str, fields: dict[str, int]) -> None:
     header, payload = made(codec)
     for number in (0, 3, 7):
         odd = sealed_again(header, payload, number, **fields)
@@ -185,8 +185,8 @@ def test_entries_that_make_no_sense_are_no_frame(codec: str, fields: dict[str, i
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_payload_that_ends_before_its_header_says_is_no_frame(codec: str) -> None:
-    """With all digests right: those of what there is."""
+def test_a_payload_shorter_than_its_header_declares_is_refused(codec: str) -> None:
+    """All digests are valid for the bytes that exist."""
     header, payload = made(codec)
     for more in (1, 1 << 31):
         text = bytearray(header)
@@ -242,7 +242,7 @@ LOSSY_SPECS = {
 
 def lossy_codec(spec: KvSpec, asked: str) -> Codec:
     exact = 16 if spec is LATENT else 0
-    found = Losses([(spec.model, asked)], [profile_of(spec, exact_dims=exact)]).look(spec)
+    found = Losses([(spec.model, asked)], [profile_of(spec, exact_dims=exact)]).find(spec)
     assert isinstance(found, Loss), found
     codec = found.codec(0, 0)
     assert codec is not None
@@ -268,11 +268,11 @@ def lossy_frame(spec: KvSpec, codec: Codec) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("asked", ["q8", "q2", "fp8", "ecsq-mid", "cachegen-lo"])
 @pytest.mark.parametrize("name", LOSSY_SPECS)
-def test_the_kernel_makes_the_lossy_frame_that_its_twin_makes(name: str, asked: str) -> None:
-    """And gives back what the twin gives back."""
+def test_the_kernel_and_the_model_make_the_same_lossy_frame(name: str, asked: str) -> None:
+    """The decoded blocks are equal too."""
     spec = LOSSY_SPECS[name]
     if spec is LATENT and asked in FIXED:
-        return  # K and V alone have their grids
+        return  # only K and V have grids
     codec, block = lossy_codec(spec, asked), lossy_block(spec)
     ordered = isinstance(codec, Arranged)
     assert ordered == spec.layout.startswith("page:")
@@ -293,7 +293,7 @@ def test_the_kernel_makes_the_lossy_frame_that_its_twin_makes(name: str, asked: 
 
 
 @pytest.mark.parametrize("asked", ["r32", "q8"])
-def test_what_has_come_is_decoded_before_the_rest_has(asked: str) -> None:
+def test_parts_are_decoded_while_the_rest_is_still_being_read(asked: str) -> None:
     codec = BY_NAME[asked]
     if codec.lossy:
         codec = lossy_codec(LARGE, asked)
@@ -320,7 +320,7 @@ def test_what_has_come_is_decoded_before_the_rest_has(asked: str) -> None:
         decode_frame(0, bytearray(header), payload, digest, good, recipe, [len(payload) + 1])
 
 
-def test_a_block_that_is_not_its_writers_is_not_encoded_with_a_loss() -> None:
+def test_a_block_with_a_wrong_digest_is_not_encoded_with_a_loss() -> None:
     spec = LOSSY_SPECS["tokens"]
     block, codec = lossy_block(spec), lossy_codec(spec, "q8")
     for encode in (framing.encode_lossy, encode_lossy_by):
@@ -332,7 +332,7 @@ def test_a_block_that_is_not_its_writers_is_not_encoded_with_a_loss() -> None:
 
 @pytest.mark.parametrize("asked", ["q4", "fp8", "ecsq-hi", "cachegen-lo"])
 @pytest.mark.parametrize("name", ["tokens", "pages"])
-def test_a_bit_anywhere_of_a_lossy_frame_is_seen(name: str, asked: str) -> None:
+def test_every_flipped_bit_of_a_lossy_frame_is_detected(name: str, asked: str) -> None:
     spec = LOSSY_SPECS[name]
     codec, chance = lossy_codec(spec, asked), random.Random(6)
     header, payload = lossy_frame(spec, codec)
@@ -344,11 +344,11 @@ def test_a_bit_anywhere_of_a_lossy_frame_is_seen(name: str, asked: str) -> None:
         text[at] ^= 1 << chance.randrange(8)
         cut = len(header)
         assert not both_decode(spec, codec, bytes(text[:cut]), bytes(text[cut:]), digest)
-    # As if an encoder were wrong: all digests but that of the block are right.
+    # As after a bug in an encoder: all digests except that of the block are valid.
     odd = bytearray(header)
     odd[152:168] = b"x" * 16
     assert not both_decode(spec, codec, seal(bytes(odd), payload), payload, digest)
-    # Streams and entries that mean nothing, under digests that are right; a bit may make no difference.
+    # Meaningless streams and entries with valid digests. One changed bit may have no effect.
     wrong = 0
     for at in range(0, len(payload), len(payload) // 50):
         text = bytearray(payload)
@@ -362,8 +362,8 @@ def test_a_bit_anywhere_of_a_lossy_frame_is_seen(name: str, asked: str) -> None:
 
 
 @pytest.mark.parametrize(("made_by", "said"), [("fix4", "r32"), ("r32", "fix4")])
-def test_parts_of_another_codec_than_the_frame_says_are_no_frame(made_by: str, said: str) -> None:
-    """Though they decode to the block."""
+def test_parts_of_a_codec_other_than_the_frames_are_refused(made_by: str, said: str) -> None:
+    """Although they decode to the block."""
     header, payload = made(made_by)
     fields = list(HEADER.unpack_from(header))
     fields[2] = BY_NAME[said].number
@@ -375,8 +375,8 @@ def test_parts_of_another_codec_than_the_frame_says_are_no_frame(made_by: str, s
 
 
 @pytest.mark.parametrize("codec", ["fix4", "r32"])
-def test_pieces_that_lie_in_another_order_are_no_frame(codec: str) -> None:
-    """Though they decode to the block."""
+def test_pieces_in_another_order_are_refused(codec: str) -> None:
+    """Although they decode to the block."""
     header, payload = made(codec)
     first, second, *_ = framing.entries_of(header)
     pieces = payload[: first.nbytes], payload[first.nbytes : first.nbytes + second.nbytes]
@@ -389,7 +389,7 @@ def test_pieces_that_lie_in_another_order_are_no_frame(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["fix4", "r32"])
-def test_a_flag_that_this_version_does_not_know_is_no_frame(codec: str) -> None:
+def test_a_frame_with_an_unknown_flag_is_refused(codec: str) -> None:
     header, payload = made(codec)
     odd = bytearray(header)
     odd[FLAGS_AT] |= FLAGS + 1
@@ -399,7 +399,7 @@ def test_a_flag_that_this_version_does_not_know_is_no_frame(codec: str) -> None:
 def both_decode(
     spec: KvSpec, codec: Codec | None, header: bytes, payload: bytes, digest: bytes
 ) -> bool:
-    """Whether the kernel decodes a frame by this codec; the twin says the same."""
+    """Whether the kernel decodes a frame by this codec; the model must give the same result."""
     into, by_twin = bytearray(spec.block_bytes), True
     try:
         decode_frame_by(header + payload, len(header), digest, spec.dtype, into, codec)
@@ -413,7 +413,7 @@ def both_decode(
     return by_twin
 
 
-def test_a_lossy_frame_is_decoded_by_the_codec_that_is_asked_for_alone() -> None:
+def test_a_lossy_frame_is_decoded_only_by_the_requested_codec() -> None:
     spec = spec_of()
     block, pieces = block_of(), block_parts.entries(spec, 0)
     codec = Calibrated("ecsq", profile_of(spec), "mid")

@@ -1,4 +1,4 @@
-"""Which spaces lose something, what they are called then, and who decodes them."""
+"""Spaces with a lossy codec: which have one, their identities, and their decoders."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_a_loss_is_part_of_the_identity(codec: str) -> None:
     assert losses("r32").identity(SPEC, "t") == plain
     assert found.identity(spec_of("other"), "t") == space_id(spec_of("other"), "t")
     loss = found.of(identity, SPEC, "t")
-    assert loss is not None and loss is found.look(SPEC)
+    assert loss is not None and loss is found.find(SPEC)
     codec_of = loss.codec(0, 0)
     assert codec_of is not None and codec_of.name == codec and codec_of.lossy
-    # What is found of another configuration, or of none, is not taken for ours.
+    # A space of another configuration, or of none, does not get this tenant's loss.
     assert found.of(plain, SPEC, "t") is None
     assert found.of(identity, SPEC, "u") is None
     assert Losses().of(identity, SPEC, "t") is None
@@ -47,7 +47,7 @@ def test_a_loss_is_part_of_the_identity(codec: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "model", "fit"),
     [
-        ("org/model[v2]-x", "org/model[v2]-x", True),  # a name is a pattern of itself
+        ("org/model[v2]-x", "org/model[v2]-x", True),  # a name matches itself as a pattern
         ("org/model[v2]-*", "org/model[v2]-8b", True),
         ("org/model[v2]-x", "org/modelv-x", False),
         ("org/model-?b", "org/model-8b", True),
@@ -55,13 +55,11 @@ def test_a_loss_is_part_of_the_identity(codec: str) -> None:
         ("Org/*", "org/model", False),
     ],
 )
-def test_only_stars_and_question_marks_stand_for_anything(
-    pattern: str, model: str, fit: bool
-) -> None:
+def test_only_stars_and_question_marks_are_wildcards(pattern: str, model: str, fit: bool) -> None:
     assert fits(model, pattern) is fit
 
 
-def test_no_two_losses_have_one_identity() -> None:
+def test_different_losses_have_different_identities() -> None:
     named = [losses(codec).identity(SPEC, "t") for codec in NAMES]
     named += [losses("ecsq-mid", step=1).identity(SPEC, "t")]
     assert len(set(named)) == len(named)
@@ -82,11 +80,11 @@ def test_no_two_losses_have_one_identity() -> None:
         (spec_of("model2"), "ecsq-mid", NO_PROFILE),
     ],
 )  # fmt: skip
-def test_where_it_can_not_be_had_a_space_is_lossless_and_says_why(
+def test_a_space_that_can_not_have_the_codec_is_lossless_with_a_reason(
     spec: KvSpec, codec: str, why: str
 ) -> None:
     found = Losses([("model*", codec)], [profile_of(SPEC)])
-    assert found.look(spec) == why
+    assert found.find(spec) == why
     identity = found.identity(spec, "t")
     assert identity == space_id(spec, "t")
     choice = Choice(Rates(), "auto", [("model*", codec)], found, "t")
@@ -96,48 +94,48 @@ def test_where_it_can_not_be_had_a_space_is_lossless_and_says_why(
     assert (said["asked"], said["why"]) == (codec, why)
 
 
-def test_groups_that_are_opaque_stay_lossless_beside_others() -> None:
+def test_opaque_groups_of_a_lossy_space_stay_lossless() -> None:
     groups = [
         Group(layers=2, kv_heads=2, head_dim=32),
         Group(kind="state", layers=2, state_bytes=4096),
         Group(layers=1, opaque_bytes=4096),
     ]
     spec = KvSpec.groups(groups, model="model", dtype="bfloat16", block_tokens=16, weights="w")
-    loss = losses("q8").look(spec)
+    loss = losses("q8").find(spec)
     assert isinstance(loss, Loss)
     assert [loss.codec(number, 0) is not None for number in range(3)] == [True, False, False]
 
 
-def test_the_profile_of_the_weights_is_preferred_and_two_of_them_are_refused() -> None:
+def test_the_profile_of_the_weights_is_preferred_and_two_such_profiles_are_refused() -> None:
     both = [profile_of(SPEC, weights="rev:1", step=1), profile_of(SPEC)]
     asked = [("model", "ecsq-mid")]
     assert Losses(asked, both).identity(SPEC, "t") == Losses(asked, both[:1]).identity(SPEC, "t")
     other = spec_of("model", weights="rev:2")
     assert Losses(asked, both).identity(other, "t") == Losses(asked, both[1:]).identity(other, "t")
-    assert Losses(asked, both[:1]).look(other) == NO_PROFILE
+    assert Losses(asked, both[:1]).find(other) == NO_PROFILE
     with pytest.raises(ProfileError, match="two profiles exist for model"):
         Losses(asked, [both[1], both[1]])
 
 
-def test_ranks_have_shares_of_their_own() -> None:
+def test_ranks_use_their_own_part_of_a_profile() -> None:
     spec = spec_of("model", tensor_parallel=2)
-    loss = losses("ecsq-mid").look(spec)
+    loss = losses("ecsq-mid").find(spec)
     assert isinstance(loss, Loss)
     codecs = [loss.codec(0, shard) for shard in range(3)]
     assert codecs[2] is None
     assert all(isinstance(one, Calibrated) for one in codecs[:2]) and codecs[0] is not codecs[1]
 
 
-def test_a_latent_has_the_codec_of_a_profile_that_keeps_as_many_dims() -> None:
+def test_a_latent_uses_a_profile_that_keeps_the_same_number_of_dims() -> None:
     fits, other = profile_of(MLA, exact_dims=16), profile_of(MLA, exact_dims=8)
-    assert isinstance(Losses([("model", "ecsq-mid")], [fits]).look(MLA), Loss)
-    assert Losses([("model", "ecsq-mid")], [other]).look(MLA) == SHAPE
+    assert isinstance(Losses([("model", "ecsq-mid")], [fits]).find(MLA), Loss)
+    assert Losses([("model", "ecsq-mid")], [other]).find(MLA) == SHAPE
 
 
-def test_who_needs_a_profile_is_told() -> None:
+def test_models_without_a_needed_profile_are_reported() -> None:
     asked = [("model", "ecsq-mid"), ("mod*", "cachegen-lo"), ("*", "q8"), ("x", "ecsq-lo")]
-    assert Losses(asked, [profile_of(SPEC)]).wanting() == [("x", "ecsq-lo")]
-    assert len(Losses(asked).wanting()) == 3
+    assert Losses(asked, [profile_of(SPEC)]).without_profile() == [("x", "ecsq-lo")]
+    assert len(Losses(asked).without_profile()) == 3
 
 
 def test_many_spaces_of_one_model_share_their_codec() -> None:
@@ -145,12 +143,12 @@ def test_many_spaces_of_one_model_share_their_codec() -> None:
     some = {
         id(loss.codec(0, 0))
         for number in range(300)
-        if isinstance(loss := found.look(spec_of("model", engine=str(number))), Loss)
+        if isinstance(loss := found.find(spec_of("model", engine=str(number))), Loss)
     }
     assert len(some) == 1
 
 
-def test_a_profile_that_differs_in_a_bit_is_another() -> None:
+def test_a_profile_with_a_changed_bit_gives_another_identity() -> None:
     profile = profile_of(SPEC)
     other = msgspec.structs.replace(profile, tokens=2)
     names = {Losses([("model", "ecsq-mid")], [one]).identity(SPEC, "t") for one in (profile, other)}

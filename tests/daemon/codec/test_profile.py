@@ -1,4 +1,4 @@
-"""Calibration profiles: what is read is what was written, or nothing."""
+"""Calibration profiles: a file is read as it was written, or refused."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from support.profiles import profile_of
 
 
 def sealed(body: bytes) -> bytes:
-    """A file whose digest is right, whatever is in it."""
+    """A file with a valid digest over this body."""
     return HEADER.pack(files.MAGIC, files.VERSION, len(body), hashlib.sha256(body).digest()) + body
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_profile_comes_back_as_it_was(seed: int) -> None:
+def test_a_profile_is_read_as_it_was_written(seed: int) -> None:
     profile = profile_of(seed)
     text = encode(profile)
     assert decode(text) == profile
     assert profile.name == text[16:32] == hashlib.sha256(text[48:]).digest()[:16]
 
 
-def test_any_change_makes_another_name() -> None:
+def test_any_change_of_a_profile_changes_its_name() -> None:
     profile = profile_of()
     more = msgspec.structs.replace(profile, tokens=profile.tokens + 1)
     assert more.name != profile.name
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_changed_byte_is_noticed(seed: int) -> None:
+def test_every_changed_byte_is_detected(seed: int) -> None:
     text = bytearray(encode(profile_of(seed)))
     for at in range(len(text)):
         text[at] ^= 1 << at % 8
@@ -52,9 +52,9 @@ def test_every_changed_byte_is_noticed(seed: int) -> None:
         decode(bytes(text) + b"\0")
 
 
-def test_a_body_with_the_right_digest_is_still_refused_or_has_no_other_text() -> None:
-    """Whoever can write a file can write its digest; what is read then must still be usable, and be named by
-    its only text."""
+def test_a_body_with_a_valid_digest_is_refused_or_is_the_only_text_of_its_profile() -> None:
+    """An attacker who can write a file can write its digest. A profile that is accepted must be usable,
+    and have only one possible text."""
     chance = random.Random(7)
     read = 0
     for number in range(3000):
@@ -77,7 +77,7 @@ def test_a_body_with_the_right_digest_is_still_refused_or_has_no_other_text() ->
             for part in range(len(parts)):
                 table = found.level("ecsq", layer, part, "mid").table
                 assert sum(table) == 256 and min(table) > 0 and len(table) <= 32
-    assert 100 < read < 2900  # both happen
+    assert 100 < read < 2900  # both results occur
 
 
 def part_with(**changes: Any) -> Callable[[Profile], Profile]:
@@ -142,7 +142,7 @@ WRONG: list[tuple[str, Callable[[Profile], Profile]]] = [
 
 
 @pytest.mark.parametrize(("place", "change"), WRONG, ids=[str(n) for n in range(len(WRONG))])
-def test_what_cannot_be_used_is_refused_by_name(
+def test_an_unusable_field_is_refused_by_name(
     place: str, change: Callable[[Profile], Profile]
 ) -> None:
     wrong = change(profile_of())
@@ -153,7 +153,7 @@ def test_what_cannot_be_used_is_refused_by_name(
 
 def test_a_second_text_of_the_same_profile_is_refused() -> None:
     body = encode(profile_of())[HEADER.size :]
-    assert body[0] == 0x97  # 7 fields; the same by the longer form of msgpack's
+    assert body[0] == 0x97  # 7 fields; the longer form of msgpack encodes the same
     with pytest.raises(ProfileError, match="not in canonical form"):
         decode(sealed(b"\xdc\x00\x07" + body[1:]))
 
@@ -172,7 +172,7 @@ def test_a_deep_body_is_refused() -> None:
         decode(sealed(b"\x91" * 100_000))
 
 
-def test_steps_are_float32_and_go_up_by_an_eighth_of_an_octave() -> None:
+def test_steps_are_float32_and_increase_by_an_eighth_of_an_octave() -> None:
     for exponent in range(256):
         exact = 2 ** ((exponent - 160) / 8)
         for found, wanted in (
@@ -184,7 +184,7 @@ def test_steps_are_float32_and_go_up_by_an_eighth_of_an_octave() -> None:
     assert inverses(bytes([160, 168, 152])).tolist() == [1, 0.5, 2]
 
 
-def test_levels_that_are_none_are_named() -> None:
+def test_unknown_levels_are_named() -> None:
     profile = profile_of()
     assert profile.level("ecsq", 0, 1, "lo") is profile.layers[0][1].ecsq[2]
     assert profile.level("cachegen", 0, 0, "mid") is profile.layers[0][0].cachegen[1]

@@ -23,7 +23,7 @@ from kvtier_daemon.config.values import LOG_LEVELS, PAGE_BYTES, POLICIES
 
 @pytest.fixture
 def read(tmp_path):
-    """Write a configuration file and load it, with nothing from this process's environment."""
+    """Write a configuration file and load it, isolated from the environment of this process."""
 
     def read(text="", flags=None, environ=None, pieces=None):
         file = tmp_path / "kvtier.toml"
@@ -40,7 +40,7 @@ WARM = '[warm]\nsize = "64GiB"\n'
 COLD = '[cold]\ndirectories = ["/d"]\nsize = "1TiB"\n'
 
 
-def test_a_size_is_all_that_has_to_be_said(read):
+def test_only_a_size_is_required(read):
     config = read(WARM).config
     assert config.socket == Path("/run/kvtier/kvtier.sock")
     assert config.state == Path("/var/lib/kvtier")
@@ -70,7 +70,8 @@ def test_every_key_can_be_written(read):
     config = read(
         'socket = "/tmp/a.sock"\nsocket_mode = "0666"\nsocket_group = 7\nstate = "/tmp/s"\n'
         'log_level = "debug"\nmax_clients = 3\nhistory = "2MiB"\n'
-        '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\nkeep_s = 5\n'
+        '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
+        "keep_s = 5\n"
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
         'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
@@ -167,7 +168,7 @@ def test_the_environment_speaks_text(read):
     assert loaded.config.tenants["team_a"].quota_bytes == GIB // 2
 
 
-def test_variables_of_other_parts_and_of_kubernetes_are_no_keys(read):
+def test_variables_of_other_parts_and_of_kubernetes_are_not_keys(read):
     read(
         WARM,
         environ={
@@ -272,7 +273,7 @@ def test_an_error_names_the_file_the_key_and_what_was_expected(read, tmp_path, t
     assert "\n" not in str(caught.value)
 
 
-def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
+def test_all_errors_are_reported_together_each_with_its_place(read, tmp_path):
     with pytest.raises(ConfigError) as caught:
         read(
             "max_client = 3\nlog_level = 'loud'\n[warm]\nsise = '1GiB'\n[remote]\na = 1\nb = 2\n",
@@ -297,12 +298,12 @@ def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
         assert text.count(f") {one}") == 1, one
 
 
-def test_a_misspelt_size_is_not_said_to_be_missing_too(read):
+def test_a_misspelt_size_is_not_also_reported_as_missing(read):
     with pytest.raises(ConfigError, match=r"toml:2: warm\.sise: [^:]*$"):
         read("[warm]\nsise = '1GiB'")
 
 
-def test_all_that_does_not_fit_together_is_said_at_once(read):
+def test_all_inconsistencies_are_reported_together(read):
     tenants = "[tenants.a]\n[tenants.b]\nuids = [1]\n[tenants.c]\nuids = [1]\n"
     with pytest.raises(ConfigError) as caught:
         read(tenants)
@@ -314,7 +315,7 @@ def test_all_that_does_not_fit_together_is_said_at_once(read):
         assert one in str(caught.value)
 
 
-def test_a_missing_file_and_one_that_is_no_text_are_errors(tmp_path):
+def test_a_missing_file_and_a_file_that_is_not_text_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load(tmp_path / "absent.toml", environ={})
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
@@ -335,7 +336,7 @@ def test_an_error_in_a_piece_names_the_piece(read):
     ),
     st.sampled_from(sorted(dotted_keys())),
 )
-def test_no_value_passes_that_is_not_understood_and_none_escapes_as_another_error(value, key):
+def test_a_bad_value_of_any_key_is_a_configuration_error(value, key):
     try:
         flags = {"warm.size": "1GiB", "tenants.a.uids": "*", key.replace("NAME", "a"): value}
         loaded = load(None, flags, environ={}, uid=0)
@@ -372,7 +373,7 @@ def test_extents_are_whole_pages_and_never_many(size):
     assert size // extent <= 64 + 1
 
 
-def test_an_extent_that_nobody_set_fits_the_smallest_tenant(read):
+def test_the_default_extent_fits_the_smallest_tenant(read):
     tenants = '[tenants.a]\nuids = [1]\nquota = "1%"\n[tenants.b]\nuids = [2]\nquota = "50%"'
     warm = read('[warm]\nsize = "1GiB"\n' + tenants).config.warm
     assert warm.extent_bytes == GIB // 100 // PAGE_BYTES * PAGE_BYTES
@@ -394,7 +395,7 @@ def test_huge_pages_make_whole_huge_extents(read):
     assert 98_000_000 < warm.extent_bytes <= 100_000_000
 
 
-def test_an_extent_below_a_huge_page_is_an_error_where_those_are_wanted(read):
+def test_an_extent_below_a_huge_page_is_an_error_if_huge_pages_are_configured(read):
     with pytest.raises(ConfigError, match=r"warm\.extent: 1 MiB is less than a huge page"):
         read(WARM + 'huge_pages = true\nextent = "1MiB"')
 
@@ -417,7 +418,7 @@ def test_a_user_named_exactly_is_found_before_everyone(read):
     assert tenant_of(config, 0) == tenant_of(config, 65534) == "all"
 
 
-def test_a_user_whom_no_tenant_wants_has_none(read):
+def test_a_user_in_no_tenants_list_has_no_tenant(read):
     config = read(WARM + "[tenants.a]\nuids = [1000]").config
     assert tenant_of(config, 1001) is None
 
@@ -433,7 +434,7 @@ def test_a_user_of_two_tenants_is_an_error(read, a, b):
         read(f'{WARM}[tenants.a]\nuids = {a}\nquota = "1%"\n[tenants.b]\nuids = {b}\nquota = "1%"')
 
 
-def test_quotas_that_give_out_more_than_there_is_are_an_error_with_the_numbers(read):
+def test_quotas_that_exceed_the_size_are_an_error_with_the_numbers(read):
     with pytest.raises(ConfigError, match=r"sum to 110% of warm\.size 64 GiB \(a 60%, b 50%\)"):
         read(
             WARM + '[tenants.a]\nuids = [1]\nquota = "60%"\n[tenants.b]\nuids = [2]\nquota="32GiB"'
@@ -445,7 +446,7 @@ def test_a_quota_larger_than_the_tier_is_an_error(read):
         read(WARM + '[tenants.a]\nuids = [1]\nquota = "128GiB"')
 
 
-def test_a_tenant_without_users_is_not_lost(read):
+def test_a_tenant_without_users_is_kept(read):
     with pytest.raises(ConfigError, match=r"tenants\.a\.uids: is not set"):
         read(WARM + "[tenants.a]")
 
@@ -475,7 +476,7 @@ def test_a_path_may_begin_at_home(read, monkeypatch):
     assert read(WARM, flags={"state": "~/kv"}).config.state == Path("/home/a/kv")
 
 
-def test_the_process_itself_is_the_source_when_nothing_else_is_handed_in(tmp_path, monkeypatch):
+def test_the_default_source_is_the_environment_of_the_process(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("KVTIER_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("KVTIER_WARM__SIZE", "8MiB")
@@ -487,7 +488,7 @@ def test_the_process_itself_is_the_source_when_nothing_else_is_handed_in(tmp_pat
 # --- the document ---------------------------------------------------------------------------------
 
 
-def test_the_document_lists_exactly_the_keys_there_are():
+def test_the_document_lists_exactly_the_existing_keys():
     page = Path(__file__).parents[3] / "docs" / "configuration.md"
     listed = re.findall(r"^\| `([^`]+)` \|", page.read_text(), re.MULTILINE)
     assert listed == list(dotted_keys())
@@ -505,7 +506,8 @@ def test_the_documents_example_loads(read):
     assert set(read(example.replace('"vllm"', "1000")).config.tenants) == {"serving", "default"}
 
 
-# --- who looks ------------------------------------------------------------------------------------
+# --- who may read the metrics
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -517,7 +519,7 @@ def test_the_documents_example_loads(read):
         ("[0:0:0:0:0:0:0:1]:1", ("::1", 1)),
     ],
 )
-def test_whoever_looks_from_this_machine_may(read, listen, settled):
+def test_metrics_on_a_loopback_address_need_no_permission(read, listen, settled):
     assert read(WARM).config.http is None
     assert read(WARM + "[http]\n").config.http is None
     http = read(WARM + f'[http]\nlisten = "{listen}"\n').config.http
@@ -527,7 +529,7 @@ def test_whoever_looks_from_this_machine_may(read, listen, settled):
 @pytest.mark.parametrize(
     "listen", ["0.0.0.0:9410", "10.0.0.1:9410", "[::]:9410", "[::ffff:10.0.0.1]:1"]
 )
-def test_beyond_this_machine_it_has_to_be_said(read, listen):
+def test_metrics_on_other_addresses_need_a_permission(read, listen):
     with pytest.raises(
         ConfigError,
         match=r"http\.listen: .* can be reached from other machines.*allow_remote = true",
@@ -543,14 +545,14 @@ def test_beyond_this_machine_it_has_to_be_said(read, listen):
                "9410",
                '"256.0.0.1:1"', '"127.0.0.1:-1"', '"[::1"', '"127.0.0.1:9410 "'],
 )  # fmt: skip
-def test_what_is_no_address_is_refused(read, listen):
+def test_an_invalid_address_is_refused(read, listen):
     with pytest.raises(
         ConfigError, match=r"http\.listen: .*expected an address and a port such as 127"
     ):
         read(WARM + f"[http]\nlisten = {listen}\n")
 
 
-def test_who_may_look_without_where_is_refused(read):
+def test_a_permission_without_an_address_is_refused(read):
     with pytest.raises(
         ConfigError, match=r"http\.listen: is not set; write listen = .127\.0\.0\.1:9410"
     ):
@@ -609,7 +611,7 @@ def test_the_smallest_tenant_has_room_for_four_segments_in_each_directory(read):
         (COLD + 'codecs = ["r32"]', 'cold.codecs: "r32" is not MODEL=CODEC'),
     ],
 )  # fmt: skip
-def test_a_cold_tier_that_can_not_be_is_said(read, text, expected):
+def test_an_impossible_cold_tier_is_an_error(read, text, expected):
     with pytest.raises(ConfigError) as error:
         read(WARM + text)
     assert expected in str(error.value)

@@ -16,7 +16,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
 
 @pytest.fixture
 def make(tmp_path):
-    """Load a configuration whose places are under the test's own directory."""
+    """Load a configuration whose places are in the test's own directory."""
 
     def make(size="64GiB", **flags):
         values = {"warm.size": size, "socket": str(tmp_path / "k.sock"), "state": str(tmp_path)}
@@ -28,7 +28,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def machine(tmp_path):
-    """Write a /proc and a /sys/fs/cgroup with what the test says."""
+    """Write a /proc and a /sys/fs/cgroup with the values of the test."""
 
     class Machine:
         proc = tmp_path / "proc"
@@ -54,14 +54,14 @@ def machine(tmp_path):
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_an_arena_that_fits_is_fine(make, machine):
+def test_an_arena_that_fits_is_accepted(make, machine):
     machine.has(65 * GIB)
     finding = machine.look(make("64GiB").config.warm)
     assert finding.ok
     assert "65 GiB available (MemAvailable)" in str(finding)
 
 
-def test_the_tables_of_the_generations_count_too(make, machine):
+def test_the_generation_tables_are_included(make, machine):
     machine.has(64 * GIB)
     warm = make("64GiB").config.warm
     assert preflight.arena_bytes(warm) == 64 * GIB + 64 * GIB // 512
@@ -74,7 +74,7 @@ V2 = "0::/system.slice/kvtier.service\n"
 V1 = "9:name=systemd:/x\n4:cpu,memory:/docker/abc\n0::/\n"
 
 
-def test_a_control_group_leaves_less_than_the_machine(make, machine):
+def test_the_limit_of_a_control_group_applies(make, machine):
     machine.has(100 * GIB, V2)
     machine.write("system.slice/kvtier.service", memory__max=8 * GIB, memory__current=GIB)
     finding = machine.look(make("8GiB").config.warm)
@@ -84,14 +84,14 @@ def test_a_control_group_leaves_less_than_the_machine(make, machine):
     assert machine.look(make("6GiB").config.warm).ok
 
 
-def test_the_control_group_above_may_be_the_one_that_limits(make, machine):
+def test_the_limit_of_a_parent_control_group_applies(make, machine):
     machine.has(100 * GIB, V2)
     machine.write("system.slice/kvtier.service", memory__max="max", memory__current=GIB)
     machine.write("system.slice", memory__max=4 * GIB, memory__current=GIB)
     assert "3 GiB available" in machine.look(make("8GiB").config.warm).value
 
 
-def test_pages_of_files_that_nobody_uses_are_available(make, machine):
+def test_the_inactive_page_cache_counts_as_available(make, machine):
     machine.has(100 * GIB, V2)
     machine.write(
         "system.slice/kvtier.service",
@@ -102,7 +102,7 @@ def test_pages_of_files_that_nobody_uses_are_available(make, machine):
     assert "6 GiB available" in machine.look(make("8GiB").config.warm).value
 
 
-def test_the_first_version_of_control_groups_limits_too(make, machine):
+def test_limits_of_control_groups_v1_apply(make, machine):
     machine.has(100 * GIB, V1)
     files = {"memory__limit_in_bytes": 4 * GIB, "memory__usage_in_bytes": 2 * GIB}
     machine.write("memory/docker/abc", **files, memory__stat=f"total_inactive_file {GIB}")
@@ -110,7 +110,7 @@ def test_the_first_version_of_control_groups_limits_too(make, machine):
 
 
 def test_in_a_container_the_mounted_root_is_the_group(make, machine):
-    machine.has(100 * GIB, V1)  # /docker/abc is the host's name of it
+    machine.has(100 * GIB, V1)  # /docker/abc is the name of the group on the host
     machine.write("memory", memory__limit_in_bytes=GIB, memory__usage_in_bytes=0)
     assert "1 GiB available" in machine.look(make("8GiB").config.warm).value
 
@@ -128,7 +128,7 @@ def test_a_group_without_a_limit_does_not_limit(make, machine):
     assert "100 GiB available (MemAvailable)" in machine.look(make("8GiB").config.warm).value
 
 
-def test_a_group_that_uses_more_than_its_limit_leaves_nothing(make, machine):
+def test_a_group_above_its_limit_has_no_memory_left(make, machine):
     machine.has(100 * GIB, V2)
     machine.write("system.slice", memory__max=GIB, memory__current=2 * GIB)
     finding = machine.look(make("8GiB").config.warm)
@@ -136,11 +136,11 @@ def test_a_group_that_uses_more_than_its_limit_leaves_nothing(make, machine):
     assert finding.fix == "raise the limit"  # no size would fit
 
 
-def test_a_machine_that_tells_nothing_is_not_refused(make, tmp_path):
+def test_a_machine_without_readable_values_is_accepted(make, tmp_path):
     assert preflight.memory(make().config.warm, tmp_path / "none", tmp_path / "none").ok
 
 
-def test_this_machine_tells_what_it_has(make):
+def test_the_memory_of_this_machine_is_readable(make):
     assert preflight.memory(make("1MiB").config.warm).ok
     finding = preflight.memory(make("4000TiB").config.warm)
     assert not finding.ok
@@ -151,7 +151,7 @@ def test_this_machine_tells_what_it_has(make):
 
 
 class Limited:
-    """The limits of a process, owned by the test."""
+    """The limits of a process, controlled by the test."""
 
     def __init__(self, soft, hard, forbidden=False):
         self.now = (soft, hard)
@@ -170,7 +170,7 @@ def files(loaded, limited):
     return preflight.open_files(loaded.config, limited.getrlimit, limited.setrlimit)
 
 
-def test_enough_open_files_are_left_as_they_are(make):
+def test_a_sufficient_limit_of_open_files_is_not_changed(make):
     limited = Limited(1344, 4096)
     finding = files(make("64GiB"), limited)
     assert finding.ok
@@ -178,7 +178,7 @@ def test_enough_open_files_are_left_as_they_are(make):
     assert limited.now == (1344, 4096)
 
 
-def test_the_segments_of_a_cold_tier_are_counted_too(make):
+def test_the_segments_of_a_cold_tier_are_included(make):
     loaded = make("64GiB", cold__directories="/d", cold__size="1TiB")
     finding = files(loaded, Limited(1344 + 1024, 4096))
     assert finding.value.startswith("2368 needed for 64 extents, 1024 segments and 256 clients")
@@ -187,13 +187,13 @@ def test_the_segments_of_a_cold_tier_are_counted_too(make):
     assert not finding.ok and "raise warm.extent or cold.segment" in finding.fix
 
 
-def test_the_soft_limit_of_open_files_is_raised_where_that_is_enough(make):
+def test_the_soft_limit_of_open_files_is_raised_if_the_hard_limit_allows(make):
     limited = Limited(256, 4096)
     assert files(make("64GiB"), limited).ok
     assert limited.now == (4096, 4096)
 
 
-def test_a_hard_limit_below_the_need_is_reported_and_left_alone(make):
+def test_an_insufficient_hard_limit_is_reported_and_not_changed(make):
     limited = Limited(256, 1343)
     finding = files(make("64GiB"), limited)
     assert not finding.ok
@@ -201,7 +201,7 @@ def test_a_hard_limit_below_the_need_is_reported_and_left_alone(make):
     assert "LimitNOFILE=1344" in finding.fix
 
 
-def test_a_sandbox_that_forbids_raising_is_a_limit(make):
+def test_a_sandbox_that_forbids_raising_the_limit_is_reported(make):
     assert not files(make("64GiB"), Limited(256, 4096, forbidden=True)).ok
 
 
@@ -212,7 +212,7 @@ def test_no_limit_is_enough(make):
     assert limited.now[0] == resource.RLIM_INFINITY
 
 
-def test_a_tenants_last_extent_counts_though_it_is_a_small_one(make):
+def test_a_tenants_smaller_last_extent_is_counted(make):
     quota = {"tenants__a__uids": "1", "tenants__a__quota": "1.5GiB"}
     loaded = make(
         "4GiB", warm__extent="1GiB", **quota, tenants__b__uids="2", tenants__b__quota="25%"
@@ -227,7 +227,7 @@ def locked(warm, limited, tmp_path, capabilities="0", uid_map="0 0 4294967295"):
     return preflight.locked_memory(warm, tmp_path, limited.getrlimit, limited.setrlimit)
 
 
-def test_memory_that_is_not_to_be_locked_needs_no_limit(make, tmp_path):
+def test_unlocked_memory_needs_no_limit(make, tmp_path):
     assert locked(make().config.warm, Limited(0, 0), tmp_path).ok
 
 
@@ -237,18 +237,18 @@ def test_a_low_limit_of_locked_memory_is_reported(make, tmp_path):
     assert "ulimit -l 1050624`" in finding.fix
 
 
-def test_the_soft_limit_of_locked_memory_is_raised_where_that_is_enough(make, tmp_path):
+def test_the_soft_limit_of_locked_memory_is_raised_if_the_hard_limit_allows(make, tmp_path):
     limited = Limited(MIB, 2 * GIB)
     assert locked(make("1GiB", warm__lock=True).config.warm, limited, tmp_path).ok
     assert limited.now == (2 * GIB, 2 * GIB)
 
 
-def test_the_capability_lifts_the_limit(make, tmp_path):
+def test_the_capability_removes_the_limit(make, tmp_path):
     warm = make("1GiB", warm__lock=True).config.warm
     assert locked(warm, Limited(0, 0), tmp_path, capabilities="0000000000004000").ok
 
 
-def test_a_capability_in_a_user_namespace_lifts_nothing(make, tmp_path):
+def test_a_capability_in_a_user_namespace_does_not_remove_the_limit(make, tmp_path):
     warm = make("1GiB", warm__lock=True).config.warm
     finding = locked(warm, Limited(0, 0), tmp_path, "000001ffffffffff", "0 1000 1")
     assert not finding.ok
@@ -258,20 +258,20 @@ def test_a_capability_in_a_user_namespace_lifts_nothing(make, tmp_path):
 
 
 @pytest.mark.parametrize(("length", "ok"), [(107, True), (108, False)])
-def test_the_kernel_holds_107_bytes_of_a_path(length, ok):
+def test_a_socket_path_has_at_most_107_bytes(length, ok):
     path = Path("/" + "é" * 53 + "x" * (length - 107))
     assert len(os.fsencode(path)) == length
     assert preflight.socket_path(path).ok is ok
 
 
-def test_a_missing_socket_directory_is_reported_and_not_made(tmp_path):
+def test_a_missing_socket_directory_is_reported_and_not_created(tmp_path):
     finding = preflight.socket_directory(tmp_path / "absent")
     assert not finding.ok
     assert f"mkdir -p {tmp_path / 'absent'}" in finding.fix
     assert not (tmp_path / "absent").exists()
 
 
-def test_the_default_socket_directory_is_made(tmp_path):
+def test_the_default_socket_directory_is_created(tmp_path):
     before = os.umask(0o077)
     try:
         assert preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
@@ -282,7 +282,7 @@ def test_the_default_socket_directory_is_made(tmp_path):
     assert preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
 
 
-def test_a_default_directory_that_cannot_be_made_is_reported(tmp_path):
+def test_a_default_directory_that_cannot_be_created_is_reported(tmp_path):
     finding = preflight.socket_directory(tmp_path / "a" / "b", is_default=True)
     assert not finding.ok
     assert "cannot create" in finding.value
@@ -302,7 +302,7 @@ def test_a_default_directory_that_others_can_enter_is_refused(tmp_path):
     assert not preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
 
 
-def test_a_directory_in_which_anybody_can_swap_the_socket_is_refused(tmp_path):
+def test_a_directory_in_which_any_user_can_replace_the_socket_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     finding = preflight.socket_directory(tmp_path)
     assert not finding.ok
@@ -311,7 +311,7 @@ def test_a_directory_in_which_anybody_can_swap_the_socket_is_refused(tmp_path):
     assert preflight.socket_directory(tmp_path).ok
 
 
-def test_a_file_is_no_directory(tmp_path):
+def test_a_file_in_place_of_a_directory_is_reported(tmp_path):
     (tmp_path / "file").touch()
     for finding in (
         preflight.socket_directory(tmp_path / "file"),
@@ -320,7 +320,7 @@ def test_a_file_is_no_directory(tmp_path):
         preflight.state_directory(tmp_path / "file" / "below"),
     ):
         assert not finding.ok
-        # Neither would help where a file is in the way.
+        # Neither remedy applies if a file is in the way.
         assert "chown" not in finding.fix and "mkdir" not in finding.fix
 
 
@@ -343,7 +343,7 @@ def test_a_directory_that_cannot_be_entered_is_reported(tmp_path):
 
 
 @as_root
-def test_a_user_does_not_keep_state_in_a_directory_of_another_user(tmp_path, monkeypatch):
+def test_a_state_directory_of_another_user_is_refused(tmp_path, monkeypatch):
     os.chown(tmp_path, 12345, -1)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     assert "belongs to uid 12345" in preflight.state_directory(tmp_path / "state").value
@@ -359,13 +359,13 @@ def test_a_state_directory_may_be_missing(tmp_path):
 # --- all together ---------------------------------------------------------------------------------
 
 
-def test_all_is_well_for_a_small_tier(make):
+def test_a_small_tier_has_no_findings(make):
     findings = preflight.require(make("1MiB"))
     assert len(findings) == 7
     assert all(finding.ok for finding in findings)
 
 
-def test_everything_that_is_wrong_is_said_at_once(make, tmp_path):
+def test_all_failures_are_reported_together(make, tmp_path):
     loaded = make("4000TiB", socket=str(tmp_path / ("x" * 120) / "k.sock"))
     with pytest.raises(ConfigError) as caught:
         preflight.require(loaded)
@@ -376,11 +376,11 @@ def test_everything_that_is_wrong_is_said_at_once(make, tmp_path):
     assert "\n" not in message
 
 
-def test_a_single_failure_stands_by_itself(make):
+def test_a_single_failure_is_the_whole_message(make):
     with pytest.raises(ConfigError, match=r"^memory for the arena: .*; set warm\.size"):
         preflight.require(make("4000TiB"))
 
 
-def test_a_fine_finding_has_no_remedy_in_its_text():
+def test_a_finding_without_a_problem_has_no_remedy():
     assert str(MachineFinding(True, "a", "b", "c")) == "a: b"
     assert str(MachineFinding(False, "a", "b", "c")) == "a: b; c"

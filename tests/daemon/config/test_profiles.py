@@ -1,4 +1,4 @@
-"""Calibration profiles that a start finds, and those that it misses."""
+"""Calibration profiles that a start finds, and errors for missing ones."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def put(folder: Path, name: str = "one.kvtp", model: str = "model", tokens: int 
     return folder / name
 
 
-def test_a_profile_is_found_in_the_state_directory_and_where_one_says(
+def test_a_profile_is_found_in_the_state_directory_and_in_configured_places(
     losses: Callable[..., Losses], tmp_path: Path
 ) -> None:
     put(tmp_path / "state" / "profiles")
-    assert isinstance(losses(["model=ecsq-mid"]).look(SPEC), Loss)
+    assert isinstance(losses(["model=ecsq-mid"]).find(SPEC), Loss)
     elsewhere = put(tmp_path / "other", "x.kvtp", "another")
     other = losses(["*=ecsq-mid"], [elsewhere])
-    assert isinstance(other.look(spec_of("another")), Loss)
-    assert other.look(SPEC) == NO_PROFILE, "where one says is instead"
+    assert isinstance(other.find(spec_of("another")), Loss)
+    assert other.find(SPEC) == NO_PROFILE, "where one says is instead"
     both = losses(["*=ecsq-mid"], [tmp_path / "state" / "profiles", tmp_path / "other"])
-    assert all(isinstance(both.look(one), Loss) for one in (SPEC, spec_of("another")))
+    assert all(isinstance(both.find(one), Loss) for one in (SPEC, spec_of("another")))
 
 
-def test_a_model_without_a_profile_stops_a_start_with_the_line_to_write(
+def test_a_model_without_a_profile_stops_a_start_with_the_line_to_add(
     losses: Callable[..., Losses], tmp_path: Path
 ) -> None:
     folder = tmp_path / "state" / "profiles"
@@ -87,7 +87,7 @@ def test_a_damaged_profile_stops_a_start_that_needs_one(
         path.write_bytes(text)
         with pytest.raises(ConfigError, match=r"one\.kvtp.*kvtier calibrate"):
             losses(["model=ecsq-mid"])
-        assert isinstance(losses(["model=q8"]).look(SPEC), Loss), "nobody needs it"
+        assert isinstance(losses(["model=q8"]).find(SPEC), Loss), "nobody needs it"
     with pytest.raises(ConfigError, match=r"nowhere\.kvtp: No such file"):
         losses(["model=ecsq-mid"], [tmp_path / "nowhere.kvtp"])
 

@@ -1,4 +1,4 @@
-"""What of a configuration may be swapped while the daemon runs."""
+"""The parts of a configuration that a reload may change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tenants(folder: Path, a: list[int | str], b: list[int | str]) -> Config:
         (([1, "*"], [2]), ([1], [2, "*"]), False),
     ],
 )
-def test_users_are_added_live_and_moved_by_a_restart(
+def test_a_reload_adds_users_but_does_not_move_them_between_tenants(
     tmp_path: Path,
     before: tuple[list[Any], list[Any]],
     after: tuple[list[Any], list[Any]],
@@ -64,7 +64,7 @@ def test_users_are_added_live_and_moved_by_a_restart(
         (["llama*=q8"], ["llama*=q8", "gemma*=r32"], False),
     ],
 )
-def test_a_codec_that_loses_bits_is_not_swapped_while_spaces_are_open(
+def test_a_reload_does_not_change_a_lossy_codec_while_spaces_are_open(
     tmp_path: Path, before: list[str], after: list[str], live: bool
 ) -> None:
     running, wanted = config(tmp_path, before), config(tmp_path, after)

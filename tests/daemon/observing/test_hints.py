@@ -1,4 +1,4 @@
-"""Hints say what happened in the last minutes, and nothing when nothing did."""
+"""Hints describe problems of the last minutes, and are empty without problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def figures(at_s: float, looked: int = 0, found: int = 0, **cold: Any) -> dict[s
     }
 
 
-def test_blocks_lost_unwritten_are_told_until_they_are_minutes_ago() -> None:
+def test_blocks_lost_unwritten_are_reported_for_some_minutes() -> None:
     hints = Hints()
     lost = figures(60.0, unwritten={"slow_disk": 1234, "once": 99})
     (hint,) = hints.of(lost)
@@ -30,11 +30,11 @@ def test_blocks_lost_unwritten_are_told_until_they_are_minutes_ago() -> None:
     assert hints.of(later) == []
 
 
-def test_what_was_not_worth_a_write_is_no_loss() -> None:
+def test_blocks_that_admission_refused_are_not_reported_as_lost() -> None:
     assert Hints().of(figures(60.0, unwritten={"once": 5000})) == []
 
 
-def test_a_hit_rate_that_falls_is_told_and_one_that_stays_or_is_of_few_tokens_is_not() -> None:
+def test_a_falling_hit_rate_is_reported_if_it_covers_enough_tokens() -> None:
     hints = Hints()
     for at_s in (900.0, 901.0 + SPAN_S):
         hints.note(figures(at_s, 1_000_000, 620_000))
@@ -44,13 +44,13 @@ def test_a_hit_rate_that_falls_is_told_and_one_that_stays_or_is_of_few_tokens_is
     assert hints.of(figures(1300.0, 1_000_900, 620_000)) == []
 
 
-def test_loads_that_do_not_end_in_time_are_told() -> None:
+def test_late_loads_are_reported() -> None:
     assert Hints().of(figures(60.0, loads={"faster": 100, "late": 4})) == []
     (hint,) = Hints().of(figures(60.0, loads={"faster": 90, "unknown": 10, "late": 6}))
     assert "6 of 100 loads from disk were late" in hint
 
 
-def test_the_doctor_tells_of_blocks_lost_unwritten() -> None:
+def test_the_doctor_reports_blocks_lost_unwritten() -> None:
     well = {"states": {"written": 1000}, "unwritten": {"slow_disk": 3, "once": 500}}
     assert doctor.lost_unwritten(well).level is Severity.ok
     found = doctor.lost_unwritten(well | {"unwritten": {"slow_disk": 200, "off": 1}})

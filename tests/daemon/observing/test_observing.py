@@ -1,4 +1,5 @@
-"""What others see of the daemon: text that parsers take, a health in a line, a server that is bounded."""
+"""The daemon's outputs for monitoring: metrics that parsers accept, health in one line, and a bounded
+web server."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def families(draw: st.DrawFn) -> list[Family]:
 
 
 @given(families(), st.booleans())
-def test_what_is_rendered_is_parsed_to_the_same(found: list[Family], as_openmetrics: bool) -> None:
+def test_rendered_metrics_are_parsed_to_the_same_values(
+    found: list[Family], as_openmetrics: bool
+) -> None:
     text = render(found, as_openmetrics).decode()
     parse = (
         openmetrics.text_string_to_metric_families
@@ -97,12 +100,12 @@ def test_what_is_rendered_is_parsed_to_the_same(found: list[Family], as_openmetr
         ("application/openmetrics-text;q=x", False),
     ],
 )  # fmt: skip
-def test_openmetrics_is_for_who_prefers_it(accept: str, wanted: bool) -> None:
+def test_openmetrics_is_sent_if_the_client_prefers_it(accept: str, wanted: bool) -> None:
     assert accepts_openmetrics(accept) is wanted
 
 
 @given(st.lists(st.one_of(st.floats(0, 60), st.sampled_from(LATENCY_S)), max_size=30))
-def test_a_histogram_counts_what_is_at_most_its_bounds(noted: list[float]) -> None:
+def test_a_histogram_counts_values_up_to_its_bounds(noted: list[float]) -> None:
     histogram = Histogram()
     for seconds in noted:
         histogram.note(seconds)
@@ -117,13 +120,13 @@ def test_a_histogram_counts_what_is_at_most_its_bounds(noted: list[float]) -> No
 # --- lag, health ----------------------------------------------------------------------------------
 
 
-def test_a_loop_that_stands_still_is_seen() -> None:
+def test_a_stalled_loop_is_measured() -> None:
     async def work() -> None:
         lag = LoopLag(asyncio.get_running_loop())
         await asyncio.sleep(0.12)
         noted = lag.report()["counts"][-1]
         assert noted >= 1
-        time.sleep(0.4)  # noqa: ASYNC251 - that is what is to be seen
+        time.sleep(0.4)  # noqa: ASYNC251 - the stall is what the test measures
         assert lag.most(10) >= 0.3, "not even while its timer waits"
         await asyncio.sleep(0.12)
         report = lag.report()
@@ -135,7 +138,7 @@ def test_a_loop_that_stands_still_is_seen() -> None:
     asyncio.run(work())
 
 
-def test_what_was_late_is_forgotten_after_a_minute() -> None:
+def test_a_stall_is_forgotten_after_a_minute() -> None:
     class Loop:
         def call_later(self, seconds: float, step: Callable[[], None]) -> Any:
             self.step = step
@@ -159,7 +162,7 @@ def test_what_was_late_is_forgotten_after_a_minute() -> None:
 
 
 def figures_of(**changes: Any) -> dict[str, Any]:
-    """What is needed of them for a health, all well."""
+    """The figures that the health needs, without problems."""
     warm = {"allocated_bytes": 1 << 20, "capacity_bytes": 1 << 20, "failure": ""}
     cold = {"on": True, "given_up": False, "failure": ""}
     tiers = {"warm": warm | changes.pop("warm", {}), "cold": cold | changes.pop("cold", {})}
@@ -192,13 +195,13 @@ def figures_of(**changes: Any) -> dict[str, Any]:
          "degraded: the cold tier is off until a restart: /d: gone"),
     ],
 )  # fmt: skip
-def test_health_is_one_line_that_says_why(changes: dict[str, Any], ok: bool, text: str) -> None:
+def test_health_is_one_line_with_the_reason(changes: dict[str, Any], ok: bool, text: str) -> None:
     found = health(figures_of(**changes))
     assert found.ok is ok
     assert found.text.startswith(text) and "\n" not in found.text
 
 
-def test_a_watcher_that_is_slow_misses_the_oldest_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_watcher_misses_the_oldest_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "LIMIT_KEPT", 5)
     events, calls = EventFeed(lambda: 0.0), []
     watcher = events.watch(SessionId(1), None, (), lambda: calls.append(1))
@@ -213,7 +216,7 @@ def test_a_watcher_that_is_slow_misses_the_oldest_events(monkeypatch: pytest.Mon
     assert missed == 0
 
 
-def test_a_daemon_without_a_cold_tier_is_well() -> None:
+def test_a_daemon_without_a_cold_tier_is_healthy() -> None:
     figures = figures_of()
     del figures["tiers"]["cold"]
     assert health(figures).text == "ok"
@@ -223,7 +226,7 @@ def test_a_daemon_without_a_cold_tier_is_well() -> None:
 
 
 class Asked:
-    """A server on a port of its own, asked byte by byte."""
+    """A web server on its own port, tested with raw requests."""
 
     def __init__(self, figures: Callable[[], dict[str, Any]]) -> None:
         self.failures = 0
@@ -247,7 +250,7 @@ class Asked:
         self.web.close()
 
     async def send(self, text: bytes) -> bytes:
-        """What comes back until it hangs up."""
+        """The server's answer until it closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(text)
         try:
@@ -281,7 +284,7 @@ def served(
     asyncio.run(all_of_it())
 
 
-def test_each_place_answers_and_says_that_it_hangs_up() -> None:
+def test_each_page_answers_and_closes_the_connection() -> None:
     async def work(asked: Asked) -> None:
         for path, kind in (
             ("/", "text/html"),
@@ -304,7 +307,7 @@ def test_each_place_answers_and_says_that_it_hangs_up() -> None:
     served(work)
 
 
-def test_health_has_a_status_of_its_own() -> None:
+def test_health_has_its_own_http_status() -> None:
     async def work(asked: Asked) -> None:
         status, _, body = await asked.get("/healthz")
         assert (status, body) == (503, b"failed: the daemon is stopping\n")
@@ -321,7 +324,7 @@ def test_health_has_a_status_of_its_own() -> None:
         ("localhost.evil.example:9410", 421), ("127.0.0.1.evil.example", 421), ("[::1", 421), ("a b", 421),
     ],
 )  # fmt: skip
-def test_a_name_of_somebody_elses_is_no_name_of_the_daemons(host: str, status: int) -> None:
+def test_a_request_with_a_foreign_host_name_is_refused(host: str, status: int) -> None:
     async def work(asked: Asked) -> None:
         assert (await asked.get("/healthz", host=host))[0] == status
 
@@ -343,10 +346,11 @@ def test_a_name_of_somebody_elses_is_no_name_of_the_daemons(host: str, status: i
         (b"nonsense\r\n\r\n", 400),
         (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 10_000 + b"\r\n\r\n", 431),
         (b"GET /" + b"x" * 10_000, 431),
-        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3, 200),  # only the first is answered
+        # Only the first request is answered.
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3, 200),
     ],
 )  # fmt: skip
-def test_what_is_asked_wrongly_is_refused(text: bytes, status: int) -> None:
+def test_malformed_requests_are_refused(text: bytes, status: int) -> None:
     async def work(asked: Asked) -> None:
         answer = await asked.send(text)
         assert parsed(answer)[0] == status
@@ -357,7 +361,7 @@ def test_what_is_asked_wrongly_is_refused(text: bytes, status: int) -> None:
 
 
 class Transport:
-    """What is written is kept."""
+    """Records the written bytes."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -383,7 +387,7 @@ def connected() -> tuple[web.HttpConnection, Transport, Web]:
     return connection, transport, asked
 
 
-def test_what_comes_after_a_request_takes_nothing_of_its_answer() -> None:
+def test_bytes_after_a_request_do_not_shorten_its_answer() -> None:
     async def work() -> None:
         connection, transport, _ = connected()
         for text in (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /", b"x" * 20_000):
@@ -396,7 +400,7 @@ def test_what_comes_after_a_request_takes_nothing_of_its_answer() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_end_in_an_answer_or_in_silence(text: bytes) -> None:
+def test_random_bytes_get_an_answer_or_none(text: bytes) -> None:
     async def work() -> None:
         for prefix in (b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"):
             connection, transport, asked = connected()
@@ -409,13 +413,13 @@ def test_any_bytes_end_in_an_answer_or_in_silence(text: bytes) -> None:
     asyncio.run(work())
 
 
-def test_who_is_slow_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_clients_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "REQUEST_S", 0.2)
 
     async def work(asked: Asked) -> None:
         assert await asked.send(b"GET /healthz HTTP/1.1\r\nHost: loc") == b""
         assert not asked.web.connections
-        # One that takes nothing of its answer is, too.
+        # A client that does not read its answer is disconnected too.
         _, writer = await asyncio.open_connection("127.0.0.1", asked.port, limit=16)
         writer.write(b"GET /status HTTP/1.0\r\n\r\n")
         async with asyncio.timeout(60):
@@ -430,7 +434,7 @@ def test_who_is_slow_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     served(work, lambda: figures_of(much="x" * (16 << 20)))
 
 
-def test_connections_that_ask_nothing_make_room_for_one_that_does() -> None:
+def test_idle_connections_are_closed_for_a_new_one() -> None:
     async def work(asked: Asked) -> None:
         held = [
             await asyncio.open_connection("127.0.0.1", asked.port)
@@ -452,7 +456,7 @@ def test_connections_that_ask_nothing_make_room_for_one_that_does() -> None:
     served(work)
 
 
-def test_what_fails_is_counted_and_ends_nothing() -> None:
+def test_a_failing_page_is_counted_and_the_server_continues() -> None:
     def broken() -> dict[str, Any]:
         raise KeyError("of ours")
 
@@ -465,7 +469,7 @@ def test_what_fails_is_counted_and_ends_nothing() -> None:
     served(work, broken)
 
 
-def test_a_port_in_use_is_said_in_a_line() -> None:
+def test_a_port_in_use_is_an_error_in_one_line() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -476,7 +480,7 @@ def test_a_port_in_use_is_said_in_a_line() -> None:
         listen("203.0.113.7", 9410)
 
 
-def test_the_page_runs_nothing_but_itself_and_fetches_from_nowhere_else() -> None:
+def test_the_page_loads_nothing_from_other_hosts() -> None:
     text, policy = web._file()
     page = text.decode()
     assert policy.count("'sha256-") == 2 and "unsafe" not in policy
@@ -486,7 +490,7 @@ def test_the_page_runs_nothing_but_itself_and_fetches_from_nowhere_else() -> Non
     assert not re.findall(r"\bon[a-z]+=|\sstyle=|innerHTML|eval\(", page)
 
 
-def test_the_page_gets_no_more_than_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_gets_only_values_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     up = 0.0
 
     def figures() -> dict[str, Any]:

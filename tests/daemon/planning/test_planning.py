@@ -1,4 +1,4 @@
-"""Loads that wait for a disk: who is served when, and who had better compute."""
+"""Loads that wait for a disk: the order in which they are served, and which of them should recompute."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvtier_daemon.planning.links import GUESS_BYTES_S, STALE_S, WINDOW_READS, DiskLink
 from kvtier_daemon.planning.planner import FORGET_S, LIMIT_DECLINED, LIMIT_REQUESTS, Planner
-from kvtier_daemon.planning.read_order import LIMIT_WAITS
+from kvtier_daemon.planning.read_order import (
+    GUESS_BYTES_S,
+    LIMIT_WAITS,
+    STALE_S,
+    WINDOW_READS,
+    DiskLink,
+)
 from models.planning import BLOCK, RATE, Load, World
 from support.effort import effort
 
@@ -28,7 +33,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def eight_waiting(writes: bool) -> tuple[list[float], int]:
-    """How long each urgent load takes beside eight that wait."""
+    """How long each urgent load takes while eight other loads wait."""
     world = World(writes=writes)
     dice = random.Random(1)
     loads = [Load(f"long{at}.{again}", again * 1.5, blocks(f"l{at}.{again}", 128), 20.0)
@@ -40,15 +45,15 @@ def eight_waiting(writes: bool) -> tuple[list[float], int]:
     return [load.over_at for load in urgent], world.disk.written
 
 
-def test_writes_are_not_in_the_way_of_urgent_reads() -> None:
-    """Eight loads wait on a link of 3 GB/s: write-back costs an urgent one little."""
+def test_writes_delay_urgent_reads_only_a_little() -> None:
+    """Eight loads wait on a disk of 3 GB/s: write-back delays an urgent load only a little."""
     alone, _ = eight_waiting(writes=False)
     beside, written = eight_waiting(writes=True)
     assert percentile(beside, 0.99) <= 1.2 * percentile(alone, 0.99)
     assert written > 1 << 30, "nothing was written: the test shows nothing"
 
 
-def test_of_loads_that_wait_the_one_with_the_least_time_is_first() -> None:
+def test_the_waiting_load_with_the_least_time_is_served_first() -> None:
     world = World()
     long = Load("long", 0.0, blocks("a", 300), 10.0)
     short = Load("short", 0.02, blocks("b", 8), 0.06)
@@ -58,7 +63,7 @@ def test_of_loads_that_wait_the_one_with_the_least_time_is_first() -> None:
 
 
 @pytest.mark.parametrize("recompute_s, why", [(0.2, "slower"), (1.2, "faster")])
-def test_the_smaller_of_load_and_recompute_is_taken(recompute_s: float, why: str) -> None:
+def test_the_faster_of_load_and_recompute_is_chosen(recompute_s: float, why: str) -> None:
     world = World()
     load = Load("a", 0.0, blocks("a", 500), recompute_s)  # 0.35 s
     world.run([load])
@@ -69,7 +74,7 @@ def test_the_smaller_of_load_and_recompute_is_taken(recompute_s: float, why: str
     assert not load.verdict.load or load.over_at < recompute_s
 
 
-def test_a_load_that_would_make_another_one_late_is_not_begun() -> None:
+def test_a_load_that_would_delay_another_past_its_deadline_is_declined() -> None:
     world = World()
     first = Load("first", 0.0, blocks("a", 500), 0.45)
     eager = Load("eager", 0.01, blocks("b", 200), 0.25)
@@ -79,7 +84,7 @@ def test_a_load_that_would_make_another_one_late_is_not_begun() -> None:
     assert first.over_at <= 0.45
 
 
-def test_a_block_that_two_wait_for_is_read_once_and_for_the_one_with_less_time() -> None:
+def test_a_shared_block_is_read_once_with_the_earlier_deadline() -> None:
     world = World()
     ahead = Load("ahead", 0.0, blocks("z", 400), 5.0)
     late = Load("late", 0.001, blocks("a", 20), 20.0)
@@ -91,7 +96,7 @@ def test_a_block_that_two_wait_for_is_read_once_and_for_the_one_with_less_time()
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_what_a_request_that_is_gone_waited_for_is_read_for_others_alone(both: bool) -> None:
+def test_blocks_of_a_cancelled_request_are_read_only_for_others(both: bool) -> None:
     world = World()
     ahead = Load("ahead", 0.0, blocks("z", 100), 0.5)
     leaves = Load("leaves", 0.001, blocks("a", 50), 1.0, gone_at=0.005)
@@ -102,7 +107,7 @@ def test_what_a_request_that_is_gone_waited_for_is_read_for_others_alone(both: b
     assert not len(world.planner.order)
 
 
-def test_what_is_with_the_disk_is_not_called_back() -> None:
+def test_a_cancel_does_not_recall_reads_that_were_submitted() -> None:
     world = World()
     load = Load("a", 0.0, blocks("a", 100), 5.0)
     world.ask(load)
@@ -110,7 +115,7 @@ def test_what_is_with_the_disk_is_not_called_back() -> None:
     assert WINDOW_READS <= len(begun) < 30
     back = world.planner.cancel("a")
     assert set(back) == set(load.blocks) - set(begun)
-    # Who asks for one of them now waits for that read.
+    # A request for one of these blocks now joins the read that is in progress.
     world.gone(back)
     again = Load("b", 0.0, load.blocks[:10], 5.0)
     world.ask(again)
@@ -121,8 +126,8 @@ def test_what_is_with_the_disk_is_not_called_back() -> None:
     assert not world.planner.eta_s("b")
 
 
-def test_a_read_that_ended_says_who_waited_for_it() -> None:
-    """Urgent requests that have not gone, each of which waits for the same blocks."""
+def test_the_end_of_a_read_returns_the_requests_that_waited_for_it() -> None:
+    """All urgent requests that were not cancelled; each waits for the same blocks."""
     world = World()
     asked = blocks("a", 2)
     for name in ("first", "gone", "last"):
@@ -135,8 +140,8 @@ def test_a_read_that_ended_says_who_waited_for_it() -> None:
     assert world.planner.ended(asked[1], good=True) == ["last"]
 
 
-def test_nobody_waits_for_a_prefetch_and_it_ends_all_the_same() -> None:
-    """Urgent loads that fill the link leave it a little."""
+def test_a_prefetch_ends_although_urgent_loads_use_the_bandwidth() -> None:
+    """Urgent loads that use the whole bandwidth leave it a small part."""
     world = World()
     prefetch = Load("prefetch", 0.0, blocks("p", 64), urgent=False)
     urgent = [Load(f"u{at}", at * 0.02, blocks(f"u{at}", 32), 60.0) for at in range(200)]
@@ -150,7 +155,7 @@ def test_nobody_waits_for_a_prefetch_and_it_ends_all_the_same() -> None:
     assert busy == pytest.approx(max(load.at + load.over_at for load in urgent), rel=0.1)
 
 
-def test_a_request_that_asks_again_is_told_what_it_was_told() -> None:
+def test_a_repeated_request_gets_the_same_verdict() -> None:
     world = World()
     slow = Load("slow", 0.0, blocks("s", 500), 0.1)
     world.ask(slow)
@@ -167,7 +172,7 @@ def test_a_request_that_asks_again_is_told_what_it_was_told() -> None:
     assert len(world.planner.order) == 50
 
 
-def test_a_load_that_does_not_come_in_time_is_given_up() -> None:
+def test_a_load_that_is_late_is_given_up() -> None:
     world = World()
     load = Load("a", 0.0, blocks("a", 100), 0.2)
     world.ask(load)
@@ -181,7 +186,7 @@ def test_a_load_that_does_not_come_in_time_is_given_up() -> None:
     assert (load.verdict.load, load.verdict.why) == (False, "late")
 
 
-def test_a_lease_that_was_released_ends_the_waiting_unless_its_request_asks_again() -> None:
+def test_a_released_lease_ends_the_wait_unless_its_request_is_repeated() -> None:
     world = World()
     for name in ("a", "b"):
         world.ask(Load(name, 0.0, blocks(name, 10), 5.0))
@@ -193,7 +198,7 @@ def test_a_lease_that_was_released_ends_the_waiting_unless_its_request_asks_agai
     assert len(world.planner.order) == 10
 
 
-def test_what_is_announced_counts_as_what_is_there() -> None:
+def test_announced_reads_count_like_queued_ones() -> None:
     world = World()
     planner, link = world.planner, world.link
     assert planner.weigh("a", {link: 200 * BLOCK}, recompute_s=60.0).load
@@ -211,7 +216,7 @@ def test_what_is_announced_counts_as_what_is_there() -> None:
     assert not planner.knows("a") and not len(planner.order) and not planner.order.waits
 
 
-def test_who_waits_for_more_is_not_over_before_that_has_come() -> None:
+def test_a_request_that_waits_for_more_blocks_ends_with_the_last_of_them() -> None:
     world = World()
     planner, link = world.planner, world.link
     planner.weigh("a", {link: 4 * BLOCK})
@@ -225,7 +230,7 @@ def test_who_waits_for_more_is_not_over_before_that_has_come() -> None:
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_who_waits_for_much_is_called_back_some_at_a_time(both: bool) -> None:
+def test_a_request_with_many_blocks_is_cancelled_in_parts(both: bool) -> None:
     world = World()
     planner = world.planner
     world.ask(Load("leaves", 0.0, blocks("a", 100), 5.0))
@@ -235,7 +240,8 @@ def test_who_waits_for_much_is_called_back_some_at_a_time(both: bool) -> None:
     names = planner.cancel("leaves", most=16)
     assert not planner.knows("leaves")
     world.gone(names)
-    world.ask(Load("leaves", 0.0, blocks("b", 10), 5.0))  # the name is free
+    # The id of the cancelled request may be used again.
+    world.ask(Load("leaves", 0.0, blocks("b", 10), 5.0))
     while planner.is_cancelling:
         before = planner.order.waits
         more = planner.continue_cancel(16)
@@ -249,7 +255,7 @@ def test_who_waits_for_much_is_called_back_some_at_a_time(both: bool) -> None:
     assert not len(planner.order) and not planner.order.waits
 
 
-def test_what_ends_while_its_request_is_called_back_leaves_its_successor_alone() -> None:
+def test_reads_of_a_cancelled_request_do_not_affect_a_later_one_with_its_id() -> None:
     world = World()
     planner = world.planner
     world.ask(Load("a", 0.0, blocks("a", 8), 5.0))
@@ -263,7 +269,7 @@ def test_what_ends_while_its_request_is_called_back_leaves_its_successor_alone()
     assert not planner.is_cancelling and len(planner.order) == 3
 
 
-def test_of_many_who_are_late_some_are_given_up_at_a_time() -> None:
+def test_many_late_requests_are_given_up_in_parts() -> None:
     world = World()
     for at in range(10):
         load = Load(f"{at}", 0.0, blocks(f"{at}", 5), 1.0)
@@ -282,7 +288,7 @@ def test_of_many_who_are_late_some_are_given_up_at_a_time() -> None:
     assert world.planner.late == 10
 
 
-def test_what_was_said_against_some_keeps_nobody_from_being_weighed() -> None:
+def test_remembered_declines_are_limited_and_do_not_block_new_requests() -> None:
     world = World()
     for at in range(2 * LIMIT_REQUESTS):
         slow = Load(f"slow{at}", 0.0, blocks(f"s{at}", 500), 0.1)
@@ -299,7 +305,7 @@ def test_what_was_said_against_some_keeps_nobody_from_being_weighed() -> None:
     assert not world.planner.knows("more0")
 
 
-def test_what_is_on_its_way_for_nobody_may_be_slower_than_computing() -> None:
+def test_joining_a_prefetch_that_is_slower_than_recompute_is_declined() -> None:
     world = World()
     world.ask(Load("prefetch", 0.0, blocks("a", 500), urgent=False))
     load = Load("a", 0.0, blocks("a", 500), 0.2)  # 0.35 s
@@ -307,7 +313,7 @@ def test_what_is_on_its_way_for_nobody_may_be_slower_than_computing() -> None:
     assert load.verdict is not None and load.verdict.why == "slower"
 
 
-def test_how_fast_a_link_is_is_learned_and_in_time_doubted() -> None:
+def test_the_bandwidth_of_a_disk_is_learned_and_becomes_stale() -> None:
     world = World(rate=5e8)
     assert world.link.bytes_s == pytest.approx(5e8, rel=0.01)
     world.now += STALE_S + 1
@@ -316,7 +322,7 @@ def test_how_fast_a_link_is_is_learned_and_in_time_doubted() -> None:
     assert world.link.bytes_s == pytest.approx(5e8, rel=0.01), "somebody reads, so it is known"
 
 
-def test_prefetches_beside_which_all_is_written_say_nothing_of_how_fast_urgent_reads_are() -> None:
+def test_the_bandwidth_is_learned_from_urgent_reads_not_from_prefetches() -> None:
     world = World(rate=3e9)
     link = world.link
 
@@ -336,7 +342,7 @@ def test_prefetches_beside_which_all_is_written_say_nothing_of_how_fast_urgent_r
     assert link.bytes_s > 2e9, "what comes beside an urgent one counts, as its time does"
 
 
-def test_one_in_a_hundred_is_done_the_other_way_where_that_costs_little() -> None:
+def test_one_decision_in_a_hundred_is_reversed_if_that_costs_little() -> None:
     tried = Counter[str]()
     for dice in (0.5, 0.005):
         for recompute_s in (0.3, 0.36, 0.43, 3.0):
@@ -358,7 +364,7 @@ def test_one_in_a_hundred_is_done_the_other_way_where_that_costs_little() -> Non
     assert (load.verdict.load, load.verdict.why) == (False, "tried_compute")
 
 
-def test_there_is_a_limit_to_who_may_wait_and_to_what_is_waited_for() -> None:
+def test_waiting_requests_and_their_blocks_are_limited() -> None:
     world = World()
     for at in range(LIMIT_REQUESTS):
         world.ask(Load(f"{at}", 0.0, ["one"], 50.0))
@@ -370,7 +376,7 @@ def test_there_is_a_limit_to_who_may_wait_and_to_what_is_waited_for() -> None:
     for at in range(20):
         many.ask(Load(f"{at}", 0.0, blocks("same", 4096), 500.0), nbytes=4096)
     assert many.planner.order.waits == LIMIT_WAITS
-    # Joining and leaving leaves nothing behind.
+    # After requests join and leave, no entry remains.
     for _ in range(50):
         many.ask(Load("again", 0.0, blocks("other", 64), 100.0), nbytes=4096)
         many.gone(many.planner.cancel("again"))
@@ -458,9 +464,9 @@ def check_workload(seed: int, writes: Callable[[random.Random], bool]) -> Counte
     return seen
 
 
-def test_whatever_the_workload() -> None:
-    """Nobody starves or is lost, nothing is read twice, no load takes more than a twentieth longer than
-    recompute, and where serving by deadline alone would have all in time, so it is here."""
+def test_random_workloads_keep_the_planners_guarantees() -> None:
+    """Every load is answered, no block is read twice, no load takes more than 5% longer than recompute,
+    and if serving by deadline alone would finish all loads in time, the planner does too."""
     seen: Counter[str] = Counter()
     for seed in range(WORKLOADS):
         seen += check_workload(seed, lambda dice: dice.random() < 0.3)
@@ -469,7 +475,7 @@ def test_whatever_the_workload() -> None:
     assert seen["feasible"] > WORKLOADS / 20, seen
 
 
-def test_writes_go_on_once_a_read_that_several_waited_for_is_over() -> None:
+def test_writes_continue_after_a_shared_read_ended() -> None:
     planner, link = Planner(lambda: 0.0, lambda: 1.0), DiskLink(lambda: 0.0)
     for name in ("one", "two", "three"):
         joined = [] if name == "one" else ["block"]
@@ -481,11 +487,11 @@ def test_writes_go_on_once_a_read_that_several_waited_for_is_over() -> None:
     assert planner.order.waits == len(planner.order) == 0
 
 
-# --- disks that do not keep their forecasts --------------------------------------------------
+# --- disks slower than forecast ---------------------------------------------------------------
 
 
 def stalled(world: World, name: str, stall_s: float, **changes: Any) -> str:
-    """Why a request was answered so, whose 10 blocks come that much later than was forecast."""
+    """The verdict for a request whose 10 blocks arrive `stall_s` later than forecast."""
     load = Load(name, 0.0, blocks(name, 10), **{"recompute_s": 2.0, **changes})
     world.ask(load)
     assert load.verdict is not None
@@ -499,7 +505,7 @@ def stalled(world: World, name: str, stall_s: float, **changes: Any) -> str:
     return load.verdict.why
 
 
-def test_a_disk_whose_reads_come_late_is_not_waited_for_until_they_come_in_time() -> None:
+def test_an_unreliable_disk_is_not_used_until_its_reads_are_in_time_again() -> None:
     world = World()
     assert [stalled(world, f"late{at}", 1.0) for at in range(3)] == [
         "faster",
@@ -515,7 +521,7 @@ def test_a_disk_whose_reads_come_late_is_not_waited_for_until_they_come_in_time(
     assert not world.link.may_probe()
 
 
-def test_a_request_that_goes_after_its_forecast_counts_as_late() -> None:
+def test_a_request_cancelled_after_its_forecast_counts_as_late() -> None:
     world = World()
     for at in range(2):
         world.ask(Load(f"gone{at}", 0.0, blocks(f"gone{at}", 10), 2.0))
@@ -524,7 +530,7 @@ def test_a_request_that_goes_after_its_forecast_counts_as_late() -> None:
     assert stalled(world, "next", 0.0) == "unreliable"
 
 
-def test_a_request_that_goes_early_and_one_that_others_went_before_are_not_late() -> None:
+def test_a_request_cancelled_early_or_overtaken_does_not_count_as_late() -> None:
     world = World()
     for at in range(4):
         world.ask(Load(f"gone{at}", 0.0, blocks(f"gone{at}", 10), 2.0))

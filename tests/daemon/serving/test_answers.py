@@ -1,4 +1,4 @@
-"""What lookups are answered, with a disk under them: each request counts once, however often it asks."""
+"""Replies to lookups with a disk: each request counts once, even if it is repeated."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ import pytest
 
 from daemon.serving.test_planned_reads import Held, key, keys
 from daemon.tiers import test_forget
-from daemon.tiers.test_cold import BLOCK, run
 from daemon.tiers.test_forget import ONE, SLOTS
 from kvtier import wire
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.histogram import Latencies
-from kvtier_daemon.planning import PATIENCE_S, links, planner, recomputed
+from kvtier_daemon.planning import PATIENCE_S, planner, read_order, recomputed
 from kvtier_daemon.serving import deferred_answers
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.requests import Requests
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold import read_queue
-from kvtier_daemon.tiers.cold import tier as cold
+from kvtier_daemon.tiers.cold import attached, read_queue
+from support.cold_bench import BLOCK, run
 
 COUNT = 20
 TOKENS = 16
 
 
 class Client:
-    """Asks, without a connection."""
+    """Sends requests without a connection."""
 
     def __init__(self, folder: Path) -> None:
         self.held = Held(folder)
@@ -82,7 +81,7 @@ class Client:
             self.sent.append(reply)
 
     def wait(self, wait_ms: int, request: int = 7, number: int = 2) -> None:
-        """Ask for as much again, to be answered when it is there."""
+        """Repeat the request with a time limit; it is answered when the blocks are ready."""
         asked = wire.Load(
             number, self.space, keys(COUNT), 60_000, [0], request, 5000, wait_ms=wait_ms
         )
@@ -102,7 +101,7 @@ class Client:
 
     @property
     def counted(self) -> dict[str, int]:
-        """In blocks: what was looked up, hit and missed."""
+        """In blocks: lookups, hits and misses."""
         hits, misses = self.catalog.usage.hit_tokens, self.catalog.usage.miss_tokens
         missed = {f"no: {why}": tokens for why, tokens in misses.items()}
         all_ = {"asked": self.catalog.usage.lookup_tokens, **hits, **missed}
@@ -111,7 +110,7 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "WINDOW_S", 0.0)
+    monkeypatch.setattr(read_order, "WINDOW_S", 0.0)
     monkeypatch.setattr(test_forget, "key", key)
 
 
@@ -134,16 +133,15 @@ def since(client: Client, before: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("how", ["load", "match"])
-def test_a_request_is_one_lookup_and_one_use_however_often_it_asks(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_repeated_request_counts_as_one_lookup_and_one_use(tmp_path: Path, how: str) -> None:
     async def work(client: Client) -> None:
         before, ask = client.counted, getattr(client, how)
         for turn in range(3):
-            for request, count in ((7, COUNT), (8, 10)):  # side by side, as an engine's are
+            # Concurrently, as the requests of an engine are.
+            for request, count in ((7, COUNT), (8, 10)):
                 assert ask(count, request).coming == count, turn
         assert since(client, before) == {"asked": COUNT + 10, "cold": COUNT + 10}
-        await client.held.let_go()
+        await client.held.submit_reads()
         assert ask(COUNT, 7).ready == COUNT and ask(10, 8).ready == 10
         assert since(client, before) == {"asked": COUNT + 10, "cold": COUNT + 10}
         assert sum(client.uses) == 2
@@ -157,13 +155,13 @@ def test_a_request_is_one_lookup_and_one_use_however_often_it_asks(
     with_client(tmp_path, work)
 
 
-def test_of_those_without_a_number_a_match_and_its_load_are_one(tmp_path: Path) -> None:
+def test_a_match_and_its_load_without_a_request_number_count_as_one(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.match(), client.match(), client.load()
         assert sum(client.uses) == 1
         client.load()
         assert sum(client.uses) == 2
-        await client.held.let_go()
+        await client.held.submit_reads()
         client.match()
         assert sum(client.uses) == 2, "how far is it?"
         client.match()
@@ -175,7 +173,7 @@ def test_of_those_without_a_number_a_match_and_its_load_are_one(tmp_path: Path) 
     with_client(tmp_path, work)
 
 
-def test_what_a_session_asked_for_is_remembered_up_to_a_limit(
+def test_the_remembered_requests_of_a_session_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier_daemon.serving.requests.lookups.LIMIT_COUNTED", 2)
@@ -192,7 +190,7 @@ def test_what_a_session_asked_for_is_remembered_up_to_a_limit(
     with_client(tmp_path, work)
 
 
-def test_a_prefetch_and_a_match_of_the_same_are_two_that_ask(tmp_path: Path) -> None:
+def test_a_prefetch_and_a_match_of_the_same_prefix_are_two_requests(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.tell(wire.Prefetch(1, client.space, keys(COUNT)))
         assert client.match().why == "unknown", "somebody waits"
@@ -200,15 +198,15 @@ def test_a_prefetch_and_a_match_of_the_same_are_two_that_ask(tmp_path: Path) -> 
         begun = len(client.held.read)
         assert begun < COUNT
         planner = client.held.reads.planner
-        assert planner.order._urgent[client.held.bench.tier.disks[0].link] == COUNT
-        client.mover.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
-        assert not planner.order._urgent[client.held.bench.tier.disks[0].link]
+        assert planner.order._urgent[client.held.bench.first.disk.link] == COUNT
+        client.mover.pending.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
+        assert not planner.order._urgent[client.held.bench.first.disk.link]
         assert client.catalog.promotions.reading == COUNT, "the prefetch goes on"
 
     with_client(tmp_path, work)
 
 
-def test_who_is_to_compute_takes_nobodys_place(
+def test_declined_requests_do_not_count_toward_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_queue, "LIMIT_SESSION", 3)
@@ -225,7 +223,7 @@ def test_who_is_to_compute_takes_nobodys_place(
     with_client(tmp_path, work)
 
 
-def test_what_is_computed_is_a_miss_by_the_name_of_its_reason(
+def test_declined_blocks_are_misses_with_their_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(client: Client) -> None:
@@ -241,7 +239,7 @@ def test_what_is_computed_is_a_miss_by_the_name_of_its_reason(
         assert since(client, before) == {"asked": COUNT, "cold": COUNT}
         await client.held.turn()
         now[0] += PATIENCE_S + 0.01
-        client.held.reads.tend()
+        client.held.reads.pending.expire()
         assert client.match(request=2).why == "late"
         assert since(client, before) == {"asked": COUNT, "no: late": COUNT}
         assert client.match(request=2).why == "late"
@@ -250,10 +248,10 @@ def test_what_is_computed_is_a_miss_by_the_name_of_its_reason(
     with_client(tmp_path, work)
 
 
-def test_what_can_not_be_read_is_no_hit(tmp_path: Path) -> None:
+def test_unreadable_blocks_are_misses(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         before, tier = client.counted, client.held.bench.tier
-        nowhere = frozenset(segment.number for segment in tier.segments)
+        nowhere = frozenset(segment.number for segment in tier.table.segments)
         tier.unreadable_segments = lambda: nowhere  # type: ignore[method-assign]
         reply = client.load()
         assert (reply.coming, reply.why) == (0, "not_read")
@@ -264,7 +262,7 @@ def test_what_can_not_be_read_is_no_hit(tmp_path: Path) -> None:
     with_client(tmp_path, work)
 
 
-def test_what_is_computed_again_and_again_is_found_in_memory(tmp_path: Path) -> None:
+def test_blocks_that_are_recomputed_repeatedly_are_promoted(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.prefill(BLOCK / 1e12)
         for request in (1, 1, 1):
@@ -272,14 +270,14 @@ def test_what_is_computed_again_and_again_is_found_in_memory(tmp_path: Path) -> 
             assert client.catalog.promotions.reading == 0
         assert client.load(request=2).why == "slower"
         assert client.catalog.promotions.reading == COUNT
-        await client.held.let_go()
+        await client.held.submit_reads()
         assert client.load(request=3).ready == COUNT
         assert COUNT < SLOTS
 
     with_client(tmp_path, work)
 
 
-def test_who_waits_is_answered_when_the_last_block_is_there(tmp_path: Path) -> None:
+def test_a_waiting_request_is_answered_when_its_last_block_is_ready(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         before = client.counted
         assert client.load(request=7).coming == COUNT
@@ -288,10 +286,10 @@ def test_who_waits_is_answered_when_the_last_block_is_there(tmp_path: Path) -> N
         assert client.last().coming == COUNT, "that one asked for nothing before"
         await client.held.turn()
         assert not client.sent
-        await client.held.let_go()
+        await client.held.submit_reads()
         await client.held.turn()
-        told = client.last()
-        assert (told.id, told.ready, told.coming) == (2, COUNT, 0) and told.lease
+        reply = client.last()
+        assert (reply.id, reply.ready, reply.coming) == (2, COUNT, 0) and reply.lease
         assert since(client, before) == {"asked": 2 * COUNT, "cold": 2 * COUNT}
         client.wait(60_000)
         assert client.last().ready == COUNT, "nothing is on its way any more"
@@ -299,7 +297,7 @@ def test_who_waits_is_answered_when_the_last_block_is_there(tmp_path: Path) -> N
     with_client(tmp_path, work)
 
 
-def test_who_waits_is_told_how_far_it_is_after_the_time_it_gave(tmp_path: Path) -> None:
+def test_a_waiting_request_is_answered_with_its_progress_at_its_time_limit(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.load(request=7)
         client.wait(60)
@@ -317,7 +315,7 @@ def test_who_waits_is_told_how_far_it_is_after_the_time_it_gave(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("why", ["late", "off", "shut"])
-def test_who_waits_for_what_will_not_come_is_told_at_once(
+def test_a_waiting_request_is_answered_at_once_when_its_reads_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     async def work(client: Client) -> None:
@@ -331,35 +329,35 @@ def test_who_waits_for_what_will_not_come_is_told_at_once(
             if why == "late":
                 now = client.held.reads.planner._clock() + 2 * PATIENCE_S
                 none_begins.setattr(client.held.reads.planner, "_clock", lambda: now)
-                client.held.reads.tend()
+                client.held.reads.pending.expire()
             elif why == "shut":
                 tier.shut()
         if why == "off":
-            tier.disks[0].give_up("gone")
-            client.held.reads._pump_soon(tier.disks[0])
+            tier.directories.attached[0].disk.give_up("gone")
+            client.held.reads.pump(tier.directories.attached[0].disk)
         for _ in range(20):
             await client.held.turn()
-        told = client.last()
-        assert (told.id, told.ready, told.coming) == (2, 0, 0)
+        reply = client.last()
+        assert (reply.id, reply.ready, reply.coming) == (2, 0, 0)
 
     with_client(tmp_path, work)
 
 
-def test_who_waits_no_more_is_told_so_and_holds_nothing(tmp_path: Path) -> None:
+def test_a_cancelled_wait_is_answered_and_holds_no_lease(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.load(request=7)
         client.wait(60_000)
         client.tell(wire.Cancel(0, 7))
-        told = client.last()
-        assert (told.id, told.ready, told.lease) == (2, 0, 0)
-        await client.held.let_go()
+        reply = client.last()
+        assert (reply.id, reply.ready, reply.lease) == (2, 0, 0)
+        await client.held.submit_reads()
         await client.held.turn()
         assert not client.sent and not len(client.catalog.leases)
 
     with_client(tmp_path, work)
 
 
-def test_who_has_much_to_be_told_of_is_told_at_once(
+def test_a_wait_beyond_the_limit_of_bytes_is_answered_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deferred_answers, "LIMIT_BYTES", COUNT * KEY_BYTES)
@@ -375,7 +373,7 @@ def test_who_has_much_to_be_told_of_is_told_at_once(
 
 
 def save_much(client: Client) -> int:
-    """Save as much as there is room for, and forget it; how many blocks."""
+    """Reserve all free memory, and abort. Returns the number of granted blocks."""
     at = [1000 + number for number in range(SLOTS)]
     granted = client.catalog.reserve(ONE, client.held.space, 0, 0, b"", b"".join(map(key, at)))
     client.catalog.abort(ONE, granted.lease)
@@ -383,31 +381,31 @@ def save_much(client: Client) -> int:
 
 
 @pytest.mark.parametrize("how", ["load", "match"])
-def test_what_was_read_for_a_request_is_held_until_it_is_answered(tmp_path: Path, how: str) -> None:
+def test_blocks_read_for_a_request_are_held_until_it_is_answered(tmp_path: Path, how: str) -> None:
     async def work(client: Client) -> None:
         holds, ask = client.catalog.holds, getattr(client, how)
-        for request in (7, 8):  # of which one waits for the other's reads
+        for request in (7, 8):  # the second one joins the reads of the first
             assert ask(12, request).coming == 12
-        await client.held.let_go()
+        await client.held.submit_reads()
         assert len(holds) == 12
         assert save_much(client) == SLOTS - 12
-        told = client.load(12, 7)
-        assert (told.ready, told.coming, len(holds)) == (12, 0, 12)
-        client.tell(wire.Release(0, told.lease))
+        reply = client.load(12, 7)
+        assert (reply.ready, reply.coming, len(holds)) == (12, 0, 12)
+        client.tell(wire.Release(0, reply.lease))
         assert save_much(client) == SLOTS - 12, "the other has yet to be answered"
-        told = client.load(12, 8)
-        assert (told.ready, len(holds)) == (12, 0)
-        client.tell(wire.Release(0, told.lease))
+        reply = client.load(12, 8)
+        assert (reply.ready, len(holds)) == (12, 0)
+        client.tell(wire.Release(0, reply.lease))
         assert save_much(client) == SLOTS
         assert client.load(12, 9).coming == 12
 
     with_client(tmp_path, work)
 
 
-def test_who_matched_without_a_number_and_then_loads_is_answered(tmp_path: Path) -> None:
+def test_blocks_of_a_match_without_a_number_are_held_for_its_load(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         assert client.match(12).coming == 12
-        await client.held.let_go()
+        await client.held.submit_reads()
         assert (client.match(12).ready, len(client.catalog.holds)) == (12, 12)
         assert save_much(client) == SLOTS - 12
         assert (client.load(12).ready, len(client.catalog.holds)) == (12, 0)
@@ -415,75 +413,78 @@ def test_who_matched_without_a_number_and_then_loads_is_answered(tmp_path: Path)
     with_client(tmp_path, work)
 
 
-WAYS = ("cancelled", "late", "session"), ("forgotten", "time")  # of these two what came ends alone
+# With the last two, a hold ends without a request.
+WAYS = ("cancelled", "late", "session"), ("forgotten", "time")
 
 
 @pytest.mark.parametrize(
     ("how", "when"),
     [(how, "before") for how in WAYS[0]] + [(how, "after") for how in sum(WAYS, ())],
 )
-def test_who_waits_no_more_has_nothing_held(
+def test_a_request_that_ended_has_no_blocks_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, when: str
 ) -> None:
-    """Neither what came before, nor what the disk brings after."""
+    """Neither the blocks that arrived before, nor those that arrive later, are held."""
 
     async def work(client: Client) -> None:
         client.match(12, request=7)
         await client.held.turn()
         assert client.held.read
         if when == "after":
-            await client.held.let_go()
+            await client.held.submit_reads()
             assert len(client.catalog.holds) == 12
         if how == "cancelled":
             client.tell(wire.Cancel(0, 7))
         elif how == "late":
             now = client.held.reads.planner._clock() + 2 * PATIENCE_S
             monkeypatch.setattr(client.held.reads.planner, "_clock", lambda: now)
-            client.held.reads.tend()
+            client.held.reads.pending.expire()
             client.load(12, request=7)
         elif how == "session":
-            client.mover.session_ended(ONE)
+            client.mover.pending.session_ended(ONE)
             client.catalog.end_session(ONE, gone=True)
         elif how == "forgotten":
             client.tell(wire.Forget(1, client.space, key(3)))
-        await client.held.let_go()
+        await client.held.submit_reads()
         client.catalog.expire_leases(asyncio.get_running_loop().time() + HOLD_S * (how == "time"))
         assert len(client.catalog.holds) == 0
 
     with_client(tmp_path, work)
 
 
-def test_what_is_read_while_no_request_waits_is_not_held(tmp_path: Path) -> None:
+def test_prefetched_blocks_are_not_held(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.tell(wire.Prefetch(1, client.space, keys(COUNT)))
-        await client.held.let_go()
+        await client.held.submit_reads()
         assert client.catalog.match(client.held.space, keys(COUNT)).ready == COUNT
         assert len(client.catalog.holds) == 0
 
     with_client(tmp_path, work)
 
 
-def test_who_has_a_later_lease_still_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releasing_an_earlier_lease_does_not_end_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planner, "GONE_S", -1.0)
 
     async def work(client: Client) -> None:
         client.load(COUNT // 2, request=6)
-        await client.held.let_go()
+        await client.held.submit_reads()
         first, second = client.load(request=7), client.load(request=7)
         assert first.lease and second.coming
         waits = client.held.reads.planner.is_waiting
         client.tell(wire.Release(0, first.lease))
-        client.held.reads.tend()
+        client.held.reads.pending.expire()
         assert waits((ONE, 7))
         client.tell(wire.Release(0, second.lease))
-        client.held.reads.tend()
+        client.held.reads.pending.expire()
         assert not waits((ONE, 7))
 
     with_client(tmp_path, work)
 
 
 class Restarted:
-    """A daemon after its restart: blocks lie on its disk, and it has not looked for them yet."""
+    """A daemon after its restart: blocks are on its disk, and the recovery has not found them yet."""
 
     def __init__(self, client: Client) -> None:
         self.client, self.before = client, client.counted
@@ -500,7 +501,7 @@ class Restarted:
         self.client.serve(wire.Load(number, space, asked, 60_000, [0], request, within_ms))
 
     async def look(self) -> None:
-        """Find the blocks, as the daemon does."""
+        """Run the recovery, as the daemon does."""
         await self.client.held.start()
         await self.client.held.turn()
 
@@ -508,7 +509,7 @@ class Restarted:
         await self.client.held.end()
 
 
-def test_who_asks_while_blocks_are_still_looked_for_is_answered_with_what_is_found(
+def test_a_request_during_recovery_is_answered_with_the_recovered_blocks(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
@@ -517,8 +518,8 @@ def test_who_asks_while_blocks_are_still_looked_for_is_answered_with_what_is_fou
         restarted.ask()
         assert not client.sent, "nothing is known yet"
         await restarted.look()
-        told = client.last()
-        assert (told.id, told.ready, told.coming) == (2, 0, COUNT)
+        reply = client.last()
+        assert (reply.id, reply.ready, reply.coming) == (2, 0, COUNT)
         assert since(client, restarted.before) == {"asked": COUNT, "cold": COUNT}
         await restarted.end()
 
@@ -526,12 +527,12 @@ def test_who_asks_while_blocks_are_still_looked_for_is_answered_with_what_is_fou
 
 
 @pytest.mark.parametrize(("within_ms", "compute_s"), [(20, 0.0), (600_000, 1e-5)])
-def test_blocks_that_are_looked_for_too_long_are_a_miss(
+def test_a_request_during_a_long_recovery_is_answered_with_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within_ms: int, compute_s: float
 ) -> None:
-    """Longer than the client waits, or than computing takes."""
+    """The search takes longer than the client waits, or than recompute."""
     monkeypatch.setattr(deferred_answers, "LONGEST_S", 600.0)
-    monkeypatch.setattr(cold, "FIND_S", 600.0)
+    monkeypatch.setattr(attached, "FIND_S", 600.0)
 
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)
@@ -542,8 +543,8 @@ def test_blocks_that_are_looked_for_too_long_are_a_miss(
             if client.sent:
                 break
             await asyncio.sleep(0.01)
-        told = client.last()
-        assert (told.id, told.ready, told.coming) == (2, 0, 0)
+        reply = client.last()
+        assert (reply.id, reply.ready, reply.coming) == (2, 0, 0)
         restarted.ask(number=3)
         assert client.last().id == 3, "a request waits once"
         await restarted.look()
@@ -552,23 +553,23 @@ def test_blocks_that_are_looked_for_too_long_are_a_miss(
     run(work())
 
 
-def test_nobody_waits_for_a_search_that_takes_long(
+def test_no_request_waits_for_a_recovery_beyond_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cold, "FIND_S", 0.0)
+    monkeypatch.setattr(attached, "FIND_S", 0.0)
 
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)
         restarted.ask()
-        told = restarted.client.last()
-        assert (told.id, told.ready, told.coming) == (2, 0, 0)
+        reply = restarted.client.last()
+        assert (reply.id, reply.ready, reply.coming) == (2, 0, 0)
         await restarted.look()
         await restarted.end()
 
     run(work())
 
 
-def test_who_says_not_how_long_it_waits_is_answered_while_blocks_are_looked_for(
+def test_a_request_without_a_time_limit_does_not_wait_for_recovery(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
@@ -583,14 +584,14 @@ def test_who_says_not_how_long_it_waits_is_answered_while_blocks_are_looked_for(
     run(work())
 
 
-def test_who_goes_while_blocks_are_looked_for_is_told_so_and_holds_nothing(tmp_path: Path) -> None:
+def test_a_request_cancelled_during_recovery_is_answered_and_holds_no_lease(tmp_path: Path) -> None:
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)
         client = restarted.client
         restarted.ask()
         client.tell(wire.Cancel(0, 7))
-        told = client.last()
-        assert (told.id, told.ready, told.lease) == (2, 0, 0)
+        reply = client.last()
+        assert (reply.id, reply.ready, reply.lease) == (2, 0, 0)
         await restarted.look()
         assert not client.sent
         await restarted.end()

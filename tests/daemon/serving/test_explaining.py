@@ -1,4 +1,4 @@
-"""Why blocks are where they are, as a daemon says it."""
+"""The daemon's explanations of where blocks are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Readable(NullTier):
 
 
 class Counting(Tenant):
-    """How often it is looked whether somebody can ask for a space."""
+    """Counts the checks whether a client can open a space."""
 
     asked = 0
 
@@ -33,8 +33,8 @@ class Counting(Tenant):
         return super().can_open(space)
 
 
-def test_whether_a_space_is_asked_for_is_looked_at_once_for_all_its_keys() -> None:
-    """The loop waits: it is a digest of the whole description."""
+def test_a_space_is_checked_once_for_all_its_keys() -> None:
+    """The check hashes the whole description while the event loop waits."""
     catalog = Catalog(Store(), make("lru"))
     catalog.add_extent(SLOTS * PAGE, bytearray(8 * SLOTS))
     tenant = Counting("t", b"", SLOTS * PAGE, catalog, Readable())
@@ -48,8 +48,8 @@ def test_whether_a_space_is_asked_for_is_looked_at_once_for_all_its_keys() -> No
     plan = catalog.demotions.plan_write_through(ids)
     frames = b"".join(FRAME.pack(0, at, PAGE, 0, 1, 0, 0) for at in range(SLOTS))
     catalog.demotions.demoted(plan.ids, frames, bytes(16 * SLOTS))
-    for number in range(SLOTS):  # in their place
+    for number in range(SLOTS):  # evicts the earlier blocks
         catalog.reserve(ME, spaces[0], 0, 0, b"", key(100 + number))
-    told = explain(tenant, 0, b"".join(map(key, range(SLOTS))), 0.0)
-    assert [one["why"] for one in told["keys"]] == ["on_disk", "unasked"] * (SLOTS // 2)
+    answer = explain(tenant, 0, b"".join(map(key, range(SLOTS))), 0.0)
+    assert [one["why"] for one in answer["keys"]] == ["on_disk", "unasked"] * (SLOTS // 2)
     assert tenant.asked == len(spaces)

@@ -1,4 +1,4 @@
-"""Lookups, hits and misses have one denominator at every moment, and as metrics they never fall."""
+"""Lookups equal hits plus misses at every moment, and as metrics they never decrease."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.planning import WHY
 from kvtier_daemon.serving.requests import Requests
+from kvtier_daemon.tiers.base import NullTier
 from kvtier_kernels import Store
 from support.specs import spec_of
 
 BLOCKS = 8
 KEYS = bytes(range(32)) * BLOCKS
 numbers = st.integers(0, BLOCKS)
-# What memory and disk have, what is told to come, why; and who asks for what.
+# Blocks in memory and on disk, blocks promised, and the reason; and the request with its id.
 lookups = st.tuples(
     st.sampled_from(["match", "load"]), st.integers(0, 2), st.integers(1, BLOCKS),
     numbers, numbers, numbers, st.sampled_from(WHY), st.booleans(),
@@ -31,7 +32,7 @@ steps = st.one_of(lookups, st.tuples(st.just("cancel"), st.integers(0, 2)))
 
 
 class Asking:
-    """Answers over a catalog whose prefixes are as long as the test says."""
+    """Answers requests from a catalog whose prefixes have the lengths of the test."""
 
     def __init__(self) -> None:
         self.catalog = Catalog(Store(), make("lru"))
@@ -43,16 +44,8 @@ class Asking:
         self.catalog._reading.find = lambda space, keys: (*self.there, [])  # type: ignore[method-assign]
         hold = SimpleNamespace(id=1, token=b"")
         self.catalog._reading.hold = lambda *_: hold  # type: ignore
-        self.tier: Any = SimpleNamespace(
-            is_on=True,
-            promote=lambda *_, **__: (
-                (self.told[0], 1.0, self.told[1]) if self.tier.is_on else (0, 0.0, "off")
-            ),
-            recomputes=lambda *_: None,
-            probe=lambda *_: None,
-            cancel=lambda _: None,
-            is_recovering=False,
-        )
+        self.tier: Any = NullTier()
+        self.tier.promote = lambda *_, **__: (self.told[0], 1.0, self.told[1])
         tenant = SimpleNamespace(name="t", catalog=self.catalog, tier=self.tier)
         self.tenant: Any = tenant
         server: Any = SimpleNamespace(
@@ -88,7 +81,7 @@ class Asking:
 
     @property
     def shown(self) -> dict[str, float]:
-        """As metrics."""
+        """The values as metrics."""
         owed, hits = self.counted.pending_tokens, self.catalog.usage.hit_tokens
         return {
             "lookups": self.catalog.usage.lookup_tokens - owed,
@@ -114,12 +107,12 @@ def test_hits_and_misses_add_up_to_lookups_and_never_fall(taken: list[tuple[Any,
         assert min(outcomes, default=0) >= 0
         fallen = {name for name, n in before.items() if now[name] < n}
         assert not fallen, (fallen, before, now)
-        assert now["avoided"] <= now["warm"] + now["cold"]  # at a second a token
+        assert now["avoided"] <= now["warm"] + now["cold"]  # at one second per token
         assert (asking.counted.waiting > 0) == (asking.counted.pending_tokens > 0)
         before = now
 
 
-def test_what_was_ready_once_is_no_hit_of_the_disk_that_could_be_lost() -> None:
+def test_blocks_that_were_ready_once_are_not_pending_hits_of_the_disk() -> None:
     asking = Asking()
     everything = ("match", 1, BLOCKS, BLOCKS, 0, 0, "faster", True)
     on_disk = ("match", 1, BLOCKS, 0, BLOCKS, BLOCKS, "faster", True)
@@ -129,7 +122,7 @@ def test_what_was_ready_once_is_no_hit_of_the_disk_that_could_be_lost() -> None:
     assert asking.catalog.usage.hit_tokens == {"warm": BLOCKS * asking.tokens, "cold": 0}
 
 
-def test_what_is_waited_for_counts_when_it_is_there() -> None:
+def test_blocks_that_are_coming_count_when_they_are_ready() -> None:
     asking = Asking()
     asking.do(("load", 1, BLOCKS, 2, 6, 6, "faster", True))
     assert (asking.counted.waiting, asking.counted.pending_tokens) == (1, 6 * asking.tokens)

@@ -1,4 +1,4 @@
-"""One session in this process: what a bug of ours costs, and what it does not."""
+"""One session in this process: the effects of an internal error, and their limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.specs import spec_of
 LONGEST_S = 60.0
 
 
-def test_a_bug_of_ours_ends_one_session_and_is_logged(
+def test_an_internal_error_ends_one_session_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def bug(*_: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_bug_of_ours_ends_one_session_and_is_logged(
     assert "planted" in caplog.text, "with where it happened"
 
 
-def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
+def test_leases_of_a_session_end_although_returning_its_reads_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def bug(*_: Any) -> None:
@@ -72,7 +72,7 @@ def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         listener.setblocking(False)
-        mover: Any = SimpleNamespace(session_ended=bug)
+        mover: Any = SimpleNamespace(pending=SimpleNamespace(session_ended=bug))
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
@@ -92,7 +92,7 @@ def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
 
 
 class Connected:
-    """A client that has said hello."""
+    """A client that sent Hello and was accepted."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -108,7 +108,7 @@ class Connected:
 
 
 class Serving:
-    """A server of these tenants, and its clients: theirs in turn."""
+    """A server of these tenants, with clients that belong to them alternately."""
 
     def __init__(self, folder: Path, max_clients: int, *names: str) -> None:
         self.path = str(folder / "s")
@@ -159,8 +159,8 @@ def test_a_tenant_has_exactly_its_share_of_the_clients(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_token_ends_a_session_of_its_own_tenant_alone(tmp_path: Path) -> None:
-    """The slots that a session still writes would be given away."""
+def test_a_token_ends_only_a_session_of_its_own_tenant(tmp_path: Path) -> None:
+    """Otherwise slots that a session still writes would be reused."""
 
     async def work() -> None:
         with Serving(tmp_path, 8, "t", "u") as here:
@@ -171,8 +171,8 @@ def test_a_token_ends_a_session_of_its_own_tenant_alone(tmp_path: Path) -> None:
             assert isinstance(opened, wire.Opened)
             reserved = await writer.ask(wire.Reserve(3, opened.space, 0, 0, b"", bytes(32)))
             assert isinstance(reserved, wire.Reserved) and reserved.lease
-            _, theirs = await here.connect(ended=[welcome.token])
-            assert isinstance(theirs, wire.Welcome) and theirs.tenant == "u"
+            _, other = await here.connect(ended=[welcome.token])
+            assert isinstance(other, wire.Welcome) and other.tenant == "u"
             assert await writer.ask(wire.Commit(4, reserved.lease, 0, 1)) == wire.Done(4)
             _, ours = await here.connect(ended=[welcome.token])
             assert isinstance(ours, wire.Welcome) and ours.tenant == "t"
@@ -220,7 +220,7 @@ def test_a_read_only_session_can_make_no_request_that_writes(tmp_path: Path) -> 
 
 
 def talk(path: str, matches: int) -> wire.Reply:
-    """Say hello, open, perhaps match, ping; the answer after the Opened."""
+    """Send Hello, Open, matches, and Ping. Returns the reply after Opened."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         sock.connect(path)
@@ -237,8 +237,8 @@ def talk(path: str, matches: int) -> wire.Reply:
     return replies[2]
 
 
-def test_a_lookup_is_answered_before_its_policy_hears_of_it(tmp_path: Path) -> None:
-    """The policy looks whether the client has the answer already."""
+def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> None:
+    """The policy checks whether the reply has already reached the client."""
     path, answered, looked = str(tmp_path / "s"), [], threading.Event()
 
     class Looking:

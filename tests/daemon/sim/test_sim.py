@@ -1,4 +1,4 @@
-"""`kvtier sim`: what it says of a small trace, and of files that are none."""
+"""`kvtier sim`: its output for a small trace, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def sim(capsys: pytest.CaptureFixture[str]) -> Sim:
     def run(*arguments: str) -> Any:
         with pytest.raises(SystemExit) as left:
             main(["sim", *arguments, "--json"])
-        told = capsys.readouterr()
-        assert not left.value.code, told.err
-        return json.loads(told.out)
+        result = capsys.readouterr()
+        assert not left.value.code, result.err
+        return json.loads(result.out)
 
     return run
 
@@ -60,29 +60,31 @@ def machine(**more: Any) -> Machine:
     ("policy", "blocks", "hits"),
     [("lru", 50, 163), ("lru", 200, 403), ("optimum", 50, 639), ("optimum", 200, 1007)],
 )
-def test_what_one_tier_hits_of_the_small_trace(
+def test_one_tier_has_the_known_hits_for_the_small_trace(
     sim: Sim, policy: str, blocks: int, hits: int
 ) -> None:
-    told = sim(str(SMALL), "--policy", policy, "--blocks", str(blocks))
-    assert told["hit_blocks"] == hits
-    assert told["hit_rate"] == pytest.approx(hits / told["looked_up_blocks"])
-    assert told["optimum_hit_rate"] >= told["hit_rate"]
+    result = sim(str(SMALL), "--policy", policy, "--blocks", str(blocks))
+    assert result["hit_blocks"] == hits
+    assert result["hit_rate"] == pytest.approx(hits / result["looked_up_blocks"])
+    assert result["optimum_hit_rate"] >= result["hit_rate"]
 
 
 def test_sizes_and_policies_are_swept(sim: Sim, tmp_path: Path) -> None:
     picture = tmp_path / "rates.svg"
-    told = sim(str(SMALL), "--policy", "lru,optimum", "--blocks", "5%,20%", "--plot", str(picture))
-    assert [(run["policy"], run["blocks"]) for run in told["runs"]] == [
+    result = sim(
+        str(SMALL), "--policy", "lru,optimum", "--blocks", "5%,20%", "--plot", str(picture)
+    )
+    assert [(run["policy"], run["blocks"]) for run in result["runs"]] == [
         ("lru", 84), ("optimum", 84), ("lru", 338), ("optimum", 338),
     ]  # fmt: skip
     drawn = ET.fromstring(picture.read_text())
     assert len(drawn.findall("{http://www.w3.org/2000/svg}circle")) == 4
 
 
-def test_recomputing_that_is_saved_and_left_is_all_of_it(sim: Sim, small: TraceRequests) -> None:
-    told = sim(str(SMALL), "--policy", "lru", "--blocks", "200", "--prefill-growth", "10000")
+def test_saved_and_remaining_recompute_time_add_up(sim: Sim, small: TraceRequests) -> None:
+    result = sim(str(SMALL), "--policy", "lru", "--blocks", "200", "--prefill-growth", "10000")
     whole = sum(PrefillCost(1e-4, 1e-8).seconds(tokens) for tokens in small.inputs)
-    assert told["recompute_s"] + told["recompute_s_saved"] == pytest.approx(whole)
+    assert result["recompute_s"] + result["recompute_s_saved"] == pytest.approx(whole)
 
 
 # --- two tiers -------------------------------------------------------------------------------------
@@ -94,13 +96,15 @@ def played(small: TraceRequests, one: Machine) -> dict[str, Any]:
     return report(small, one, simulation)
 
 
-def test_what_two_tiers_hit_of_the_small_trace_is_pinned(small: TraceRequests) -> None:
-    told = played(small, machine())
-    assert {tier: round(rate, 4) for tier, rate in told["hit_rate_by_tier"].items()} == PINNED_HITS
-    assert told["ttft_ms"] == PINNED_TTFT
+def test_two_tiers_have_the_known_hits_for_the_small_trace(small: TraceRequests) -> None:
+    result = played(small, machine())
+    assert {
+        tier: round(rate, 4) for tier, rate in result["hit_rate_by_tier"].items()
+    } == PINNED_HITS
+    assert result["ttft_ms"] == PINNED_TTFT
 
 
-def test_a_disk_adds_hits_and_takes_from_the_wait(small: TraceRequests) -> None:
+def test_a_disk_adds_hits_and_reduces_the_wait(small: TraceRequests) -> None:
     without, with_ = played(small, machine(nvme_bytes=0)), played(small, machine())
     assert with_["hit_rate"] > without["hit_rate"] > 0
     assert without["hit_rate_by_tier"]["nvme"] == 0 == without["nvme_bytes_written_a_day"]
@@ -109,23 +113,23 @@ def test_a_disk_adds_hits_and_takes_from_the_wait(small: TraceRequests) -> None:
     )
 
 
-def test_a_disk_that_is_slower_than_computing_is_not_waited_for(small: TraceRequests) -> None:
-    told = played(small, machine(nvme_read_bytes_s=1e8))
+def test_a_disk_slower_than_recompute_is_not_used(small: TraceRequests) -> None:
+    result = played(small, machine(nvme_read_bytes_s=1e8))
     computed = played(small, machine(nvme_bytes=0))
-    assert told["verdicts"].keys() & {"slower", "crowded", "late"}
-    assert told["ttft_ms"]["p99"] <= 1.05 * computed["ttft_ms"]["p99"] + 5
+    assert result["verdicts"].keys() & {"slower", "crowded", "late"}
+    assert result["ttft_ms"]["p99"] <= 1.05 * computed["ttft_ms"]["p99"] + 5
 
 
 @pytest.mark.parametrize("rate", [1e8, 1e9])
-def test_what_computing_beats_comes_back_into_memory(small: TraceRequests, rate: float) -> None:
-    """The disk's copy keeps it from being saved there again."""
-    told = played(small, machine(nvme_read_bytes_s=rate))
+def test_declined_blocks_are_promoted(small: TraceRequests, rate: float) -> None:
+    """A declined block is promoted from the disk later; its copy there keeps it from being saved again."""
+    result = played(small, machine(nvme_read_bytes_s=rate))
     computed = played(small, machine(nvme_bytes=0))
-    assert told["verdicts"]["slower"] > 10
-    assert told["hit_rate_by_tier"]["memory"] > computed["hit_rate_by_tier"]["memory"]
+    assert result["verdicts"]["slower"] > 10
+    assert result["hit_rate_by_tier"]["memory"] > computed["hit_rate_by_tier"]["memory"]
 
 
-def test_a_memory_for_everything_hits_what_the_optimum_does(small: TraceRequests) -> None:
+def test_a_memory_for_all_blocks_has_the_hits_of_the_optimum(small: TraceRequests) -> None:
     one = machine(memory_bytes=200 * GIB, nvme_bytes=0, engines=0, prefill=PrefillCost(1e-9))
     seen: set[int] = set()
     hits = start = 0
@@ -138,22 +142,22 @@ def test_a_memory_for_everything_hits_what_the_optimum_does(small: TraceRequests
     assert played(small, one)["hit_rate"] == pytest.approx(hits / small.looked_up_blocks)
 
 
-def test_a_codec_makes_room_on_the_disk(small: TraceRequests) -> None:
+def test_a_codec_increases_the_capacity_of_the_disk(small: TraceRequests) -> None:
     plain, packed = machine(nvme_bytes=8 * GIB), machine(nvme_bytes=8 * GIB, codec_ratio=0.5)
     assert Simulation(small, packed).nvme_blocks == 2 * Simulation(small, plain).nvme_blocks
     assert played(small, packed)["hit_rate"] > played(small, plain)["hit_rate"]
 
 
-def test_writes_keep_to_a_budget_and_go_to_what_comes_again(small: TraceRequests) -> None:
+def test_writes_stay_within_the_budget_and_prefer_repeated_blocks(small: TraceRequests) -> None:
     block = 131_072 * 512
     daily = 24 * 200 * block
     free, spare, all_ = (
         played(small, machine(daily_bytes=limit, admission=admission))
         for limit, admission in ((0, "auto"), (daily, "auto"), (daily, "all"))
     )
-    for told in (spare, all_):  # an hour's at once, and what comes meanwhile
+    for result in (spare, all_):  # an hour's budget at once, and the rest during the trace
         most = daily / 24 * (1 + small.span_s / 3600) + block
-        written = told["bytes"]["nvme_written"] + told["bytes"]["nvme_written_again"]
+        written = result["bytes"]["nvme_written"] + result["bytes"]["nvme_written_again"]
         assert written <= most < free["bytes"]["nvme_written"]
     assert spare["lost"]["once"] and all_["lost"]["budget"] and "once" not in all_["lost"]
 
@@ -164,7 +168,7 @@ def test_writes_keep_to_a_budget_and_go_to_what_comes_again(small: TraceRequests
     st.sampled_from([1e7, 1e9, 1e11]), st.integers(0, 3),
     st.sampled_from([0, 10**11]), st.sampled_from(["auto", "all", "second-touch"]),
 )  # fmt: skip
-def test_every_request_gets_its_first_token_and_no_block_is_in_two_places_too_many(
+def test_every_request_gets_its_first_token_and_no_block_has_too_many_copies(
     memory: int,
     nvme: int,
     read_rate: float,
@@ -198,16 +202,16 @@ def check(run: Simulation) -> None:
         assert kept[number] == sum(run._frames.get(node) == number for node in set(nodes))
 
 
-def test_the_table_answers_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_contains_the_needed_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["sim", str(SMALL), "--policy", "lru", "--memory", "4GiB,64GiB", "--nvme", "0,32GiB"])
-    told = capsys.readouterr().out
+    result = capsys.readouterr().out
     assert not left.value.code
-    assert sum(line.endswith(" <") for line in told.splitlines()) == 1
-    assert "64 GiB of memory and 32 GiB of NVMe: the smallest" in told
+    assert sum(line.endswith(" <") for line in result.splitlines()) == 1
+    assert "64 GiB of memory and 32 GiB of NVMe: the smallest" in result
 
 
-def test_percentiles_are_values_that_were_there() -> None:
+def test_percentiles_are_measured_values() -> None:
     assert percentiles([0.001 * n for n in range(1, 101)]) == {"p50": 50, "p90": 90, "p99": 99}
     assert percentiles([0.002]) == {"p50": 2, "p90": 2, "p99": 2}
     assert percentiles([]) == {"p50": 0, "p90": 0, "p99": 0}
@@ -239,13 +243,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_a_bad_line_is_told_by_its_number(line: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_reported_with_its_number(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [json.dumps(GOOD), "", line, json.dumps(GOOD)]
     path.write_bytes("\n".join(lines).encode("latin-1"))
-    with pytest.raises(ConfigError, match=BAD[line]) as told:
+    with pytest.raises(ConfigError, match=BAD[line]) as result:
         read(path)
-    assert str(told.value).startswith(f"{path}:3: ")
+    assert str(result.value).startswith(f"{path}:3: ")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
@@ -284,7 +288,7 @@ def test_a_size_without_a_unit_or_below_a_block_is_refused(
     assert why in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_day_is_not_told_from_a_trace_of_seconds(
+def test_no_daily_rate_is_derived_from_a_trace_of_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sim: Sim
 ) -> None:
     trace = tmp_path / "short.jsonl"
@@ -299,6 +303,6 @@ def test_a_day_is_not_told_from_a_trace_of_seconds(
     assert run["bytes"]["nvme_written"] and run["nvme_bytes_written_a_day"] is None
     with pytest.raises(SystemExit):
         main(["sim", *flags])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "the trace has 7 s and at least 600 s are needed" in told
-    assert "TiB" not in told
+    result = " ".join(capsys.readouterr().out.split())
+    assert "the trace has 7 s and at least 600 s are needed" in result
+    assert "TiB" not in result

@@ -1,167 +1,32 @@
-"""The cold tier's files: what is written is read, found again after a start, and stays within its cap."""
+"""The cold tier's files: written blocks are readable, are found after a restart, and take no more than
+`cold.size`."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import TierError
-from kvtier_daemon.codec.choice import Choice
 from kvtier_daemon.codec.frame import PAGE
-from kvtier_daemon.tiers.cold.recovery import Recovered, recover
-from kvtier_daemon.tiers.cold.segment import decode_entries
-from kvtier_daemon.tiers.cold.segment_log import Segment
+from kvtier_daemon.tiers.cold.recovery import recover
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
-from kvtier_daemon.tiers.cold.transfers import Decoding, Incoming, Landed, Outgoing
-from kvtier_kernels import Mapping, views
-from support.specs import pattern, spec_of
-
-MIB = 1 << 20
-SPEC = spec_of("cold")
-BLOCK = SPEC.block_bytes  # 64 KiB
-SPACE = b"s" * 32
-SEGMENT = MIB
-SIZE = 48 * MIB
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-class Bench:
-    """A cold tier with some memory to write from and read to, and nothing that decides."""
-
-    def __init__(
-        self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0,
-        codec: str = "raw", tenants: tuple[str, ...] = ("t",),
-    ) -> None:  # fmt: skip
-        self.loop = asyncio.get_running_loop()
-        self.on_disk: dict[int, Landed] = {}
-        self.lost: list[int] = []
-        self.codes: dict[int, int] = {}
-        self.pages: dict[int, list[int]] = {}
-        shares = dict.fromkeys(tenants, share / len(tenants))
-        self.tier = ColdTier(
-            self.loop, open_directories(folders, size), size, SEGMENT, shares, self.leave, engine
-        )
-        self.choice = Choice(self.tier.coding.rates, codec)  # of every other block
-        self.memory, self.extent = self.arena()
-
-    def arena(self) -> tuple[Mapping, int]:
-        """Memory for 64 blocks, and its number."""
-        fd = os.memfd_create("arena")
-        os.ftruncate(fd, 64 * BLOCK)
-        memory = Mapping(fd, 64 * BLOCK, True)
-        os.close(fd)
-        return memory, self.tier.register(memory)
-
-    def leave(self, shelf: SegmentStore, segment: Segment) -> None:
-        for number in [n for n, one in self.on_disk.items() if one.segment == segment.number]:
-            del self.on_disk[number]
-            self.lost.append(number)
-        self.loop.call_soon(shelf.release_segment, segment)
-
-    def slot(self, place: int, memory: Mapping | None = None) -> memoryview:
-        slots = b"".join(
-            (0).to_bytes(4, "little") + bytes(4) + (place * BLOCK).to_bytes(8, "little") + bytes(8)
-            for _ in range(1)
-        )
-        return views([memory or self.memory], slots, BLOCK, True)[0]
-
-    async def write(self, numbers: range) -> list[int]:
-        """Write blocks 64 at a time; those that failed."""
-        failed: list[int] = []
-        todo = list(numbers)
-        while todo:
-            some, waiting = todo[:64], asyncio.Event()
-            for place, number in enumerate(some):
-                self.slot(place)[:] = pattern(key(number), BLOCK)
-            going = [
-                Outgoing(
-                    number, SPACE, SPEC, 0, 0, key(number), key(number - 1) if number else b"", b"",
-                    self.extent, place * BLOCK,
-                )
-                for place, number in enumerate(some)
-            ]  # fmt: skip
-
-            if self.choice.encodes(SPACE, SPEC, BLOCK):
-                coded = await self.tier.coding.encode(going[1::2], self.choice, [1e9])
-                going[1::2] = coded
-
-            def wrote(landed: list[Landed], bad: list[int], done: asyncio.Event = waiting) -> None:
-                self.on_disk.update({one.id: one for one in landed})
-                failed.extend(bad)
-                done.set()
-
-            count = self.tier.write("t", going, wrote)
-            todo = todo[count:]
-            if count:
-                await asyncio.wait_for(waiting.wait(), 20)
-            else:
-                await asyncio.sleep(0.005)
-            for block in going:
-                block.release()
-        return failed
-
-    async def read(self, number: int) -> bytes | int:
-        """The block's bytes, or the errno."""
-        one, waiting = self.on_disk[number], asyncio.Event()
-
-        def over(block: Incoming, code: int) -> None:
-            self.codes[block.id] = code
-            waiting.set()
-
-        self.slot(0)[:] = bytes(BLOCK)
-        self.tier.read(
-            [
-                Incoming(
-                    number, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest,
-                    self.extent, 0, Decoding(one.codec, SPEC, BLOCK, 0) if one.codec else None,
-                )
-            ],
-            over,
-        )  # fmt: skip
-        await asyncio.wait_for(waiting.wait(), 20)
-        return self.codes[number] or bytes(self.slot(0))
-
-    async def recover(self) -> None:
-        async def restored(tenant: str, one: Recovered, segment: int) -> None:
-            for row in decode_entries(one.spaces, one.rows):
-                number = int.from_bytes(row.identity.key, "big")
-                self.on_disk[number] = Landed(
-                    number,
-                    segment,
-                    row.page,
-                    row.header_pages,
-                    row.payload_bytes,
-                    row.payload_digest,
-                    row.codec,
-                )
-
-        await self.tier.recover(restored)
-        await self.tier.describe("t", SPACE, SPEC)
-
-    async def all_read(self) -> None:
-        for number in self.on_disk:
-            assert await self.read(number) == pattern(key(number), BLOCK), number
-
-
-def used(folder: Path) -> int:
-    """What everything in the directory takes, as the file system counts."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
-
-
-def run(work: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(work, 60)
-
-    asyncio.run(bounded())
+from support.cold_bench import (
+    BLOCK,
+    MIB,
+    SIZE,
+    Bench,
+    files_of,
+    key,
+    kill,
+    run,
+    used,
+)
+from support.specs import pattern
 
 
 @pytest.fixture(params=["io_uring", "threads"])
@@ -169,7 +34,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-def test_blocks_come_back_as_they_were_written(tmp_path: Path, engine: str) -> None:
+def test_blocks_are_read_as_they_were_written(tmp_path: Path, engine: str) -> None:
     async def work() -> None:
         bench = Bench([tmp_path], engine=engine)
         await bench.recover()
@@ -203,7 +68,9 @@ def test_a_start_finds_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disks", [1, 2])
-def test_the_cap_holds_and_the_newest_stay(tmp_path: Path, disks: int) -> None:
+def test_a_full_tier_stays_within_its_size_and_keeps_the_newest_blocks(
+    tmp_path: Path, disks: int
+) -> None:
     folders = [tmp_path / str(n) for n in range(disks)]
     for folder in folders:
         folder.mkdir()
@@ -224,14 +91,14 @@ def test_the_cap_holds_and_the_newest_stay(tmp_path: Path, disks: int) -> None:
     assert sum(map(used, folders)) <= SIZE * disks
 
 
-def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
+def test_a_damaged_block_is_an_error_and_intact_blocks_are_read(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(40))
         one, other = bench.on_disk[7], bench.on_disk[8]
-        fd = bench.tier.segments[one.segment].fd
-        path = bench.tier.segments[one.segment].path
+        fd = bench.tier.table.segments[one.segment].fd
+        path = bench.tier.table.segments[one.segment].path
         plain = os.open(path, os.O_RDWR)
         os.pwrite(plain, bytes(64), (one.page + one.header_pages) * PAGE + 1000)
         text = os.pread(plain, (other.header_pages * PAGE + BLOCK), bench.on_disk[9].page * PAGE)
@@ -243,7 +110,9 @@ def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
         assert await bench.read(7) == errno.EBADMSG
         assert await bench.read(8) == errno.EBADMSG
         assert await bench.read(9) == pattern(key(9), BLOCK)
-        assert bench.tier.is_on and not bench.tier.faults, "damage is no fault of the disk"
+        assert bench.tier.reader.is_on and not bench.tier.directories.faults, (
+            "damage does not count as a disk fault"
+        )
         os.truncate(path, PAGE)
         assert await bench.read(9) == errno.ENODATA
         await bench.tier.close()
@@ -251,7 +120,7 @@ def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_directory_is_one_daemons(tmp_path: Path) -> None:
+def test_a_directory_in_use_is_refused_to_a_second_daemon(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         with pytest.raises(TierError, match=f"another daemon, pid {os.getpid()}"):
@@ -262,7 +131,7 @@ def test_a_directory_is_one_daemons(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_directory_that_is_missing_or_a_cap_that_is_small_is_said(tmp_path: Path) -> None:
+def test_a_missing_directory_or_a_size_that_is_too_small_is_an_error(tmp_path: Path) -> None:
     async def work() -> None:
         with pytest.raises(TierError, match="create it"):
             Bench([tmp_path / "missing"])
@@ -272,7 +141,7 @@ def test_a_directory_that_is_missing_or_a_cap_that_is_small_is_said(tmp_path: Pa
     run(work())
 
 
-def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> None:
+def test_a_segment_left_open_by_a_kill_is_sealed_at_the_next_start(tmp_path: Path) -> None:
     def footers() -> list[bool]:
         found = [recover(path, None, {}) for path in files_of(tmp_path)]
         return [one.sealed for one in found if one.head is not None]
@@ -287,31 +156,26 @@ def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> No
         bench = Bench([tmp_path])
         await bench.recover()
         assert sorted(bench.on_disk) == list(range(40))
-        await bench.tier.settled("t")
-        await asyncio.sleep(0.1)
+        await bench.tier.writer.settled("t")
+        while not all(recover(path, None, {}).sealed for path in open_at_kill):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         await bench.all_read()
         await bench.tier.close()
 
     run(killed())
     assert not all(footers())
+    found = {path: recover(path, None, {}) for path in files_of(tmp_path)}
+    open_at_kill = [path for path, one in found.items() if one.head is not None and not one.sealed]
     run(again())
     assert all(footers())
     run(again())
 
 
-def kill(bench: Bench) -> None:
-    """End as it is."""
-    for drive in bench.tier.disks:
-        drive.stop(5)
-    for volume in bench.tier._directories:
-        bench.loop.remove_reader(volume.index.event_fd)
-        volume.close()
-
-
-def test_what_was_being_written_at_a_kill_does_not_come_with_what_is_written_later(
+def test_frames_after_one_torn_by_a_kill_are_not_found_after_later_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames behind one that was not finished: whole, of this epoch, and never said to be there."""
+    """After a frame whose write did not end, other frames may be complete and have the current epoch.
+    The next life must not accept them."""
 
     async def first() -> None:
         bench = Bench([tmp_path])
@@ -334,18 +198,14 @@ def test_what_was_being_written_at_a_kill_does_not_come_with_what_is_written_lat
             await bench.tier.close()
 
     run(first())
-    with monkeypatch.context() as early:  # it ends before it has begun another segment
+    with monkeypatch.context() as early:  # the log ends before another segment is begun
         early.setattr(SegmentStore, "prepare", lambda _: None)
         run(again([0, 1, 2, 3, 4], range(0)))
     run(again([0, 1, 2, 3, 4], range(20, 21)))
     run(again([0, 1, 2, 3, 4, 20], range(0)))
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted((folder / "segments" / "t").iterdir())
-
-
-def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path) -> None:
+def test_a_smaller_size_is_enforced_at_the_start(tmp_path: Path) -> None:
     async def work(size: int, low: int) -> int:
         bench = Bench([tmp_path], size=size)
         await bench.recover()

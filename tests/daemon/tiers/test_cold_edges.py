@@ -1,4 +1,4 @@
-"""What a cold tier finds in its directories, or is refused there, costs what it must and no more."""
+"""Unexpected content of a cold directory, or an error of its file system, loses no other blocks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from daemon.tiers import test_cold
-from daemon.tiers.test_cold import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
 from kvtier.errors import TierError
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import segment_files as files
+from kvtier_daemon.tiers.cold.attached import StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
+from support import cold_bench
+from support.cold_bench import (
+    MIB,
+    SEGMENT,
+    SIZE,
+    SPACE,
+    SPEC,
+    Bench,
+    files_of,
+    run,
+    used,
+)
 
 
 def filled(folder: Path, count: int = 100) -> None:
@@ -43,7 +55,7 @@ def numbers_of(path: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-def test_a_file_that_can_not_be_read_costs_its_blocks_and_counts_for_the_cap(
+def test_an_unreadable_file_loses_its_blocks_and_counts_toward_the_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     filled(tmp_path)
@@ -61,7 +73,7 @@ def test_a_file_that_can_not_be_read_costs_its_blocks_and_counts_for_the_cap(
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert bench.tier.faults == 1
+        assert bench.tier.directories.faults == 1
         assert set(bench.on_disk) == set(range(100)) - lost
         for first in range(1000, 1800, 64):
             assert not await bench.write(range(first, first + 64))
@@ -73,7 +85,7 @@ def test_a_file_that_can_not_be_read_costs_its_blocks_and_counts_for_the_cap(
     assert bad.exists()
 
 
-def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
+def test_meaningless_rows_of_the_index_are_ignored(tmp_path: Path) -> None:
     filled(tmp_path)
     no_text = msgspec.msgpack.encode(SPEC).replace(SPEC.dtype.encode(), b"\xff" * len(SPEC.dtype))
     volume = ColdDirectory(tmp_path, None)
@@ -85,7 +97,7 @@ def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> 
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.directories.faults
         await bench.all_read()
         await bench.tier.close()
 
@@ -93,12 +105,12 @@ def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("segment", [MIB // 2, 2 * MIB])
-def test_segments_of_another_size_are_used_until_their_turn_comes(
+def test_segments_of_another_size_are_readable_until_they_are_reclaimed(
     tmp_path: Path, segment: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The size of segments follows cold.size, and all blocks were deleted where that was changed."""
+    """The segment size follows `cold.size`. A change of it once deleted all blocks."""
     filled(tmp_path, 200)
-    monkeypatch.setattr(test_cold, "SEGMENT", segment)
+    monkeypatch.setattr(cold_bench, "SEGMENT", segment)
 
     async def work() -> None:
         bench = Bench([tmp_path])
@@ -117,7 +129,7 @@ def test_segments_of_another_size_are_used_until_their_turn_comes(
     assert "have another size than cold.segment" in caplog.text
 
 
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+def test_a_removed_tenant_folder_is_created_again(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
@@ -125,7 +137,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "segments")
         assert not await bench.write(range(30, 130))
         await bench.all_read()
-        assert files_of(tmp_path) and bench.tier.is_on and not bench.tier.faults
+        assert files_of(tmp_path) and bench.tier.reader.is_on and not bench.tier.directories.faults
         await bench.tier.close()
 
     run(work())
@@ -134,7 +146,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_first_file_that_can_not_be_made_is_tried_again_after_a_while(
+def test_creating_the_first_file_is_retried_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     made = ColdDirectory.make
@@ -147,7 +159,7 @@ def test_a_first_file_that_can_not_be_made_is_tried_again_after_a_while(
 
     async def work() -> None:
         bench = Bench([tmp_path])
-        (one,) = bench.tier.stores["t"]
+        one = bench.first.stores["t"]
         now = 100.0
         one._clock = lambda: now
         monkeypatch.setattr(ColdDirectory, "make", refusing)
@@ -156,7 +168,7 @@ def test_a_first_file_that_can_not_be_made_is_tried_again_after_a_while(
             assert one.write([], lambda *_: None) == 0
             await asyncio.sleep(0.005)
         assert tries == 1 and os.strerror(code) in bench.tier.failure
-        assert bench.tier.is_on, "what there is may be read"
+        assert bench.tier.reader.is_on, "known blocks may be read"
         monkeypatch.setattr(ColdDirectory, "make", made)
         now += RETRY_GROW_S + 1
         assert not await bench.write(range(8))
@@ -167,7 +179,7 @@ def test_a_first_file_that_can_not_be_made_is_tried_again_after_a_while(
     run(work())
 
 
-def test_a_file_that_fails_half_made_leaves_nothing(
+def test_a_file_whose_creation_fails_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, at: int, nbytes: int) -> None:
@@ -188,18 +200,27 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(40))
-        first = bench.tier.segments[bench.on_disk[0].segment]
-        first.reading += 1  # a slow reader
+        first = bench.tier.table.segments[bench.on_disk[0].segment]
+        first.reading += 1  # a slow read is in progress
         before = bytes_of(first.path)
+        write, refused = bench.tier.writer.write, 0
+
+        def counted(*arguments: Any) -> int:
+            nonlocal refused
+            accepted = write(*arguments)
+            refused += accepted == 0
+            return accepted
+
+        bench.tier.writer.write = counted  # type: ignore[method-assign]
         writing = asyncio.create_task(bench.write(range(40, 1000)))
-        for _ in range(2000):
-            if first.stage is Stage.LEAVING:
-                break
+        while first.stage is not Stage.LEAVING:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.3)
+        refused = 0
+        while refused < 50:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         assert first.stage is Stage.LEAVING and not writing.done()
         assert bytes_of(first.path) == before
-        bench.tier.stores["t"][0].read_ended(first)
+        bench.first.stores["t"].read_ended(first)
         assert not await writing
         assert first.head is not None and bytes_of(first.path) != before
         await bench.all_read()
@@ -208,13 +229,13 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
     run(work())
 
 
-def test_a_segment_that_is_free_again_has_no_head(tmp_path: Path) -> None:
-    """A start would find its frames, those that were forgotten meanwhile among them."""
+def test_a_freed_segment_has_no_head(tmp_path: Path) -> None:
+    """A start would otherwise find its frames, also those that were forgotten meanwhile."""
 
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        at, log = 0, bench.tier.stores["t"][0].log
+        at, log = 0, bench.first.stores["t"].log
         while not bench.lost or not log.free:
             assert at < 5000
             await bench.write(range(at, at + 8))
@@ -228,7 +249,7 @@ def test_a_segment_that_is_free_again_has_no_head(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_a_tenant_that_is_none_any_more_has_left_goes(tmp_path: Path) -> None:
+def test_segments_of_a_tenant_that_is_not_configured_are_removed(tmp_path: Path) -> None:
     filled(tmp_path)
     shutil.copytree(tmp_path / "segments" / "t", tmp_path / "segments" / "gone")
     filled(tmp_path)
@@ -236,7 +257,7 @@ def test_what_a_tenant_that_is_none_any_more_has_left_goes(tmp_path: Path) -> No
     assert files_of(tmp_path)
 
 
-def test_files_that_are_no_segments_are_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_not_segments_are_kept(tmp_path: Path) -> None:
     filled(tmp_path)
     (tmp_path / "segments" / "t" / "notes.txt").write_text("mine")
     (tmp_path / "segments" / "t" / "000099").mkdir()
@@ -244,14 +265,14 @@ def test_files_that_are_no_segments_are_left_alone(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.directories.faults
         await bench.tier.close()
 
     run(work())
     assert (tmp_path / "segments" / "t" / "notes.txt").read_text() == "mine"
 
 
-def test_what_one_tenant_has_too_much_goes_before_another_has_more(
+def test_a_tenant_above_its_share_loses_segments_before_another_gets_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, most = 48 * MIB, 31
@@ -271,10 +292,11 @@ def test_what_one_tenant_has_too_much_goes_before_another_has_more(
     async def work() -> None:
         loop = asyncio.get_running_loop()
         tier = ColdTier(
-            loop, open_directories([tmp_path], size), size, SEGMENT, {"a": 0.8, "b": 0.2}, lambda *_: None
+            loop, [open_directory(tmp_path, size)], StoreOptions(size, SEGMENT, {"a": 0.8, "b": 0.2}),
+            lambda *_: None,
         )  # fmt: skip
-        await tier.recover(nothing)
-        while not tier.stores["a"][0].log.open:  # noqa: ASYNC110
+        await tier.directories.recover(nothing)
+        while not tier.directories.attached[0].stores["a"].log.open:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await tier.close()
 
@@ -283,7 +305,7 @@ def test_what_one_tenant_has_too_much_goes_before_another_has_more(
     assert beside and max(beside) < most
 
 
-def test_a_full_disk_takes_no_name_of_its_user_and_is_used(
+def test_a_full_disk_without_room_for_the_lock_text_is_locked_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> int:
@@ -297,7 +319,7 @@ def test_a_full_disk_takes_no_name_of_its_user_and_is_used(
     assert volume.close()
 
 
-def test_a_size_that_the_file_system_has_not_is_said_at_the_start(
+def test_a_size_larger_than_the_file_system_is_logged_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(tmp_path)
@@ -306,17 +328,17 @@ def test_a_size_that_the_file_system_has_not_is_said_at_the_start(
     room = there + free.f_frsize * free.f_bavail
     for size, said in ((SIZE, False), (room * 2, True)):
         caplog.clear()
-        (volume,) = open_directories([tmp_path], size)
+        volume = open_directory(tmp_path, size)
         assert ("less than its part of cold.size" in caplog.text) == said
         assert said == (volume.lacks_bytes() > 0)
         assert volume.close()
 
 
-def test_what_it_has_already_is_no_room_that_it_lacks(
+def test_existing_segments_count_as_available_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(tmp_path)
-    (volume,) = open_directories([tmp_path], SIZE)
+    volume = open_directory(tmp_path, SIZE)
     there = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segments/*/*"))
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((PAGE,) * 2 + (0,) * 8))
     assert there and volume.lacks_bytes() == volume.segments_bytes - there

@@ -1,4 +1,4 @@
-"""A disk is asked as long as that is worth it: reads and writes each by themselves."""
+"""A disk is switched off after faults and tried again later: reads and writes separately."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SIZE, Bench, run
 from kvtier_daemon.tiers.cold.disk import (
     FAULTS_TO_OFF,
     HANGS_S,
@@ -22,6 +21,7 @@ from kvtier_daemon.tiers.cold.disk import (
     DiskLane,
     anonymous,
 )
+from support.cold_bench import BLOCK, SIZE, Bench, run
 
 
 class Clock:
@@ -44,7 +44,7 @@ def lane(clock: Clock) -> DiskLane:
 
 def faults(lane: DiskLane, count: int = FAULTS_TO_OFF) -> None:
     for _ in range(count):
-        lane.fault("it failed")
+        lane.fault("it failed", errno.EIO)
 
 
 def test_faults_in_a_row_switch_a_lane_off_for_longer_and_longer(
@@ -62,7 +62,7 @@ def test_faults_in_a_row_switch_a_lane_off_for_longer_and_longer(
         assert lane.is_on
         pause = min(2 * pause, LONGEST_OFF_S)
     assert pause == LONGEST_OFF_S
-    assert lane.failure == "it failed"
+    assert lane.failure == "it failed: Input/output error"
     lane.worked()
     assert lane.is_on and not lane.failure
     faults(lane)
@@ -70,14 +70,16 @@ def test_faults_in_a_row_switch_a_lane_off_for_longer_and_longer(
     assert lane.is_on, "the pause is short again"
 
 
-def test_what_works_in_between_keeps_a_lane_on(lane: DiskLane) -> None:
+def test_a_success_between_faults_keeps_a_lane_on(lane: DiskLane) -> None:
     for _ in range(10):
         faults(lane, FAULTS_TO_OFF - 1)
         lane.worked()
     assert lane.is_on
 
 
-def test_what_was_begun_before_a_pause_does_not_end_it(lane: DiskLane, clock: Clock) -> None:
+def test_an_operation_begun_before_a_pause_does_not_end_the_pause(
+    lane: DiskLane, clock: Clock
+) -> None:
     faults(lane)
     lane.worked()
     assert not lane.is_on
@@ -87,65 +89,67 @@ def test_what_was_begun_before_a_pause_does_not_end_it(lane: DiskLane, clock: Cl
 
 
 def test_a_lane_that_hangs_is_off_until_it_comes_back(lane: DiskLane, clock: Clock) -> None:
-    lane.tend()
+    lane.check()
     clock.now += 10 * HANGS_S
-    lane.tend()
+    lane.check()
     assert lane.is_on, "nothing to wait for"
     lane.began()
     lane.began()
     clock.now += HANGS_S - 0.1
-    lane.tend()
-    lane.ended()  # slow is not hanging
+    lane.check()
+    lane.ended()  # a slow operation is not a hang
     clock.now += HANGS_S - 0.1
-    lane.tend()
+    lane.check()
     assert lane.is_on
     clock.now += 0.2
-    lane.tend()
+    lane.check()
     assert not lane.is_on and "no request completed" in lane.failure
     lane.ended()
-    lane.tend()
+    lane.check()
     assert lane.is_on and not lane.failure
 
 
-def test_what_was_too_late_for_the_disk_is_no_sign_of_it(lane: DiskLane, clock: Clock) -> None:
-    """It never was with the disk; reads that wait behind one that hangs end so, one after the other."""
+def test_an_operation_that_timed_out_in_the_queue_does_not_show_that_the_disk_works(
+    lane: DiskLane, clock: Clock
+) -> None:
+    """Such a read never reached the disk. Reads that wait behind one that hangs time out too."""
     lane.began()
     for _ in range(3):
         lane.began()
         clock.now += HANGS_S / 2
         lane.ended(errno.ETIMEDOUT)
-    lane.tend()
+    lane.check()
     assert not lane.is_on
     lane.ended(errno.EIO)
-    lane.tend()
+    lane.check()
     assert lane.is_on
 
 
-def test_a_lane_that_was_given_up_stays_off(lane: DiskLane, clock: Clock) -> None:
+def test_a_disabled_lane_stays_off(lane: DiskLane, clock: Clock) -> None:
     lane.give_up("a bug")
     clock.now += 1e9
     lane.worked()
-    lane.tend()
+    lane.check()
     assert not lane.is_on and lane.failure == "a bug"
 
 
-def test_what_is_done_beside_the_loop_counts_as_a_write(tmp_path: Path, clock: Clock) -> None:
+def test_work_in_a_thread_counts_as_a_write(tmp_path: Path, clock: Clock) -> None:
     async def work() -> None:
         drive = DirectoryDisk(asyncio.get_running_loop(), str(tmp_path), "threads", clock)
         go_on = threading.Event()
-        waiting = drive.run_in_thread(go_on.wait)
+        waiting = drive.files.run(go_on.wait)
         clock.now += HANGS_S + 1
-        drive.tend()
+        drive.check()
         assert not drive.writes.is_on and drive.reads.is_on
-        assert not drive.stop(0), "a thread is in the kernel still"
+        assert not drive.stop(0), "a thread is still in the kernel"
         go_on.set()
         assert await waiting
 
     run(work())
 
 
-def test_a_drive_that_has_ended_cancels_what_it_is_asked_for(tmp_path: Path) -> None:
-    """An extent may become ready, and a read be asked for, after the end has begun."""
+def test_a_stopped_disk_cancels_new_operations(tmp_path: Path) -> None:
+    """An extent may become ready, or a read may be submitted, after the stop began."""
 
     async def work() -> None:
         drive = DirectoryDisk(asyncio.get_running_loop(), str(tmp_path), "threads", time.monotonic)
@@ -162,7 +166,7 @@ def test_a_drive_that_has_ended_cancels_what_it_is_asked_for(tmp_path: Path) -> 
     run(work())
 
 
-def test_a_look_that_fails_is_said_and_a_file_system_that_is_dead_is_lost(
+def test_a_failed_check_is_reported_and_a_dead_file_system_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -170,37 +174,40 @@ def test_a_look_that_fails_is_said_and_a_file_system_that_is_dead_is_lost(
         await bench.recover()
         unheard: list[object] = []
         bench.loop.set_exception_handler(lambda _, context: unheard.append(context))
-        (drive,), (volume,) = bench.tier.disks, bench.tier._directories
+        attached = bench.first
+        drive, volume = attached.disk, attached.directory
 
         def fails() -> str:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(volume, "elsewhere", fails)
         while not drive.lost:
-            bench.tier._checks_at = 0.0
-            bench.tier.tend()
+            bench.tier.directories.check_locations()
             await asyncio.sleep(0.001)
         gc.collect()
         assert not unheard and "Input/output error" in bench.tier.failure
-        assert not bench.tier.is_on and not bench.tier.given_up, "it is tried again"
-        numbers = await bench.tier.detach(volume)
-        await bench.tier.closed(volume)
-        assert {number for _, number in numbers} == set(range(len(bench.tier.segments)))
-        assert not bench.tier.disks and list(bench.tier.missing) == [tmp_path]
-        assert not any(one.tombstones.count for one in bench.tier.segments), "kept at each detach"
+        directories = bench.tier.directories
+        assert not bench.tier.reader.is_on and not directories.given_up, "the tier retries"
+        numbers = await directories.detach(attached, bench.tier.reads.pump)
+        await directories.closed(volume)
+        assert {number for _, number in numbers} == set(range(len(bench.tier.table.segments)))
+        assert not directories.attached and list(directories.missing) == [tmp_path]
+        assert not any(one.tombstones.count for one in bench.tier.table.segments), (
+            "no tombstones remain after a detach"
+        )
         await bench.tier.close()
 
     run(work())
 
 
-def test_a_write_that_fails_is_the_writes_fault_alone(tmp_path: Path) -> None:
+def test_a_failed_write_does_not_switch_reads_off(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(4))
-        segment = bench.tier.stores["t"][0].log.open
+        segment = bench.first.stores["t"].log.open
         assert segment is not None
-        (drive,) = bench.tier.disks
+        drive = bench.first.disk
         read_only = os.open(segment.path, os.O_RDONLY | os.O_DIRECT)
         right = os.dup(segment.fd)
         os.dup2(read_only, segment.fd)
@@ -211,14 +218,14 @@ def test_a_write_that_fails_is_the_writes_fault_alone(tmp_path: Path) -> None:
         assert drive.faults == 1 and drive.reads.is_on
         assert isinstance(await bench.read(2), bytes)
         assert await bench.write(range(5, 9)) == []
-        assert not bench.tier.failure, "another segment takes what is written"
+        assert not bench.tier.failure, "blocks are written to another segment"
         await bench.all_read()
         await bench.tier.close()
 
     run(work())
 
 
-def test_a_directory_that_is_off_takes_only_its_own_away(tmp_path: Path) -> None:
+def test_a_directory_that_is_off_hides_only_its_own_blocks(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -229,16 +236,18 @@ def test_a_directory_that_is_off_takes_only_its_own_away(tmp_path: Path) -> None
         await bench.write(range(48))
         tier = bench.tier
         assert not tier.unreadable_segments()
-        tier.disks[0].give_up("it is out")
-        theirs = {n for n, one in enumerate(tier.segments) if one.path.startswith(str(folders[0]))}
-        assert tier.unreadable_segments() == theirs and 0 < len(theirs) < len(tier.segments)
-        assert tier.is_on and tier.takes
+        tier.directories.attached[0].disk.give_up("it is out")
+        theirs = {
+            n for n, one in enumerate(tier.table.segments) if one.path.startswith(str(folders[0]))
+        }
+        assert tier.unreadable_segments() == theirs and 0 < len(theirs) < len(tier.table.segments)
+        assert tier.reader.is_on and tier.writer.is_on
         before = set(bench.on_disk)
         await bench.write(range(48, 80))
         after = {bench.on_disk[number].segment for number in set(bench.on_disk) - before}
         assert after and not after & theirs
-        tier.disks[1].give_up("this too")
-        assert not tier.is_on and not tier.takes
+        tier.directories.attached[1].disk.give_up("this too")
+        assert not tier.reader.is_on and not tier.writer.is_on
         assert tier.failure == "it is out; this too"
         await tier.close()
 

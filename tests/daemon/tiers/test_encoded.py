@@ -1,4 +1,4 @@
-"""Encoded blocks in the cold tier: what was saved comes back, and takes the room that it takes."""
+"""Encoded blocks in the cold tier: they are decoded to the saved bytes, and their real size is counted."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ import numpy as np
 import pytest
 
 from conformance.codec_tests import kv
-from daemon.tiers.test_cold import SEGMENT, SIZE, Bench, run
 from kvtier import KvSpec
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.frames import FRAME, FramedBlocks
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.base import FIX4, R32, ZSTD
 from kvtier_daemon.codec.choice import BLOCK_MOST, FIRST_TRIES, Choice
 from kvtier_daemon.codec.frame import PAGE, RAW
+from kvtier_daemon.tiers.cold import attached
 from kvtier_daemon.tiers.cold import encoder as encoding
-from kvtier_daemon.tiers.cold import tier as cold
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
-from kvtier_daemon.tiers.cold.encode_buffer import STAGED_BYTES
+from kvtier_daemon.tiers.cold.disk import STAGED_BYTES, Callback
 from kvtier_daemon.tiers.cold.encoder import threads_here
-from kvtier_daemon.tiers.cold.frames import FRAME
+from kvtier_daemon.tiers.cold.frames import Incoming, Outgoing
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import first_frame
-from kvtier_daemon.tiers.cold.transfers import Incoming, Landed, Outgoing
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import Store
+from support.cold_bench import SEGMENT, SIZE, Bench, run
 from support.specs import spec_of
 
 ONE = SessionId(1)
@@ -60,7 +60,7 @@ def key(number: int) -> bytes:
 
 
 def content(spec: KvSpec, number: int) -> bytes:
-    """Values as of K and V, of no other block."""
+    """Values that resemble K and V, different for each block."""
     drawn = np.frombuffer(kv(spec.dtype, BLOCK), np.uint8)
     return np.roll(drawn, 64 * number).tobytes()
 
@@ -74,7 +74,7 @@ class Tenant:
         self.mover = Mover(
             "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=through, codec=codec
         )
-        self.bench.tier.stores["t"][0]._reclaim = self.mover.reclaim
+        self.bench.first.stores["t"]._reclaim = self.mover.reclaimer.reclaim
         self.spaces = {
             dtype: self.catalog.open(dtype.ljust(32).encode(), spec, ONE)
             for dtype, spec in SPECS.items()
@@ -88,7 +88,7 @@ class Tenant:
 
         self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // PAGE))
         self.mover.extents.append(self.bench.extent)
-        await self.bench.tier.recover(restored)
+        await self.bench.tier.directories.recover(restored)
         self.running = asyncio.create_task(self.mover.run())
 
     def save(self, dtype: str, first: int, count: int) -> None:
@@ -100,7 +100,7 @@ class Tenant:
         ids = self.catalog.commit(ONE, granted.lease, 0, count, b"")
         for at in range(count):
             self.ids[dtype, first + at] = ids[4 * at : 4 * at + 4]
-        self.mover.saved(ids)
+        self.mover.writes.saved(ids)
 
     async def on_disk(self, count: int) -> None:
         await until(lambda: self.catalog.counts()["framed_blocks"] >= count)
@@ -114,13 +114,13 @@ class Tenant:
         return list(FRAME.iter_unpack(self.catalog._store.frames(ids)[0]))
 
     async def bring(self, dtype: str, number: int) -> bytes | None:
-        """The block, read from the disk; None if it is nowhere."""
+        """The block, read from the disk, or None if it is not found."""
         space = self.spaces[dtype]
         self.evict_all()
         found = self.catalog.match(space, key(number), False)
         if not found.coming:
             return None
-        self.mover.promote(space, key(number), 1, request=(1, number))
+        self.mover.reads.promote(space, key(number), 1, request=(1, number))
         await until(lambda: not self.catalog.promotions.reading)
         ids = self.catalog._store.present(space.index, 0, 0, key(number))
         if not ids:
@@ -145,14 +145,14 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 async def seal(tenant: Tenant) -> None:
-    shelf = tenant.bench.tier.stores["t"][0]
+    shelf = tenant.bench.first.stores["t"]
     shelf.seal()
     await until(lambda: shelf.log.open is not None and shelf.log.sealed)
 
 
 @pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("codec", [*NUMBERS, "auto"])
-def test_what_was_saved_comes_back_and_after_a_restart_too(
+def test_saved_blocks_are_read_back_also_after_a_restart(
     tmp_path: Path, codec: str, dtype: str
 ) -> None:
     async def work() -> None:
@@ -186,7 +186,7 @@ def test_odd_types_and_noise_stay_raw(tmp_path: Path) -> None:
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
         noise = os.urandom(BLOCK)
         tenant.bench.slot(offset // BLOCK)[:] = noise
-        tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b""))
+        tenant.mover.writes.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b""))
         await tenant.on_disk(5)
         ids = tenant.catalog._store.present(space.index, 0, 0, key(9))
         assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()) + ids)} == {RAW}
@@ -197,8 +197,8 @@ def test_odd_types_and_noise_stay_raw(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("codec", "more"), [("fix4", 1.31), ("r32", 1.44)])
-def test_compression_buys_room(tmp_path: Path, codec: str, more: float) -> None:
-    """A full tier holds so many times the blocks, and says how much of the disk they take. A page of each
+def test_a_full_tier_holds_more_encoded_blocks(tmp_path: Path, codec: str, more: float) -> None:
+    """A full tier holds `more` times the blocks, and reports their size on disk. One page of each frame
     is its header."""
 
     async def held(codec: str) -> int:
@@ -214,9 +214,7 @@ def test_compression_buys_room(tmp_path: Path, codec: str, more: float) -> None:
         counts = tenant.catalog.counts()
         blocks: int = counts["framed_blocks"]
         assert counts["framed_bytes"] <= SIZE
-        assert counts["framed_bytes"] > SIZE / 2, (
-            "beside it are an index, and segments that are free"
-        )
+        assert counts["framed_bytes"] > SIZE / 2, "the rest is the index and free segments"
         one = counts["framed_bytes"] / blocks
         assert tenant.mover.bytes["written"] == pytest.approx(
             one * tenant.mover.counts["written"], rel=0.02
@@ -230,8 +228,8 @@ def test_compression_buys_room(tmp_path: Path, codec: str, more: float) -> None:
     run(work())
 
 
-def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
-    """A life for each, all writing on in one file; each reads what the others have written."""
+def test_one_segment_contains_frames_of_several_codecs(tmp_path: Path) -> None:
+    """Each life uses another codec and continues the same file. Each reads the blocks of the others."""
 
     async def work() -> None:
         folder, known = tmp_path, 0
@@ -245,9 +243,9 @@ def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
             await tenant.on_disk(known)
             await tenant.same("bfloat16", 0, known)
             ids = tenant.ids["bfloat16", known - 1]
-            ((segment, *_, number, _, _, _),) = tenant.frames(ids)
+            ((segment, *_, number, _, _),) = tenant.frames(ids)
             assert number == NUMBERS[codec]
-            segments.add(tenant.bench.tier.segments[segment].path)
+            segments.add(tenant.bench.tier.table.segments[segment].path)
             await tenant.close()
         assert len(segments) == 1
         volume = ColdDirectory(folder, SIZE)
@@ -259,8 +257,8 @@ def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
 
 
 def spoil(tenant: Tenant, number: int, inside: int) -> None:
-    ((segment, page, *_, header_pages, _, _),) = tenant.frames(tenant.ids["bfloat16", number])
-    path = tenant.bench.tier.segments[segment].path
+    ((segment, page, *_, header_pages, _),) = tenant.frames(tenant.ids["bfloat16", number])
+    path = tenant.bench.tier.table.segments[segment].path
     fd = os.open(path, os.O_RDWR)
     at = (page + header_pages) * PAGE + inside
     old = os.pread(fd, 1, at)
@@ -293,10 +291,10 @@ def test_damage_is_a_miss_and_no_other_block_is_touched(
 
 
 @pytest.mark.parametrize("codec", ["r32", "zstd"])
-def test_what_was_wrongly_encoded_is_a_miss(
+def test_a_wrongly_encoded_block_is_a_miss(
     tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer's own checksum is that of the block: a frame that decodes to something else is damaged."""
+    """A frame contains the checksum of the block: a frame that decodes to other bytes is damaged."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path, codec)
@@ -305,7 +303,9 @@ def test_what_was_wrongly_encoded_is_a_miss(
         granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(0))
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
         tenant.bench.slot(offset // BLOCK)[:] = content(space.spec, 0)
-        tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest.."))
+        tenant.mover.writes.saved(
+            tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest..")
+        )
         await tenant.on_disk(1)
         assert await tenant.bring("bfloat16", 0) is None
         assert tenant.mover.counts["spoilt"] == 1
@@ -330,31 +330,35 @@ def test_a_frame_is_not_damaged_where_there_is_no_memory_to_decode_it(
             for _ in range(6):
                 assert await tenant.bring("bfloat16", 0) is None
         assert tenant.catalog.promotions.failed == {"ENOTRECOVERABLE": 6}
-        assert (tenant.mover.counts["spoilt"], tenant.bench.tier.faults) == (0, 0)
+        assert (tenant.mover.counts["spoilt"], tenant.bench.tier.directories.faults) == (0, 0)
         await tenant.same("bfloat16", 0, 1)
         await tenant.close()
 
     run(work())
 
 
-def test_no_memory_for_a_frame_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+def test_no_memory_for_a_frame_is_no_fault_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
         tenant.save("bfloat16", 0, 1)
         await tenant.on_disk(1)
-        tier, drive = tenant.bench.tier, tenant.bench.tier.disks[0]
+        tier, drive = tenant.bench.tier, tenant.bench.first.disk
         tenant.evict_all()
-        shelf, segment = tier.stores["t"][0], tier.segments[0]
         told: list[int] = []
-        for _ in range(6):
-            segment.reading += 1
-            block = Incoming(0, 0, 1, 1, 4096, bytes(16), 0, 0)
-            tier._read_one(shelf, segment, block, lambda _, code: told.append(code))(
-                errno.ENOMEM, None
-            )
+        block = Incoming(0, 0, 1, 1, 4096, bytes(16), 0, 0, 4096)
+
+        def no_memory(_fd: int, _at: int, _nbytes: int, callback: Callback) -> None:
+            callback(errno.ENOMEM, None)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(drive, "read_text", no_memory)
+            for _ in range(6):
+                tier.reader.read_header(block, lambda code, _: told.append(code))
         assert told == [errno.ENOMEM] * 6
-        assert tier.faults == 0 and drive.reads.is_on
+        assert tier.directories.faults == 0 and drive.reads.is_on
         await tenant.same("bfloat16", 0, 1)
         await tenant.close()
 
@@ -375,7 +379,7 @@ def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
         spoil(tenant, 2, 30_000)
         await scrub.round()
         assert scrub.counts["damaged"] == 1
-        assert not tenant.bench.tier.disks[0].worker.moved()[2]
+        assert not tenant.bench.first.disk.worker.moved()[2]
         assert await tenant.bring("bfloat16", 2) is None
         await tenant.same("bfloat16", 3, 1)
         await tenant.close()
@@ -384,7 +388,7 @@ def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
 
 
 async def reading(tenant: Tenant, count: int) -> None:
-    """So many blocks are with the disk, and nothing else goes on."""
+    """Submit `count` reads and nothing else."""
     await tenant.start()
     tenant.save("bfloat16", 0, count)
     await tenant.on_disk(count)
@@ -392,29 +396,29 @@ async def reading(tenant: Tenant, count: int) -> None:
     tenant.running.cancel()
     await asyncio.gather(tenant.running, return_exceptions=True)
     keys = b"".join(map(key, range(count)))
-    tenant.mover.promote(tenant.spaces["bfloat16"], keys, count, request=(1, 1))
+    tenant.mover.reads.promote(tenant.spaces["bfloat16"], keys, count, request=(1, 1))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert tenant.catalog.promotions.reading == count
 
 
-def test_what_is_read_last_is_decoded_before_the_end(tmp_path: Path) -> None:
+def test_the_last_reads_are_decoded_before_a_close_ends(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "zstd")
         await reading(tenant, 8)
-        drive = tenant.bench.tier.disks[0]
+        drive = tenant.bench.first.disk
         assert await tenant.bench.tier.close()
         assert (tenant.catalog.promotions.reading, drive.reads.given_up) == (0, False)
-        assert not any(segment.reading for segment in tenant.bench.tier.segments)
+        assert not any(segment.reading for segment in tenant.bench.tier.table.segments)
 
     run(work())
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_the_loop_goes_on_while_the_last_ones_are_decoded(
+def test_the_event_loop_runs_while_a_close_waits_for_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """And it waits for so long only."""
+    """The close waits for decoding only until its time limit."""
     let, decode, waited = threading.Event(), framing.decode, list[bool]()
 
     def slow(*args: Any) -> None:
@@ -437,11 +441,11 @@ def test_the_loop_goes_on_while_the_last_ones_are_decoded(
 
 
 @pytest.mark.parametrize("codec", ["fix4", "r32", "zstd"])
-def test_what_is_brought_away_stays_as_it_is(
+def test_a_second_chance_copies_the_frame_without_decoding(
     tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a life that would encode otherwise: its payload and the digests are the same, and nothing was
-    decoded for it."""
+    """A life with another codec setting copies the encoded frame: payload and digests stay the same,
+    and no block is decoded."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path, codec)
@@ -454,23 +458,23 @@ def test_what_is_brought_away_stays_as_it_is(
         tenant.evict_all()
         ids = [tenant.ids["bfloat16", number] for number in (1, 2)]
         before = [(tenant.frames(one)[0], tenant.catalog._store.frames(one)[1]) for one in ids]
-        tenant.mover.choice._asked = "raw"
-        tenant.mover.choice._spaces.clear()  # where it is known what was asked for
+        tenant.mover.choice._configured = "raw"
+        tenant.mover.choice._spaces.clear()  # forget which codec each space uses
         coding, done = tenant.bench.tier.coding, []
         for name in ("encode", "decode"):
             monkeypatch.setattr(coding, name, lambda *_, name=name: done.append(name))
         spoil(tenant, 2, -PAGE + 100)
-        tenant.mover._reclaimer.second_chance_bytes = 1 << 30
-        shelf = tenant.bench.tier.stores["t"][0]
+        tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+        shelf = tenant.bench.first.stores["t"]
         first = shelf.log.reclaim()
         assert first is not None
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         await until(lambda: first not in shelf.log.others)
         assert tenant.mover.counts["written_again"] == 1, "one header is damaged"
         ((frame, digest),) = [(tenant.frames(ids[0])[0], tenant.catalog._store.frames(ids[0])[1])]
         assert frame[:2] != before[0][0][:2] and frame[2:5] == before[0][0][2:5]
         assert digest == before[0][1] and frame[3] == NUMBERS[codec]
-        assert not tenant.bench.tier.disks[0].worker.moved()[2] and not done
+        assert not tenant.bench.first.disk.worker.moved()[2] and not done
         monkeypatch.undo()
         await tenant.same("bfloat16", 1, 1)
         assert await tenant.bring("bfloat16", 2) is None
@@ -483,35 +487,35 @@ def test_what_is_brought_away_stays_as_it_is(
     run(work())
 
 
-def test_what_was_forgotten_while_it_was_encoded_is_not_written(
+def test_a_block_that_is_forgotten_while_it_is_encoded_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
         coding = tenant.bench.tier.coding
-        encode, was_encoded = coding.encode, asyncio.Event()
+        encode, was_encoded, forgotten = coding.encode, asyncio.Event(), asyncio.Event()
 
         async def slow(*args: object) -> object:
             found = await encode(*args)  # type: ignore[arg-type]
             was_encoded.set()
-            await asyncio.sleep(0.1)
+            await forgotten.wait()
             return found
 
         monkeypatch.setattr(coding, "encode", slow)
         tenant.save("bfloat16", 0, 4)
         await was_encoded.wait()
         tenant.catalog.forget(tenant.spaces["bfloat16"], key(1))
+        forgotten.set()
         await tenant.on_disk(3)
-        await asyncio.sleep(0.1)
+        await until(lambda: not coding.staging.used)
         assert tenant.mover.counts["written"] == 3
-        assert coding.staging.used == 0, "its memory is free again"
         await tenant.close()
 
     run(work())
 
 
-def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
+def test_staging_memory_is_reused(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
@@ -519,22 +523,23 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
         for first in range(0, 480, 16):
             tenant.save("bfloat16", first, 16)
             await until(lambda first=first: tenant.mover.counts["written"] >= first + 16)  # type: ignore[misc]
-        assert len(tenant.bench.tier._mappings) == 2, "the arena's, and what is encoded to"
+        assert len(tenant.bench.tier.memory.mappings) == 2, "the arena and the staging"
         await until(lambda: not staging.used)
         assert list(staging._holes.values()) == [{0: STAGED_BYTES}], "whole again"
-        disk = tenant.bench.tier.disks[0].worker
+        disk = tenant.bench.first.disk.worker
         if disk.engine == "io_uring":
-            assert disk.registered_bytes == SLOTS * BLOCK, "pinned is the arena alone"
+            assert disk.registered_bytes == SLOTS * BLOCK, "only the arena is pinned"
         await tenant.close()
 
     run(work())
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
+def test_staging_never_exceeds_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    """Pieces of half of it, and of most of it; a disk that is slow keeps them until somebody waits."""
+    """With pieces of half of the limit and of most of it. The slow disk keeps staging in use until an
+    encoder waits for it."""
     most, seen = (blocks + 1) * BLOCK, [0]
     landed: list[Callable[[], None]] = []
     monkeypatch.setattr(encoding, "PIECE_BYTES", blocks * BLOCK)
@@ -542,7 +547,7 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         tier = tenant.bench.tier
-        staging, write = tier.coding.staging, tier.write
+        staging, write = tier.coding.staging, tier.writer.write
         staging.most = most
         place_of = staging._cut
 
@@ -552,7 +557,7 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
             return place
 
         def slow(
-            name: str, some: Sequence[Outgoing], done: Callable[[list[Landed], list[int]], None]
+            name: str, some: Sequence[Outgoing], done: Callable[[FramedBlocks, list[int]], None]
         ) -> int:
             return write(name, some, lambda *over: landed.append(partial(done, *over)))
 
@@ -564,7 +569,7 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
                 await asyncio.sleep(0.001)
 
         monkeypatch.setattr(staging, "_cut", cut)
-        monkeypatch.setattr(tier, "write", slow)
+        monkeypatch.setattr(tier.writer, "write", slow)
         await tenant.start()
         tenant.save("bfloat16", 0, 48)
         landing = tenant.bench.loop.create_task(land())
@@ -580,14 +585,14 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
 
 
 @pytest.mark.parametrize("lacks", ["a segment", "a description"])
-def test_nothing_is_encoded_before_it_has_a_place(
+def test_no_block_is_encoded_before_it_can_be_written(
     tmp_path: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")
         tier = tenant.bench.tier
         await tenant.start()
-        shelf, (asked, encoded) = tier.stores["t"][0], ([], [])
+        shelf, (asked, encoded) = tier.directories.attached[0].stores["t"], ([], [])
         await until(lambda: shelf.log.open is not None)
         encode, open_segment = tier.coding.encode, shelf.log.open
 
@@ -605,12 +610,12 @@ def test_nothing_is_encoded_before_it_has_a_place(
                 shelf.log.open = None
                 patched.setattr(shelf, "prepare", lambda: asked.append(1))
             else:
-                patched.setattr(tier, "describe", refuse)
+                patched.setattr(tier.writer, "describe", refuse)
             tenant.save("bfloat16", 0, 16)
             await until(lambda: len(asked) >= 3)
             assert not encoded and not tenant.mover.choice.report()[0]["ratios"]
             shelf.log.open = open_segment
-        # However long the next segment takes to be begun.
+        # Beginning the next segment may take many attempts.
         monkeypatch.setattr("kvtier_daemon.tiers.cold.flusher.BEGIN_TRIES", 100_000)
         await tenant.on_disk(16)
         assert sorted(block.id for block in encoded) == sorted(
@@ -625,10 +630,10 @@ def test_nothing_is_encoded_before_it_has_a_place(
 @pytest.mark.parametrize(
     ("dtype", "tried"), [("bfloat16", FIRST_TRIES), ("int8", 0)], ids=["native", "zstd"]
 )
-def test_auto_tries_large_blocks_with_what_the_workers_decode(
+def test_auto_tries_large_blocks_only_with_codecs_that_workers_decode(
     tmp_path: Path, dtype: str, tried: int
 ) -> None:
-    """With others not at all: then they are handed on as they are, and all of them at once."""
+    """If no codec can encode blocks of this type, they are passed on unchanged and in one piece."""
     head_dim = BLOCK_MOST if dtype == "int8" else BLOCK_MOST // 2
     spec = spec_of("large", dtype=dtype, layers=1, kv_heads=1, block_tokens=1, head_dim=head_dim)
     assert spec.block_bytes > BLOCK_MOST
@@ -636,7 +641,7 @@ def test_auto_tries_large_blocks_with_what_the_workers_decode(
     async def work() -> None:
         bench = Bench([tmp_path])
         coding, choice = bench.tier.coding, Choice(bench.tier.coding.rates)
-        extent, _ = bench.tier.room(spec.block_bytes)
+        extent, _ = bench.tier.memory.allocate(spec.block_bytes)
         some = [
             Outgoing(n, b"l" * 32, spec, 0, 0, key(n), b"", b"", extent, 0)
             for n in range(FIRST_TRIES + 1)
@@ -655,10 +660,10 @@ def test_auto_tries_large_blocks_with_what_the_workers_decode(
 
 
 @pytest.mark.parametrize("fails", ["memory", "a codec", "noting"])
-def test_what_can_not_be_encoded_is_written_as_it_is(
+def test_a_block_that_can_not_be_encoded_is_written_raw(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next one is encoded again."""
+    """The next block is encoded again."""
 
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -669,7 +674,7 @@ def test_what_can_not_be_encoded_is_written_as_it_is(
         await tenant.start()
         with monkeypatch.context() as patched:
             if fails == "memory":
-                patched.setattr(cold, "anonymous", refuse)
+                patched.setattr(attached, "anonymous", refuse)
             elif fails == "a codec":
                 patched.setattr(framing, "encode", refuse)
             else:
@@ -677,7 +682,7 @@ def test_what_can_not_be_encoded_is_written_as_it_is(
             tenant.save("bfloat16", 0, 4)
             await tenant.on_disk(4)
         assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {RAW}
-        assert tier.coding.failures >= 1 and tier.takes
+        assert tier.coding.failures >= 1 and tier.writer.is_on
         assert tier.coding.staging.used == 0, "no memory is lost"
         tenant.save("bfloat16", 4, 4)
         await tenant.on_disk(8)
@@ -688,7 +693,9 @@ def test_what_can_not_be_encoded_is_written_as_it_is(
     run(work())
 
 
-def test_no_thread_is_begun_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_started_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
@@ -710,25 +717,25 @@ def test_no_thread_is_begun_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run(work())
 
 
-def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
-    """On a disk that is slow beside the decoders, floating point is encoded and noise is not."""
+def test_auto_encodes_compressible_data_on_a_slow_disk(tmp_path: Path) -> None:
+    """If the disk is slower than the decoders, `auto` encodes floating-point blocks and stores noise raw."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")
         tier = tenant.bench.tier
-        tier.bandwidths = lambda _: [1e6]  # type: ignore[method-assign]
+        tier.reader.bandwidths = lambda: [1e6]  # type: ignore[method-assign]
         await tenant.start()
         for first in range(0, 48, 16):
             tenant.save("bfloat16", first, 16)
             await tenant.on_disk(first + 16)
         codecs = Counter(one[3] for one in tenant.frames(b"".join(tenant.ids.values())))
-        assert codecs[RAW] <= 16, "what came before anything was known"
+        assert codecs[RAW] <= 16, "blocks before the first measurements"
         assert codecs[R32] >= 32, codecs
         (report,) = [one for one in tenant.mover.choice.report() if one["dtype"] == "bfloat16"]
         ratios = report["ratios"]
         assert isinstance(ratios, dict)
         assert report["codec"] == "r32" and ratios["r32"] > ratios["fix4"] > 1.3
-        tier.bandwidths = lambda _: [1e15]  # type: ignore[method-assign]
+        tier.reader.bandwidths = lambda: [1e15]  # type: ignore[method-assign]
         tenant.save("bfloat16", 100, 1)
         await tenant.on_disk(49)
         assert tenant.frames(tenant.ids["bfloat16", 100])[0][3] == RAW
@@ -738,7 +745,7 @@ def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_is_wanted_does_not_wait_for_what_is_encoded(tmp_path: Path) -> None:
+def test_a_read_does_not_wait_for_blocks_that_are_being_encoded(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "zstd")
         await tenant.start()
@@ -756,11 +763,11 @@ def test_what_is_wanted_does_not_wait_for_what_is_encoded(tmp_path: Path) -> Non
     run(work())
 
 
-def test_what_is_saved_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_saves_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")
         await tenant.start()
-        writing, now = tenant.mover._flusher, [100.0]
+        writing, now = tenant.mover.writes, [100.0]
         monkeypatch.setattr(writing, "_clock", lambda: now[0])
         monkeypatch.setattr(writing, "_tended_at", 100.0)
         tenant.save("bfloat16", 0, 16)
@@ -771,13 +778,13 @@ def test_what_is_saved_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for _ in range(100):
             now[0] += 1.0
             tenant.mover.tend()
-        assert 0 <= tenant.mover.choice.saved_bytes_s < BLOCK / 10, "what was before counts less"
+        assert 0 <= tenant.mover.choice.saved_bytes_s < BLOCK / 10, "the rate decays"
         await tenant.close()
 
     run(work())
 
 
-def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
+def test_segments_are_filled_by_encoded_sizes(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
@@ -787,8 +794,8 @@ def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
         frames = tenant.frames(b"".join(tenant.ids.values()))
         first_segment = [one for one in frames if one[0] == frames[0][0]]
         end = first_frame(SEGMENT) // PAGE
-        for _, page, nbytes, _, header_pages, _, _ in first_segment:
-            assert page == end, "one after the other"
+        for _, page, nbytes, _, header_pages, _ in first_segment:
+            assert page == end, "frames are contiguous"
             end = page + header_pages + -(-nbytes // PAGE)
         assert SEGMENT - end * PAGE < BLOCK + 3 * PAGE
         assert len(first_segment) > SEGMENT // (BLOCK + PAGE)
@@ -800,7 +807,7 @@ def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_load_is_weighed_by_what_its_frames_take_to_read_and_decode(tmp_path: Path) -> None:
+def test_a_load_is_planned_with_encoded_sizes_and_decode_time(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
@@ -810,15 +817,15 @@ def test_a_load_is_weighed_by_what_its_frames_take_to_read_and_decode(tmp_path: 
         space, rates = tenant.spaces["bfloat16"], tenant.bench.tier.coding.rates
         frames = tenant.catalog._store.frames(b"".join(tenant.ids.values()))[0]
         rates.decoded(R32, "bfloat16", 1 << 50, 1.0)
-        assert tenant.mover._load_bytes(space, frames) == frames, "their own bytes"
+        assert tenant.mover.reads._load_bytes(space, frames) == frames, "their own bytes"
         assert sum(one[2] for one in FRAME.iter_unpack(frames)) < 0.75 * 4 * BLOCK
-        rates.decoded(R32, "bfloat16", 1, 4e9)  # a second for all of them
+        rates.decoded(R32, "bfloat16", 1, 4e9)  # decoding all of them takes a second
         keys = b"".join(map(key, range(4)))
-        asked = tenant.mover.promote(space, keys, 4, request=(1, 1), recompute_s=0.3)
+        asked = tenant.mover.reads.promote(space, keys, 4, request=(1, 1), recompute_s=0.3)
         assert asked[0] == 0 and asked[2] == "slower", "decoding takes long"
-        assert tenant.mover.promote(space, keys, 4, request=(1, 2))[0] == 4
+        assert tenant.mover.reads.promote(space, keys, 4, request=(1, 2))[0] == 4
         await until(lambda: not tenant.catalog.promotions.reading)
-        assert tenant.mover._waiting_bytes == 0
+        assert tenant.mover.reads._waiting_bytes == 0
         await tenant.close()
 
     run(work())

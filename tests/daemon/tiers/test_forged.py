@@ -1,5 +1,5 @@
-"""Every byte of an index and of a segment's description, flipped or forged: blocks may be lost, and neither a
-tier, nor a forget, nor what a prefix needs."""
+"""Every byte of an index and of a segment's metadata is flipped or forged. Blocks may be lost; the tier
+keeps working, forgotten blocks stay forgotten, and prefixes stay consistent."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemon.tiers.test_cold import SPACE, SPEC, files_of, key, run
 from daemon.tiers.test_forget import Tenant
 from kvtier.errors import FrameError
 from kvtier_daemon.tiers.cold.access_log import KEY, TABLE
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment import LIMIT_SEQUENCE, Head, encode_footer
+from support.cold_bench import SPACE, SPEC, files_of, key, run
 
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 FORGERIES = 200 if LONG else 8
@@ -32,7 +32,7 @@ SAVED, FORGOTTEN = 10, (3, 5)
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system whose flushes cost nothing, where there is one: each flip has several."""
+    """A folder on a file system with cheap flushes if the machine has one: each flip makes several."""
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place) as folder:
@@ -40,15 +40,16 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 async def left_behind(folder: Path) -> None:
-    """A sealed segment with ten blocks, two of them forgotten, and an index that describes their space."""
+    """A sealed segment with ten blocks, two of which were forgotten, and an index with the description
+    of their space."""
     tenant = Tenant(folder)
     await tenant.start()
     await tenant.sealed(SAVED)
     assert await tenant.forget(*FORGOTTEN) == ""
-    volume = tenant.bench.tier._directories[0]
+    volume = tenant.bench.first.directory
     for number in range(64):
         volume.index.put(TABLE, KEY.pack(number, 0), bytes(4 * number))
-    await tenant.bench.tier._flushed(volume, tenant.bench.tier.disks[0])
+    await tenant.bench.first.descriptions.flush()
     await tenant.kill()
 
 
@@ -63,7 +64,7 @@ def forged_rows(path: Path, one: Recovered, chance: random.Random) -> None:
 
 
 def forged_space(path: Path, one: Recovered, chance: random.Random) -> None:
-    """Text that is not UTF-8, and a description that means nothing."""
+    """A description that is not UTF-8, and one that is meaningless."""
     assert one.head is not None
     good = msgspec.msgpack.encode(SPEC)
     dtype = SPEC.dtype.encode()
@@ -86,7 +87,8 @@ def write_over(path: Path, at: int, text: bytes) -> None:
 
 
 async def still_works(folder: Path) -> None:
-    """A start serves what is sound, has forgotten what it had, and takes new blocks."""
+    """After a start, intact blocks are readable, forgotten blocks stay forgotten, and new blocks can be
+    saved."""
     tenant = Tenant(folder)
     tier = tenant.bench.tier
     try:
@@ -95,7 +97,9 @@ async def still_works(folder: Path) -> None:
         assert not set(known) & set(FORGOTTEN)
         tenant.save(100)
         await tenant.on_disk(1)
-        assert tier.is_on and tier.takes and not tier.given_up, tier.failure
+        assert tier.reader.is_on and tier.writer.is_on and not tier.directories.given_up, (
+            tier.failure
+        )
         plan = tenant.catalog.promotions.plan(tenant.space, b"".join(map(key, known[:1])), 100)
         assert len(plan.ids) <= 4
         for number in known:
@@ -109,7 +113,9 @@ async def still_works(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("forge", [forged_rows, forged_space, forged_head])
-def test_a_forged_segment_costs_blocks_and_no_tier(tmp_path: Path, forge: object) -> None:
+def test_a_forged_segment_loses_blocks_and_the_tier_keeps_working(
+    tmp_path: Path, forge: object
+) -> None:
     good = tmp_path / "good"
     good.mkdir()
     chance = random.Random(7)
@@ -126,18 +132,20 @@ def test_a_forged_segment_costs_blocks_and_no_tier(tmp_path: Path, forge: object
         shutil.rmtree(cold)
 
 
-# Reads a list of places from each line, flips these bytes of the index in a folder, opens it and writes to
-# it. Prints what the index had: the same records as before the flip, fewer of them, or others.
+# The program reads a list of positions from each line, flips the bytes of the index there, opens it
+# and writes to it. It prints whether the index had the same records as before the flip, fewer, or
+# others.
 FLIPPED = """
 import json, os, select, sys
 from pathlib import Path
 from kvtier.errors import TierError
+from contextlib import closing
 from kvtier_daemon.tiers.cold.index import Index
 folder = Path(sys.argv[1])
 data = folder / "data.mdb"
 good = data.read_bytes()
 tables = (b"spaces", b"segments")
-with Index(folder, 64 << 20) as index:
+with closing(Index(folder, 64 << 20)) as index:
     known = {table: set(index.entries(table)) for table in tables}
 assert all(known.values()), known
 os.close(2)
@@ -148,7 +156,7 @@ for line in sys.stdin:
     data.write_bytes(flipped)
     (folder / "lock.mdb").unlink(missing_ok=True)
     try:
-        with Index(folder, 64 << 20) as index:
+        with closing(Index(folder, 64 << 20)) as index:
             found = {table: set(index.entries(table)) for table in tables}
             index.put(b"segments", b"new", b"record")
             index.flush(1)
@@ -167,9 +175,9 @@ data.write_bytes(good)
 
 
 def flipped(index: Path, flips: Sequence[Sequence[int]]) -> list[str]:
-    """What became of the index with each of these sets of bytes flipped."""
+    """The result of opening the index with each of these sets of bytes flipped."""
     outcomes: list[str] = []
-    for first in range(0, len(flips), 5000):  # so that the end of a process is noticed soon
+    for first in range(0, len(flips), 5000):  # short batches: the end of a process is noticed early
         some = flips[first : first + 5000]
         done = subprocess.run(
             [sys.executable, "-c", FLIPPED, str(index)],
@@ -184,14 +192,16 @@ def flipped(index: Path, flips: Sequence[Sequence[int]]) -> list[str]:
 
 
 def test_no_byte_of_the_index_gives_a_wrong_record_or_ends_the_tier(in_memory: Path) -> None:
-    """With KVTIER_FAULTS=1 every byte is flipped. 64 bytes are flipped together first: where that changes
-    nothing, nothing reads them, and one of them alone stands for all. All others are flipped one by one."""
+    """With KVTIER_FAULTS=1 every byte is flipped alone. Otherwise 64 bytes are flipped together first.
+    If that has no effect, no code reads them, and one byte represents all of them. All others are
+    flipped one at a time."""
     run(left_behind(in_memory))
     index = in_memory / "index"
     data = (index / "data.mdb").read_bytes()
     every = range(len(data))
     if not LONG:
-        known = [10, 16, 20, 23, 40, 4116]  # of LMDB's first pages: magic, format, the map's size
+        # On LMDB's first pages: magic, format, the size of the map.
+        known = [10, 16, 20, 23, 40, 4116]
         flipped(index, [[at] for at in known + random.Random(3).sample(every, FLIPS)])
         return
     groups = [list(every[at : at + 64]) for at in range(0, len(every), 64)]
@@ -205,7 +215,7 @@ def test_no_byte_of_the_index_gives_a_wrong_record_or_ends_the_tier(in_memory: P
 
 
 def test_no_byte_of_a_table_of_spaces_gives_another_space(tmp_path: Path) -> None:
-    """Those in a segment's footer."""
+    """The table of spaces in a segment's footer."""
     run(left_behind(tmp_path))
     (path,) = (path for path in files_of(tmp_path) if path.name == "000000")
     one = recover(path, None, {})
@@ -221,7 +231,7 @@ def test_no_byte_of_a_table_of_spaces_gives_another_space(tmp_path: Path) -> Non
         assert found.spaces == [(SPACE, SPEC)] and found.rows == rows
 
 
-def test_a_head_with_a_sequence_that_leaves_no_room_is_refused() -> None:
+def test_a_head_whose_sequence_number_can_not_be_increased_is_refused() -> None:
     head = Head(0, 1 << 20, 7, LIMIT_SEQUENCE, b"o" * 32)
     assert Head.decode(head.encode()) == head
     with pytest.raises(FrameError, match="sequence is"):

@@ -1,4 +1,5 @@
-"""What was forgotten is so after a start too, whatever was on its way when it was forgotten."""
+"""Forgotten blocks stay forgotten after a restart, whichever movement of them was in progress at the
+forget."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SEGMENT, SIZE, SPACE, SPEC, Bench, key, run
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec import frame
@@ -22,14 +22,15 @@ from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import eraser as erasing_module
 from kvtier_daemon.tiers.cold import segment_store as shelf_module
 from kvtier_daemon.tiers.cold import tombstones
-from kvtier_daemon.tiers.cold.disk import Over
+from kvtier_daemon.tiers.cold.attached import open_directory
+from kvtier_daemon.tiers.cold.disk import Callback
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.tier import open_directories
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SEGMENT, SIZE, SPACE, SPEC, Bench, key, run
 from support.specs import pattern
 
 SLOTS = 32
@@ -37,8 +38,8 @@ ONE = SessionId(1)
 
 
 class Tenant:
-    """A catalog and a mover over a cold tier, as the daemon puts them together. A tenant that is not
-    `t` has memory of its own."""
+    """A catalog and a mover over a cold tier, connected as in the daemon. A tenant other than `t` has
+    its own arena."""
 
     def __init__(self, folder: Path, name: str = "t", bench: Bench | None = None) -> None:
         self.bench = bench or Bench([folder])
@@ -47,7 +48,7 @@ class Tenant:
             self.memory, self.extent = self.bench.arena()
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover(name, self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
-        self.bench.tier.stores[name][0]._reclaim = self.mover.reclaim
+        self.bench.first.stores[name]._reclaim = self.mover.reclaimer.reclaim
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running: asyncio.Task[None] | None = None
 
@@ -58,22 +59,22 @@ class Tenant:
 
         self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
         self.mover.extents.append(self.extent)
-        if not self.bench.tier.recovered.is_set():
-            await self.bench.tier.recover(restored)
+        if not self.bench.tier.recovery.complete.is_set():
+            await self.bench.tier.directories.recover(restored)
         self.running = asyncio.create_task(self.mover.run())
 
     def save(self, number: int) -> None:
         granted = self.catalog.reserve(ONE, self.space, 0, 0, b"", key(number))
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
         self.bench.slot(offset // BLOCK, self.memory)[:] = pattern(key(number), BLOCK)
-        self.mover.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
+        self.mover.writes.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
 
     async def on_disk(self, count: int) -> None:
         while self.mover.counts["written"] < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     async def on_disk_alone(self, count: int) -> None:
-        """So many blocks that only the disk has."""
+        """Save `count` blocks, wait until they are on disk, and evict them from memory."""
         await self.start()
         for number in range(count):
             self.save(number)
@@ -85,11 +86,11 @@ class Tenant:
         assert self.catalog.match(self.space, b"".join(map(key, range(count)))).ready == 0
 
     async def sealed(self, count: int) -> tuple[SegmentStore, Segment]:
-        """The first segment, with so many blocks, and full."""
+        """Save `count` blocks, seal their segment, and return it."""
         for number in range(count):
             self.save(number)
         await self.on_disk(count)
-        shelf = self.bench.tier.stores["t"][0]
+        shelf = self.bench.first.stores["t"]
         if not shelf.log.sealed:
             shelf.seal()
         while not shelf.log.sealed:  # noqa: ASYNC110
@@ -100,21 +101,21 @@ class Tenant:
         said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         keys = b"".join(map(key, numbers))
         self.catalog.forget(self.space, keys)
-        self.mover.forget(self.space, keys, said.set_result)
+        self.mover.forgets.forget(self.space, keys, said.set_result)
         return await said
 
     async def kill(self) -> None:
-        """End with nothing written that was not when this was called."""
-        for volume in self.bench.tier._directories:
-            asyncio.get_running_loop().remove_reader(volume.index.event_fd)
-            volume.index._env.close()
-        for drive in self.bench.tier.disks:
-            drive.stop(5)
+        """Stop without writing anything that is not yet on disk."""
+        attached = self.bench.tier.directories.attached
+        for one in attached:
+            one.descriptions.close()
+            one.directory.index._env.close()
+            one.disk.stop(5)
         assert self.running is not None
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
-        for volume in self.bench.tier._directories:
-            volume.close()
+        for one in attached:
+            one.directory.close()
 
     def knows(self, number: int) -> bool:
         found = self.catalog.match(self.space, key(number), False)
@@ -132,7 +133,7 @@ async def after_a_start(folder: Path, numbers: range) -> list[int]:
     return known
 
 
-def test_an_answer_means_that_it_holds(tmp_path: Path) -> None:
+def test_a_confirmed_forget_persists(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -147,45 +148,46 @@ def test_an_answer_means_that_it_holds(tmp_path: Path) -> None:
 
 
 def held(folder: Path) -> bytes:
-    """What the segment files hold behind their heads."""
+    """The content of the segment files after their heads."""
     files = sorted(path for path in (folder / "segments").rglob("*") if path.is_file())
     return b"".join(path.read_bytes()[PAGE:] for path in files)
 
 
 def starts(text: bytes) -> set[bytes]:
-    """Pieces of 64 bytes, where a block's may lie."""
+    """Pieces of 64 bytes at all positions where a block may begin."""
     return {text[at : at + 64] for at in range(0, len(text), 64)}
 
 
 async def frames(tenant: Tenant, count: int) -> None:
-    """Wait until `count` blocks are on disk."""
-    frames_in, segments = tenant.catalog.segments.frames_in, tenant.bench.tier.segments
+    """Wait until the disk holds `count` frames."""
+    frames_in, segments = tenant.catalog.segments.frames_in, tenant.bench.tier.table.segments
     while sum(len(frames_in(one.number)) for one in segments) != count:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
 async def erased(tenant: Tenant) -> str:
-    """Erase from the disk what no block owns; what went wrong."""
+    """Erase bytes that belong to no block. Returns the error, or an empty string."""
     first = 0
     while True:
         said: asyncio.Future[tuple[str, int, int]] = asyncio.get_running_loop().create_future()
-        tenant.mover.erase(first, lambda *all_, said=said: said.set_result(all_))
+        tenant.mover.forgets.erase(first, lambda *all_, said=said: said.set_result(all_))
         failure, first, _ = await said
         if failure or not first:
             return failure
 
 
-def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) -> None:
-    """Blocks that were evicted long ago lie behind what was written since."""
+def test_bytes_of_earlier_uses_of_a_segment_are_erased_too(tmp_path: Path) -> None:
+    """Bytes of blocks that were evicted earlier are also in segments that were written again since."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        shelf = tenant.bench.tier.stores["t"][0]
+        shelf = tenant.bench.first.stores["t"]
         shelf.files.most_bytes = 3 * SEGMENT
         for number in range(6 * SEGMENT // BLOCK):
             tenant.save(number)
-            await tenant.on_disk(number - SLOTS // 4)  # else some are evicted unwritten
+            # Otherwise some are evicted before they are written.
+            await tenant.on_disk(number - SLOTS // 4)
         await tenant.on_disk(number + 1)
         stale = [at for at in range(number + 1) if not tenant.knows(at)]
         before = starts(held(tmp_path))
@@ -195,9 +197,9 @@ def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) 
         await frames(tenant, 3)
         assert await erased(tenant) == ""
         after = starts(held(tmp_path))
-        # The block of key 0 is all zeros.
+        # Block 0 consists of zeros, so it cannot be searched for.
         assert [at for at in range(1, number + 1) if pattern(key(at), 64) in after] == kept
-        for at in range(5000, 5006):  # and it is written to as before
+        for at in range(5000, 5006):  # the segments accept writes again
             tenant.save(at)
         await frames(tenant, 9)
         await tenant.kill()
@@ -207,10 +209,10 @@ def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) 
     run(work())
 
 
-def test_what_is_erased_is_not_used_again_meanwhile(
+def test_a_segment_is_not_reused_while_it_is_erased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames written there while the old ones are erased would be erased with them."""
+    """New frames in a segment that is being erased would be erased too."""
     erasing, go = threading.Event(), threading.Event()
     erase = erasing_module.erase
 
@@ -231,11 +233,11 @@ def test_what_is_erased_is_not_used_again_meanwhile(
         assert shelf.log.reclaim() is segment
         tenant.catalog.segments.drop_segment(segment.number)
         shelf.release_segment(segment)
-        going.cancel()  # the client that asked for it has gone: it goes on
+        going.cancel()  # the client that requested the erase left; the erase continues
         await asyncio.gather(going, return_exceptions=True)
         assert segment.stage is Stage.LEAVING
         go.set()
-        await tenant.bench.tier.settled("t")
+        await tenant.bench.tier.writer.settled("t")
         assert segment.stage is Stage.FREE
         await tenant.kill()
 
@@ -262,7 +264,7 @@ def test_a_free_segment_is_not_begun_while_it_is_erased(
         assert shelf.log.reclaim() is segment
         tenant.catalog.segments.drop_segment(segment.number)
         shelf.release_segment(segment)
-        await tenant.bench.tier.settled("t")
+        await tenant.bench.tier.writer.settled("t")
         assert segment in shelf.log.free and segment.leftover
         going = asyncio.create_task(erased(tenant))
         assert await asyncio.to_thread(erasing.wait, 30)
@@ -276,7 +278,7 @@ def test_a_free_segment_is_not_begun_while_it_is_erased(
 
 
 def test_an_erase_passes_over_a_segment_whose_file_is_removed(tmp_path: Path) -> None:
-    """One of another size than new segments is removed when it has left."""
+    """A segment whose size differs from that of new ones is removed when it is freed."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
@@ -286,7 +288,7 @@ def test_an_erase_passes_over_a_segment_whose_file_is_removed(tmp_path: Path) ->
         assert shelf.log.reclaim() is segment
         tenant.catalog.segments.drop_segment(segment.number)
         shelf.release_segment(segment)
-        await tenant.bench.tier.settled("t")
+        await tenant.bench.tier.writer.settled("t")
         assert segment.fd < 0
         async with asyncio.timeout(60):
             assert await erased(tenant) == ""
@@ -295,8 +297,9 @@ def test_an_erase_passes_over_a_segment_whose_file_is_removed(tmp_path: Path) ->
     run(work())
 
 
-def test_an_erase_waits_for_what_is_written_to_its_segment(tmp_path: Path) -> None:
-    """A write that has yet to end, where an earlier one failed; or a footer that a start writes late."""
+def test_an_erase_waits_for_writes_to_its_segment(tmp_path: Path) -> None:
+    """The write was in progress when an earlier one failed, or it is the late footer of a recovered
+    segment."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
@@ -316,7 +319,7 @@ def test_an_erase_waits_for_what_is_written_to_its_segment(tmp_path: Path) -> No
     run(work())
 
 
-def test_an_erase_that_a_crash_cuts_short_brings_nothing_back(
+def test_a_crash_during_an_erase_restores_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -329,7 +332,7 @@ def test_an_erase_that_a_crash_cuts_short_brings_nothing_back(
             assert "Input/output error" in await erased(tenant)
         await tenant.kill()
         assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
-        again = Tenant(tmp_path)  # it can be asked for again, though nothing is left to forget
+        again = Tenant(tmp_path)  # the erase can be repeated, although no block is left to forget
         await again.start()
         assert await erased(again) == ""
         text = held(tmp_path)
@@ -343,7 +346,7 @@ def test_an_erase_that_a_crash_cuts_short_brings_nothing_back(
 
 
 def good_frames(segment: Segment, places: Iterable[int]) -> int:
-    """How many frames there are at these pages of a file, all of which are what was saved."""
+    """The number of frames at these pages of a file. Each must contain the saved block."""
     text, count = Path(segment.path).read_bytes(), 0
     for page in places:
         at = page * PAGE
@@ -354,8 +357,8 @@ def good_frames(segment: Segment, places: Iterable[int]) -> int:
     return count
 
 
-def test_what_is_written_while_others_are_erased_stays(tmp_path: Path) -> None:
-    """Segments are sealed, left, freed and begun again meanwhile."""
+def test_blocks_that_are_written_during_erases_stay(tmp_path: Path) -> None:
+    """Segments are sealed, freed and begun again while erases run."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
@@ -381,14 +384,14 @@ def test_what_is_written_while_others_are_erased_stays(tmp_path: Path) -> None:
         await erasing
         assert rounds > 3
         frames_in = tenant.catalog.segments.frames_in
-        good = [good_frames(one, frames_in(one.number)) for one in tenant.bench.tier.segments]
+        good = [good_frames(one, frames_in(one.number)) for one in tenant.bench.tier.table.segments]
         assert sum(good) >= 4
         await tenant.kill()
 
     run(work())
 
 
-def test_where_no_hole_can_be_made_zeros_are_written(
+def test_an_erase_writes_zeros_if_the_file_system_can_not_punch_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*_: int) -> int:
@@ -410,7 +413,7 @@ def test_where_no_hole_can_be_made_zeros_are_written(
     run(work())
 
 
-def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
+def test_a_forget_waits_for_writes_in_progress(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -418,7 +421,7 @@ def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
         await tenant.on_disk(1)
         for number in range(1, 9):
             tenant.save(number)
-        while not any(shelf.in_flight for shelf in tenant.bench.tier.stores["t"]):  # noqa: ASYNC110
+        while not tenant.bench.first.stores["t"].in_flight:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await tenant.forget(*range(9)) == ""
         await tenant.kill()
@@ -427,21 +430,21 @@ def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_was_planned_is_not_written_after_it_was_forgotten(tmp_path: Path) -> None:
-    """The forget is answered before the write would have been begun."""
+def test_a_planned_write_is_dropped_when_its_block_is_forgotten(tmp_path: Path) -> None:
+    """The forget is confirmed before the planned write begins."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
         tenant.save(0)
         await tenant.on_disk(1)
-        tenant.mover._reclaimer.over.clear()  # something is being brought away
+        tenant.mover.reclaimer.idle.clear()  # the flusher waits because the reclaimer works
         for number in (1, 2, 3):
             tenant.save(number)
         while not tenant.catalog.demotions.writing:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await tenant.forget(1, 2) == ""
-        tenant.mover._reclaimer.over.set()
+        tenant.mover.reclaimer.idle.set()
         await tenant.on_disk(2)
         await tenant.kill()
         assert await after_a_start(tmp_path, range(4)) == [0, 3]
@@ -449,7 +452,7 @@ def test_what_was_planned_is_not_written_after_it_was_forgotten(tmp_path: Path) 
     run(work())
 
 
-def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) -> None:
+def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -457,20 +460,24 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
         for number in (1, 2):
             tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
         evict_all(tenant)
-        tenant.mover._reclaimer.second_chance_bytes = 1 << 30
-        read, was_read = tenant.mover._reclaimer._read_all, asyncio.Event()
+        tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+        read, was_read = tenant.mover.reclaimer._read_all, asyncio.Event()
+        may_write = asyncio.Event()
 
         async def reading(*args: Any) -> bool:
             good = await read(*args)
             was_read.set()
-            await asyncio.sleep(0.1)
+            await may_write.wait()
             return good
 
-        tenant.mover._reclaimer._read_all = reading  # type: ignore[method-assign]
+        tenant.mover.reclaimer._read_all = reading  # type: ignore[method-assign]
         shelf.log.reclaim()
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         await was_read.wait()
-        assert await tenant.forget(1) == ""
+        forgetting = asyncio.create_task(tenant.forget(1))
+        await asyncio.sleep(0)
+        may_write.set()
+        assert await forgetting == ""
         while first in shelf.log.others:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert tenant.mover.counts["written_again"] == 1
@@ -480,7 +487,7 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
     run(work())
 
 
-def test_what_is_found_after_it_was_forgotten_goes_too(tmp_path: Path) -> None:
+def test_a_block_that_recovery_finds_after_its_forget_is_dropped(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -490,8 +497,9 @@ def test_what_is_found_after_it_was_forgotten_goes_too(tmp_path: Path) -> None:
         await tenant.kill()
         early = Tenant(tmp_path)
         answers = [asyncio.create_task(early.forget(1)), asyncio.create_task(early.forget(2))]
-        await asyncio.sleep(0.01)
-        assert not any(one.done() for one in answers), "nobody knows yet what there is"
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(one.done() for one in answers), "the recovery has not listed the blocks yet"
         await early.start()
         assert await asyncio.gather(*answers) == ["", ""]
         assert [number for number in range(4) if early.knows(number)] == [0, 3]
@@ -502,15 +510,16 @@ def test_what_is_found_after_it_was_forgotten_goes_too(tmp_path: Path) -> None:
 
 
 async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment]:
-    """A segment with 0 to 3, of which 1 and 2 were brought away; it is free when nobody reads it any more."""
+    """A segment with blocks 0 to 3, of which 1 and 2 were copied by the reclaimer. It stays unreleased
+    while a read of it is in progress."""
     shelf, first = await tenant.sealed(4)
     first.reading += 1
     for number in (1, 2):
         tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
     evict_all(tenant)
-    tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+    tenant.mover.reclaimer.second_chance_bytes = 1 << 30
     assert shelf.log.reclaim() is first
-    tenant.mover.reclaim(shelf, first)
+    tenant.mover.reclaimer.reclaim(shelf, first)
     while first not in shelf.releasing:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert tenant.mover.counts["written_again"] == 2
@@ -518,16 +527,16 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment
     return shelf, first
 
 
-def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back(
+def test_a_forget_while_a_directory_is_lost_persists_when_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its segments can no longer be written, and are listed until it is detached."""
+    """Its segments are no longer writable, and stay listed until the directory is detached."""
     monkeypatch.setattr(tombstones, "FORGET_S", 0.05)
 
     def fails() -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def no_write(_fd: int, _at: int, _text: bytes, over: Over) -> None:
+    def no_write(_fd: int, _at: int, _text: bytes, over: Callback) -> None:
         over(errno.EIO, None)
 
     async def work() -> None:
@@ -535,7 +544,8 @@ def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back
         await tenant.start()
         await tenant.sealed(8)
         tier = tenant.bench.tier
-        (drive,), (volume,) = tier.disks, tier._directories
+        attached = tenant.bench.first
+        drive, volume = attached.disk, attached.directory
 
         async def restored(_: str, one: Recovered, segment: int) -> None:
             for identity, spec, rows in one.parts:
@@ -543,25 +553,24 @@ def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back
 
         monkeypatch.setattr(volume, "elsewhere", fails)
         while not drive.lost:
-            tier._checks_at = 0.0
-            tier.tend()
+            tier.directories.check_locations()
             await asyncio.sleep(0.001)
         drive.write_text = no_write  # type: ignore[method-assign, assignment]
         assert await tenant.forget(3, 5)
-        for _, number in await tier.detach(volume):
+        for _, number in await tier.directories.detach(attached, tier.reads.pump):
             tenant.catalog.segments.drop_segment(number)
-        await tier.closed(volume)
-        await tier.attach(open_directories([tmp_path], SIZE)[0], restored)
-        assert tier.recovered.is_set()
-        tenant.mover.repeat_early_forgets()
+        await tier.directories.closed(volume)
+        await tier.directories.attach(open_directory(tmp_path, SIZE), restored)
+        assert tier.recovery.complete.is_set()
+        tenant.mover.forgets.repeat_early_forgets()
         assert [number for number in range(8) if tenant.knows(number)] == [0, 1, 2, 4, 6, 7]
-        tier.stores["t"][0]._reclaim = tenant.mover.reclaim
+        tier.directories.attached[0].stores["t"]._reclaim = tenant.mover.reclaimer.reclaim
         await tenant.kill()
 
     run(work())
 
 
-def test_what_was_brought_away_says_nothing_of_its_place_once_that_is_anothers(
+def test_forgetting_a_copied_block_writes_no_tombstone_into_the_next_use_of_its_old_place(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
@@ -584,15 +593,15 @@ def test_what_was_brought_away_says_nothing_of_its_place_once_that_is_anothers(
     run(work())
 
 
-def test_both_copies_of_what_is_brought_away_go(tmp_path: Path) -> None:
-    """Its segment is not free yet, and a start would find the first one."""
+def test_a_forget_drops_both_copies_of_a_second_chance(tmp_path: Path) -> None:
+    """Its segment is not free yet, so a restart would find the first copy."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
         await one_that_is_read_leaves(tenant)
         tombstones.FORGET_S = 0.2
-        assert "did not confirm" in await tenant.forget(1), "its segment has its head still"
+        assert "did not confirm" in await tenant.forget(1), "its segment still has its head"
         await tenant.kill()
         assert 1 not in await after_a_start(tmp_path, range(4))
 
@@ -604,7 +613,7 @@ def test_both_copies_of_what_is_brought_away_go(tmp_path: Path) -> None:
 
 
 def evict_all(tenant: Tenant) -> None:
-    """Leave blocks on disk alone."""
+    """Evict all blocks from memory."""
     tenant.catalog.expire_leases(1e9)
     granted = tenant.catalog.reserve(
         ONE, tenant.space, 0, 0, b"", b"".join(key(900 + number) for number in range(SLOTS))
@@ -612,7 +621,7 @@ def evict_all(tenant: Tenant) -> None:
     tenant.catalog.abort(ONE, granted.lease)
 
 
-def test_an_index_that_fails_is_in_no_forgets_way(
+def test_a_forget_succeeds_although_the_index_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -630,16 +639,24 @@ def test_an_index_that_fails_is_in_no_forgets_way(
     run(work())
 
 
-def test_blocks_that_a_start_could_not_name_are_not_written(
+def test_blocks_whose_space_description_can_not_be_stored_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
+        refused = threading.Event()
+
+        def refusing(*_: object) -> str:
+            refused.set()
+            return "no room in the index"
+
         with monkeypatch.context() as broken:
-            broken.setattr(Index, "_commit", lambda *_: "no room in the index")
+            broken.setattr(Index, "_commit", refusing)
             tenant.save(0)
-            await asyncio.sleep(0.1)
+            assert await asyncio.to_thread(refused.wait, 45)
+            for _ in range(100):
+                await asyncio.sleep(0)
             assert tenant.mover.counts["written"] == 0
             assert tenant.knows(0)
         await tenant.on_disk(1)
@@ -649,14 +666,14 @@ def test_blocks_that_a_start_could_not_name_are_not_written(
     run(work())
 
 
-def test_who_waits_for_an_index_is_told_that_it_is_closed(
+def test_a_waiting_flush_fails_when_the_index_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Index, "flush", lambda *_: None)  # it has no time to answer
+    monkeypatch.setattr(Index, "flush", lambda *_: None)  # the index has no time to confirm
 
     async def closes() -> None:
-        tier = Bench([tmp_path]).tier
-        flushing = asyncio.create_task(tier._flushed(tier._directories[0], tier.disks[0]))
+        bench = Bench([tmp_path])
+        tier, flushing = bench.tier, bench.first.descriptions.flush()
         await asyncio.sleep(0)
         assert await tier.close()
         async with asyncio.timeout(60):
@@ -665,7 +682,7 @@ def test_who_waits_for_an_index_is_told_that_it_is_closed(
     run(closes())
 
 
-def test_what_is_forgotten_while_a_tier_is_off_is_bounded_each_time(
+def test_the_list_of_forgets_while_the_tier_is_off_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tombstones, "EARLY_BYTES", 2 * len(key(0)))
@@ -673,7 +690,7 @@ def test_what_is_forgotten_while_a_tier_is_off_is_bounded_each_time(
     async def forgets() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        recovered = tenant.bench.tier.recovered
+        recovered = tenant.bench.tier.recovery.complete
         for _ in range(3):
             recovered.clear()
             some = [tenant.forget(at) for at in range(3)]

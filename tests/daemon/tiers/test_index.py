@@ -1,4 +1,4 @@
-"""The index: what was put is there again, also after a kill; it grows before it is full."""
+"""The index: records are stored, also across a kill; the map grows before it is full."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from kvtier_daemon.tiers.cold.index import FIRST_MAP_BYTES, Change, Index
 MIB = 1 << 20
 
 
+def map_bytes(index: Index) -> int:
+    """The size of the file that the index may fill without growing."""
+    return int(index._env.info()["map_size"])
+
+
 def flushed(index: Index, token: int = 7) -> str:
     index.flush(token)
     assert select.select([index.event_fd], [], [], 20)[0]
@@ -31,8 +37,8 @@ def flushed(index: Index, token: int = 7) -> str:
     return failure
 
 
-def test_what_was_put_is_there_again(tmp_path: Path) -> None:
-    with Index(tmp_path / "index", 64 * MIB) as index:
+def test_stored_records_are_found_after_reopening(tmp_path: Path) -> None:
+    with closing(Index(tmp_path / "index", 64 * MIB)) as index:
         assert list(index.done()) == []
         for number in range(10_000):
             index.put(b"segments", b"%06d" % number, b"")
@@ -40,22 +46,23 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
         index.put(b"spaces", b"a", b"second")
         index.drop(b"segments", b"000003")
         assert flushed(index) == ""
-    with Index(tmp_path / "index", 64 * MIB) as index:
+    with closing(Index(tmp_path / "index", 64 * MIB)) as index:
         keys = [key for key, _ in index.entries(b"segments")]
         assert len(keys) == 9_999 and b"000003" not in keys and keys == sorted(keys)
         assert index.entries(b"spaces") == [(b"a", b"second")]
 
 
-def test_closing_writes_what_is_left(tmp_path: Path) -> None:
-    with Index(tmp_path, 64 * MIB) as index:
+def test_closing_writes_pending_changes(tmp_path: Path) -> None:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         index.put(b"segments", b"k", b"v")
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert index.entries(b"segments") == [(b"k", b"v")]
 
 
 CHILD = """
 import sys
 from pathlib import Path
+from contextlib import closing
 from kvtier_daemon.tiers.cold.index import Index
 index = Index(Path(sys.argv[1]), 64 << 20)
 token = 0
@@ -73,7 +80,7 @@ while True:
 """
 
 
-def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
+def test_flushed_records_survive_a_kill(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None
     for line in child.stdout:
@@ -82,48 +89,50 @@ def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
             break
     child.wait()
     child.stdout.close()
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         keys = {key for key, _ in index.entries(b"segments")}
         assert {b"%d.%d" % (token, part) for token in range(1, 31) for part in range(20)} <= keys
 
 
 def test_the_map_grows_before_it_is_full(tmp_path: Path) -> None:
-    with Index(tmp_path, 256 * MIB) as index:
-        assert index.reserved_bytes == FIRST_MAP_BYTES
+    with closing(Index(tmp_path, 256 * MIB)) as index:
+        assert map_bytes(index) == FIRST_MAP_BYTES
         for number in range(3000):
             index.put(b"segments", b"%d" % number, bytes(20_000))
         assert flushed(index) == ""
-        assert index.reserved_bytes > 3000 * 20_000
-        assert (tmp_path / "data.mdb").stat().st_size <= index.reserved_bytes <= 256 * MIB
+        assert map_bytes(index) > 3000 * 20_000
+        assert (tmp_path / "data.mdb").stat().st_size <= map_bytes(index) <= 256 * MIB
 
 
 def test_a_full_index_says_so_and_serves_again_when_there_is_room(tmp_path: Path) -> None:
-    with Index(tmp_path, FIRST_MAP_BYTES) as index:
+    with closing(Index(tmp_path, FIRST_MAP_BYTES)) as index:
         index.put(b"segments", b"large", bytes(4 * MIB))
         assert flushed(index) == ""
         for number in range(3000):
             index.put(b"segments", b"%d" % number, bytes(20_000))
         assert "cannot write the index" in flushed(index)
-    with Index(tmp_path, FIRST_MAP_BYTES) as index:
-        assert b"large" in dict(index.entries(b"segments")), "a full index is a sound one"
+    with closing(Index(tmp_path, FIRST_MAP_BYTES)) as index:
+        assert b"large" in dict(index.entries(b"segments")), "a full index is valid"
         for number in range(3000):
             index.put(b"segments", b"%d" % number, bytes(20_000))
         assert "cannot write the index" in flushed(index)
         index.drop(b"segments", b"large")
         assert "cannot write the index" in flushed(index)
-        assert b"large" not in dict(index.entries(b"segments")), "to drop is possible even then"
+        assert b"large" not in dict(index.entries(b"segments")), (
+            "records can be dropped from a full index"
+        )
         for number in range(3000):
             index.drop(b"segments", b"%d" % number)
         index.put(b"segments", b"small", b"v")
         assert flushed(index) == "" and not index.failure
         assert index.entries(b"segments") == [(b"small", b"v")]
         assert (tmp_path / "data.mdb").stat().st_size <= FIRST_MAP_BYTES
-    with Index(tmp_path, FIRST_MAP_BYTES) as index:
+    with closing(Index(tmp_path, FIRST_MAP_BYTES)) as index:
         assert index.entries(b"segments") == [(b"small", b"v")]
 
 
 def fail(index: Index, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Let so many commits fail, or all if that is negative."""
+    """Let the next `times` commits fail, or all commits if `times` is negative."""
     left, commit = [times], index._commit
 
     def failing(changes: Change) -> str:
@@ -135,26 +144,26 @@ def fail(index: Index, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(index, "_commit", failing)
 
 
-def test_no_token_succeeds_before_what_failed_is_on_disk(
+def test_no_flush_succeeds_before_failed_changes_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "RETRY_S", 60)
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         fail(index, monkeypatch, 2)
         index.put(b"segments", b"a", b"")
         assert flushed(index) == "EIO"
         index.put(b"segments", b"b", b"")
-        assert flushed(index) == "EIO", "this token wants what the one before it wanted"
+        assert flushed(index) == "EIO", "this flush includes the changes of the one before it"
         assert index.entries(b"segments") == []
         assert flushed(index) == "" and not index.failure
         assert index.entries(b"segments") == [(b"a", b""), (b"b", b"")]
 
 
-def test_what_failed_is_tried_again_unasked(
+def test_failed_changes_are_retried_without_a_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "RETRY_S", 0.01)
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         fail(index, monkeypatch, 3)
         index.put(b"segments", b"a", b"")
         until = time.monotonic() + 60
@@ -163,11 +172,11 @@ def test_what_failed_is_tried_again_unasked(
             time.sleep(0.01)
 
 
-def test_when_too_much_failed_no_token_succeeds_any_more(
+def test_no_flush_succeeds_after_too_many_failed_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "KEPT", 10)
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         fail(index, monkeypatch, -1)
         for number in range(30):
             index.put(b"segments", b"%02d" % number, b"")
@@ -176,50 +185,51 @@ def test_when_too_much_failed_no_token_succeeds_any_more(
         assert "are lost" in flushed(index) and "are lost" in index.failure
         keys = [key for key, _ in index.entries(b"segments")]
         assert b"29" in keys and b"00" not in keys, "the oldest went"
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert flushed(index) == ""
 
 
 @pytest.mark.parametrize(
     "noise", [os.urandom(8192), b"", bytes(1 << 16)], ids=["noise", "empty", "zeros"]
 )
-def test_a_damaged_index_is_begun_anew(tmp_path: Path, noise: bytes) -> None:
+def test_a_damaged_index_is_replaced(tmp_path: Path, noise: bytes) -> None:
     (tmp_path / "data.mdb").write_bytes(noise)
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         index.put(b"spaces", b"a", b"b")
         assert flushed(index) == ""
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert index.entries(b"spaces") == [(b"a", b"b")]
 
 
-def test_an_index_that_is_cut_short_is_begun_anew(tmp_path: Path) -> None:
-    with Index(tmp_path, 64 * MIB) as index:
+def test_a_truncated_index_is_replaced(tmp_path: Path) -> None:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         for number in range(1000):
             index.put(b"segments", b"%d" % number, bytes(1000))
     os.truncate(tmp_path / "data.mdb", 3 * 4096)
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert index.entries(b"segments") == []
 
 
-def test_an_index_of_another_format_is_begun_anew(tmp_path: Path) -> None:
-    with Index(tmp_path, 64 * MIB) as index:
+def test_an_index_of_another_format_is_replaced(tmp_path: Path) -> None:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         index.put(b"meta", b"format", b"77")
         index.put(b"spaces", b"a", b"b")
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert index.entries(b"spaces") == []
 
 
-def test_a_folder_that_can_not_be_used_is_said(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TierError, match="cannot open the index"):
         Index(tmp_path / "file", 64 * MIB)
 
 
-# Begins an index where there is no room for anything, and where there is again.
+# Begins an index on a full disk, and again after space was freed.
 FULL = """
 import sys
 from pathlib import Path
 from kvtier.errors import TierError
+from contextlib import closing
 from kvtier_daemon.tiers.cold.index import Index
 folder = Path(sys.argv[1])
 (folder / "index").mkdir()
@@ -235,14 +245,14 @@ try:
 except TierError as error:
     print(error)
 junk.unlink()
-with Index(folder / "index", 64 << 20) as index:
+with closing(Index(folder / "index", 64 << 20)) as index:
     index.put(b"spaces", b"a", b"b")
-with Index(folder / "index", 64 << 20) as index:
+with closing(Index(folder / "index", 64 << 20)) as index:
     print(index.entries(b"spaces"))
 """
 
 
-def test_no_index_can_be_begun_on_a_full_disk_and_that_is_said(tmp_path: Path) -> None:
+def test_beginning_an_index_on_a_full_disk_is_an_error(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
     alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*alone, mount], capture_output=True, check=False).returncode:
@@ -258,8 +268,9 @@ def test_no_index_can_be_begun_on_a_full_disk_and_that_is_said(tmp_path: Path) -
     assert found == "[(b'a', b'b')]"
 
 
-# Zeroes 64 bytes in one place after another until a process that does what is asked for ends by a signal, and
-# one that does the other does not; leaves the file so.
+# Zeroes 64 bytes at one position after another until a process that does the requested operation is
+# killed by a signal, and a process that does the other one is not. Leaves the file with this
+# damage.
 ZEROED = """
 import os, sys, lmdb
 folder, asked = sys.argv[1:]
@@ -298,15 +309,16 @@ else:
 OPENED = """
 import sys
 from pathlib import Path
+from contextlib import closing
 from kvtier_daemon.tiers.cold.index import Index
-with Index(Path(sys.argv[1]), 64 << 20) as index:
+with closing(Index(Path(sys.argv[1]), 64 << 20)) as index:
     index.put(b"spaces", b"a", b"b")
     print(len(index.entries(b"segments")))
 """
 
 
 def filled(folder: Path) -> None:
-    with Index(folder, 64 * MIB) as index:
+    with closing(Index(folder, 64 * MIB)) as index:
         for part in range(4):
             for number in range(part, 6000, 4):
                 index.put(b"segments", struct.pack(">QI", number % 8, number), b"")
@@ -314,7 +326,7 @@ def filled(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["read", "write"])
-def test_damage_that_ends_a_process_is_begun_anew(tmp_path: Path, asked: str) -> None:
+def test_an_index_whose_damage_kills_a_process_is_replaced(tmp_path: Path, asked: str) -> None:
     filled(tmp_path)
     subprocess.run([sys.executable, "-c", ZEROED, str(tmp_path), asked], check=True, timeout=60)
     opened = subprocess.run(
@@ -323,7 +335,7 @@ def test_damage_that_ends_a_process_is_begun_anew(tmp_path: Path, asked: str) ->
     assert opened.returncode == 0, opened.stderr[-300:]
     assert opened.stdout == "0\n"
     assert {path.name for path in tmp_path.iterdir()} == {"data.mdb", "lock.mdb"}, "nothing is left"
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert index.entries(b"spaces") == [(b"a", b"b")]
 
 
@@ -333,7 +345,7 @@ def test_keys_that_are_not_in_order_are_damage(tmp_path: Path) -> None:
     key = struct.pack(">QI", 3, 3003)
     assert key in data.read_bytes()
     data.write_bytes(data.read_bytes().replace(key, bytes(len(key))))
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert index.entries(b"segments") == []
 
 
@@ -355,11 +367,11 @@ def hanging(_folder: Path, _map_bytes: int) -> int:
     "where, what, says",
     [
         ("os.read", unreadable, "Input/output error"),
-        ("_told", killed, "was ended"),
-        ("_told", hanging, "is too slow"),
+        ("_check_result", killed, "was ended"),
+        ("_check_result", hanging, "is too slow"),
     ],
 )
-def test_a_look_that_tells_nothing_is_no_damage(
+def test_a_check_without_a_result_does_not_count_as_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: Callable[..., Any], says: str
 ) -> None:
     filled(tmp_path)
@@ -379,7 +391,7 @@ def test_a_look_that_tells_nothing_is_no_damage(
     (child,) = children
     until = time.monotonic() + 60
     while Path(f"/proc/{child}").exists():
-        assert time.monotonic() < until, "it is left behind"
+        assert time.monotonic() < until, "the process remains"
         time.sleep(0.01)
-    with Index(tmp_path, 64 * MIB) as index:
+    with closing(Index(tmp_path, 64 * MIB)) as index:
         assert len(index.entries(b"segments")) == 6000

@@ -1,4 +1,4 @@
-"""Damage to an index that LMDB overlooks when it opens the file, and meets when it writes."""
+"""Damage of an index that LMDB ignores when it opens the file, and that matters when it writes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import select
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ TABLE = b"segments"
 
 
 def flushed(index: Index) -> str:
-    """Why what was put is not on disk, if it is not."""
+    """Flush. Returns the error, or an empty string if all changes are on disk."""
     index.flush(1)
     select.select([index.event_fd], [], [])
     ((_, failure),) = index.done()
@@ -26,10 +27,10 @@ def flushed(index: Index) -> str:
 
 
 def filled(folder: Path, seed: int, rounds: int = 12, each: int = 60) -> bytes:
-    """The file of an index after puts and drops of records of many sizes, some of several pages."""
+    """The file of an index after stores and deletes of records of many sizes, some of several pages."""
     chance = random.Random(seed)
     for _ in range(rounds):
-        with Index(folder, LIMIT_BYTES) as index:
+        with closing(Index(folder, LIMIT_BYTES)) as index:
             for _ in range(each):
                 key = b"key%04d" % chance.randrange(400)
                 if chance.random() < 0.3:
@@ -43,12 +44,12 @@ def filled(folder: Path, seed: int, rounds: int = 12, each: int = 60) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_pages_of_a_sound_index_fit_together(tmp_path: Path, seed: int) -> None:
+def test_pages_of_an_intact_index_are_consistent(tmp_path: Path, seed: int) -> None:
     assert fit_together(filled(tmp_path, seed, 1 + 8 * seed, 20 * (1 + seed) ** 2))
 
 
-def test_no_damage_is_an_error_in_the_look_itself(tmp_path: Path) -> None:
-    """The process that looks would end, and nothing would be known of the index."""
+def test_no_damage_raises_an_exception_in_the_check(tmp_path: Path) -> None:
+    """An exception would end the checking process, and the state of the index would be unknown."""
     text = filled(tmp_path, 5, 3)
     chance = random.Random(5)
     for at in (
@@ -66,7 +67,7 @@ def latest(text: bytes) -> tuple[int, ...]:
 
 
 def length_of_a_key(text: bytes, chance: random.Random) -> int:
-    """The place of the length of a record's key, in a page that is in use."""
+    """The position of a record's key length, in a page that is in use."""
     pages = [at for at in range(8192, len(text), 4096) if text[at + 10 : at + 12] == b"\2\0"]
     while True:
         page = chance.choice(pages)
@@ -82,21 +83,21 @@ def number_of_a_free_page(text: bytes, chance: random.Random) -> int:
     page = latest(text)[3] * 4096
     assert text[page + 10 : page + 12] == b"\2\0", "the list of free pages has one leaf"
     (node,) = struct.unpack_from("<H", text, page + 16)
-    return page + node + 8 + 8 + 8  # behind a node's head, its key, and how many numbers there are
+    return page + node + 8 + 8 + 8  # after the head of a node, its key, and the count of numbers
 
 
 @pytest.mark.parametrize("place_of", [length_of_a_key, number_of_a_free_page])
 @pytest.mark.parametrize("seed", range(3))
-def test_an_index_whose_pages_do_not_fit_together_is_begun_anew(
+def test_an_index_with_inconsistent_pages_is_replaced(
     tmp_path: Path, place_of: Callable[[bytes, random.Random], int], seed: int
 ) -> None:
-    """To write to it would fail again and again, or end the process."""
+    """Writes to such an index would fail repeatedly, or kill the process."""
     text = filled(tmp_path, seed)
     place = place_of(text, random.Random(seed))
     bad = text[:place] + bytes([text[place] ^ 255]) + text[place + 1 :]
     assert not fit_together(bad)
     (tmp_path / "data.mdb").write_bytes(bad)
-    with Index(tmp_path, LIMIT_BYTES) as index:
+    with closing(Index(tmp_path, LIMIT_BYTES)) as index:
         assert index.entries(TABLE) == []
         for number in range(300):
             index.put(TABLE, b"new%04d" % number, bytes(200))

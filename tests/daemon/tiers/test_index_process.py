@@ -1,5 +1,4 @@
-"""The index in a process of its own: where that process ends, nothing that was put is lost, and no flush
-succeeds."""
+"""The index in its own process: if that process ends, no change is lost, and no pending flush succeeds."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,7 +56,7 @@ def pid_of(index: IndexProcess) -> int:
     return index._child.pid
 
 
-def test_what_was_put_is_there_again(tmp_path: Path) -> None:
+def test_stored_records_are_found_after_reopening(tmp_path: Path) -> None:
     volume = ColdDirectory(tmp_path, SIZE, Child())
     index = index_of(volume)
     for number in range(10_000):
@@ -67,8 +67,8 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
     index.put(b"spaces", b"a", b"second")
     process = pid_of(index)
     assert volume.close()
-    assert not Path(f"/proc/{process}").exists(), "its process is left behind"
-    with pytest.raises(InUseError) as told, ColdDirectory(tmp_path, SIZE).index as kept:
+    assert not Path(f"/proc/{process}").exists(), "its process remains"
+    with pytest.raises(InUseError) as told, closing(ColdDirectory(tmp_path, SIZE).index) as kept:
         keys = [key for key, _ in kept.entries(b"segments")]
         assert len(keys) == 9_999 and b"000003" not in keys and keys == sorted(keys)
         assert kept.entries(b"spaces") == [(b"a", b"second")]
@@ -76,8 +76,8 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
     assert told.value.holder == os.getpid()
 
 
-def test_the_end_of_its_process_fails_a_flush_and_loses_nothing(volume: ColdDirectory) -> None:
-    """As a read or a write of a mapped page ends it, where the disk fails."""
+def test_the_end_of_its_process_fails_the_flush_and_loses_no_change(volume: ColdDirectory) -> None:
+    """A SIGBUS kills it in this way if the disk fails under a mapped page."""
     index = index_of(volume)
     index.put(b"segments", b"a", b"")
     assert flushed(index) == ""
@@ -88,13 +88,13 @@ def test_the_end_of_its_process_fails_a_flush_and_loses_nothing(volume: ColdDire
     assert index.entries(b"segments") == [(b"a", b""), (b"b", b"")]
 
 
-def test_a_process_that_hangs_holds_up_no_end(tmp_path: Path) -> None:
+def test_a_process_that_hangs_does_not_delay_the_close(tmp_path: Path) -> None:
     volume = ColdDirectory(tmp_path, SIZE, Child())
     index = index_of(volume)
     os.kill(pid_of(index), signal.SIGSTOP)
     index.put(b"segments", b"a", b"")
-    # The process is stopped until it is killed, so a close that waited for it would not return.
-    assert not volume.close(0.05), "it did not write what was left"
+    # The process is stopped until it is killed, so a close that waits for it would not return.
+    assert not volume.close(0.05), "it did not write the pending changes"
     assert volume.unwritten == {(b"segments", b"a"): b""}
     again = ColdDirectory(tmp_path, SIZE, Child(), unwritten=volume.unwritten)
     assert flushed(index_of(again)) == ""
@@ -102,7 +102,7 @@ def test_a_process_that_hangs_holds_up_no_end(tmp_path: Path) -> None:
     assert again.close()
 
 
-def test_a_directory_that_hangs_can_be_given_up(
+def test_opening_an_index_in_a_directory_that_hangs_can_be_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_process, "COMMAND", ("sh", "-c", "exec sleep 600"))
@@ -122,7 +122,7 @@ def test_a_directory_that_hangs_can_be_given_up(
     assert not (tmp_path / "index").exists()
 
 
-def test_a_place_whose_disk_is_not_mounted_is_not_written_to(tmp_path: Path) -> None:
+def test_a_directory_whose_disk_is_not_mounted_is_not_written_to(tmp_path: Path) -> None:
     device = tmp_path.stat().st_dev
     assert ColdDirectory(tmp_path, SIZE, Child(), device).close()
     (tmp_path / "kvtier.lock").unlink()
@@ -131,10 +131,10 @@ def test_a_place_whose_disk_is_not_mounted_is_not_written_to(tmp_path: Path) -> 
     assert not (tmp_path / "kvtier.lock").exists()
 
 
-def test_a_process_that_hangs_when_it_is_begun_again_is_ended_with_its_thread(
+def test_a_restarted_process_that_hangs_is_killed_and_its_thread_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that is left would write to the number of a descriptor that is another file's by then."""
+    """A remaining thread would write to a descriptor number that meanwhile belongs to another file."""
     volume = ColdDirectory(tmp_path, SIZE, Child())
     index = index_of(volume)
     monkeypatch.setattr(index_process, "COMMAND", ("sh", "-c", "exec sleep 600"))
@@ -155,7 +155,7 @@ def test_a_process_that_hangs_when_it_is_begun_again_is_ended_with_its_thread(
     assert begun[0]._process.wait(60) == -signal.SIGKILL
 
 
-def test_no_process_for_an_index_fails_a_flush_and_is_tried_again(
+def test_a_failed_restart_of_the_process_fails_the_flush_and_is_retried(
     volume: ColdDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = index_of(volume)
@@ -178,7 +178,7 @@ def test_its_process_takes_no_module_from_the_working_directory(
 
 
 def test_its_process_ends_with_the_daemon_though_a_write_never_does(tmp_path: Path) -> None:
-    """Else it keeps the lock of the directory, and no other daemon can use that."""
+    """Otherwise it keeps the lock of the directory, and no other daemon can use that directory."""
     volume = ColdDirectory(tmp_path, SIZE, Child())
     child = index_of(volume)._child
     assert child is not None

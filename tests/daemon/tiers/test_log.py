@@ -1,4 +1,4 @@
-"""A log of segments: which is written, which leaves, and that a footer always fits."""
+"""A log of segments: which segment is written, which is reclaimed, and that a footer always fits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_segments_are_used_again_in_the_order_in_which_they_were_begun() -> None
     assert begun[8].head is not None and begun[8].head.sequence == 8
 
 
-def test_one_that_could_not_be_sealed_leaves_like_a_full_one() -> None:
+def test_a_segment_that_could_not_be_sealed_is_reclaimed_like_a_full_one() -> None:
     log = a_log(1)
     segment = opened(log)
     assert segment.take(PAGE, (b"s" * 32, spec_of("one")))
@@ -59,7 +59,7 @@ def test_one_that_could_not_be_sealed_leaves_like_a_full_one() -> None:
     assert again is segment and not again.taken
 
 
-def test_what_is_read_is_not_used_again() -> None:
+def test_a_segment_with_reads_in_progress_is_not_reused() -> None:
     log = a_log(1)
     segment = opened(log)
     log.now_sealed(log.seal())
@@ -94,16 +94,16 @@ def test_frames_are_placed_so_that_the_footer_fits(seed: int) -> None:
     assert len(segment.rows()) // ENTRY.size == segment.taken - lost
 
 
-def test_a_place_is_promised_only_where_no_segment_has_to_leave_for_it() -> None:
+def test_has_place_is_true_only_without_a_reclaim() -> None:
     log = a_log(2)
     assert log.has_place
     segment = log.begin(epoch=1, sequence=0, owner=TENANT)
     log.begin(epoch=2, sequence=1, owner=TENANT)
-    assert log.has_place, "they are being begun"
+    assert log.has_place, "two segments are being begun"
     log.begun(segment)
     log.now_sealed(log.seal())
     assert log.has_place, "the other is still being begun"
     log.others.clear()
     assert not log.has_place
     log.reclaim()
-    assert not log.has_place, "what leaves takes nothing"
+    assert not log.has_place, "a segment that is reclaimed accepts no frames"

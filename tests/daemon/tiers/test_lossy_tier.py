@@ -1,4 +1,5 @@
-"""Blocks that are stored with a loss: what comes back is what the twin makes of them, and only once."""
+"""Blocks that are stored with a loss: a read returns what the reference codec returns, and the loss
+happens only once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from typing import Self
 import numpy as np
 import pytest
 
-from daemon.tiers.test_cold import SIZE, run
 from daemon.tiers.test_encoded import BLOCK, ONE, SLOTS, SPECS, Tenant, key, seal, spoil, until
 from kvtier import KvSpec
 from kvtier_daemon.codec import frame
@@ -27,6 +27,7 @@ from kvtier_daemon.tiers.cold.segment import FooterEntry, decode_entries, encode
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import xxh3_128
 from models.codecs import step_of
+from support.cold_bench import SIZE, run
 from support.losses_by_twins import STEP, block_of, floats_of, once_lost, profile_of
 from support.specs import spec_of
 
@@ -37,12 +38,12 @@ ERROR = {
     "q4": 0.11,
     "q2": 0.5,
     "fp8": 0.03,
-}  # root of the mean square, of normal values
-CODEC, FLAGS = 3, 5  # of a frame's fields
+}  # root mean square of normal values
+CODEC, FLAGS = 3, 5  # indices into a frame's fields
 
 
 class Lossy(Tenant):
-    """One whose spaces have the identity that their loss gives them."""
+    """A tenant whose spaces have the identity that includes their codec's loss."""
 
     def __init__(
         self, folder: Path, asked: str, profiles: Sequence[Profile] = (), spec: KvSpec = SPEC
@@ -55,7 +56,7 @@ class Lossy(Tenant):
             "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True, codecs=by_model,
             losses=self.losses,
         )  # fmt: skip
-        self.bench.tier.stores["t"][0]._reclaim = self.mover.reclaim
+        self.bench.first.stores["t"]._reclaim = self.mover.reclaimer.reclaim
         identity = self.losses.identity(spec, "t")
         self.spaces = {"bfloat16": self.catalog.open(identity, spec, ONE)}
 
@@ -67,7 +68,7 @@ class Lossy(Tenant):
         await self.close()
 
     def put(self, first: int, count: int, digests: bool = False) -> None:
-        """Save a chain of these."""
+        """Save a chain of `count` blocks that begins with block `first`."""
         space = self.spaces["bfloat16"]
         keys = b"".join(map(key, range(first, first + count)))
         granted = self.catalog.reserve(ONE, space, 0, 0, b"", keys)
@@ -79,10 +80,10 @@ class Lossy(Tenant):
         ids = self.catalog.commit(ONE, granted.lease, 0, count, sums if digests else b"")
         for at in range(count):
             self.ids["bfloat16", first + at] = ids[4 * at : 4 * at + 4]
-        self.mover.saved(ids)
+        self.mover.writes.saved(ids)
 
     def lost(self, number: int, first: int = 0) -> bytes:
-        """What this block of a chain that begins with the first is to be."""
+        """The expected bytes of this block, in a chain that begins with block `first`."""
         position = (number - first) * self.spec.block_tokens
         return once_lost(self.asked, self.spec, position, block_of(key(number), self.spec))
 
@@ -95,20 +96,20 @@ class Lossy(Tenant):
         return frame.decode(self.read(segment, page * PAGE, header_pages * PAGE))
 
     def read(self, segment: int, at: int, nbytes: int) -> bytes:
-        with Path(self.bench.tier.segments[segment].path).open("rb") as file:
+        with Path(self.bench.tier.table.segments[segment].path).open("rb") as file:
             return os.pread(file.fileno(), nbytes, at)
 
     async def leave(self) -> None:
-        """The oldest segment is used again."""
-        shelf = self.bench.tier.stores["t"][0]
+        """Reclaim the oldest segment."""
+        shelf = self.bench.first.stores["t"]
         first = shelf.log.reclaim()
         assert first is not None
-        self.mover.reclaim(shelf, first)
+        self.mover.reclaimer.reclaim(shelf, first)
         await until(lambda: first not in shelf.log.others)
 
 
 @pytest.mark.parametrize("asked", NAMES)
-def test_what_comes_back_is_what_the_twin_makes_of_it(tmp_path: Path, asked: str) -> None:
+def test_a_read_returns_what_the_reference_codec_returns(tmp_path: Path, asked: str) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, asked) as tenant:
             for first in (0, 16):
@@ -119,7 +120,7 @@ def test_what_comes_back_is_what_the_twin_makes_of_it(tmp_path: Path, asked: str
             assert {tenant.frame(at)[FLAGS] for at in range(32)} == {LOSSY}
             used = tenant.catalog.counts()["framed_bytes"]
             assert used == sum(4096 + frame.pages(tenant.frame(at)[2]) for at in range(32))
-            assert used < 32 * BLOCK * 0.63, "capacity is charged by what is there"
+            assert used < 32 * BLOCK * 0.63, "capacity is charged by the bytes in use"
             header = tenant.header(3)
             assert (header.codec, header.lossy_generation) == (number, 1)
             assert header.profile == (profile_of(SPEC).name if "-" in asked else bytes(16))
@@ -153,8 +154,8 @@ def _within(asked: str, block: bytes, found: bytes) -> None:
         assert 0 < np.abs(error).max() <= half + rounding
 
 
-def test_heads_that_lie_one_after_the_other_are_known(tmp_path: Path) -> None:
-    """As in an engine's pages: the same values, in another order."""
+def test_pages_with_heads_in_sequence_are_encoded_correctly(tmp_path: Path) -> None:
+    """As in an engine's pages: the same values in another order."""
     spec = spec_of("heads first", layout="layer,part,head,token,dim")
 
     async def work() -> None:
@@ -176,7 +177,7 @@ def test_heads_that_lie_one_after_the_other_are_known(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_opaque_space_stays_as_it_is(tmp_path: Path) -> None:
+def test_an_opaque_space_is_stored_without_loss(tmp_path: Path) -> None:
     spec = spec_of("nobody knows", layout="somehow")
 
     async def work() -> None:
@@ -193,10 +194,10 @@ def test_an_opaque_space_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["", "q4", "ecsq-mid", "profile"])
-def test_another_configuration_finds_nothing_and_the_first_one_all_of_it(
+def test_another_configuration_finds_no_block_and_the_first_one_finds_all(
     tmp_path: Path, other: str
 ) -> None:
-    """Neither is ever given what the other has stored."""
+    """A client with one configuration never receives blocks of the other."""
     first = "ecsq-lo" if other == "profile" else "q8"
     profiles = [profile_of(SPEC, step=1)] if other == "profile" else []
     asked = "ecsq-lo" if other == "profile" else other
@@ -225,8 +226,8 @@ def test_another_configuration_finds_nothing_and_the_first_one_all_of_it(
 
 
 @pytest.mark.parametrize("what", ["none", "other codec", "other profile", "other level"])
-def test_a_frame_that_its_identity_does_not_promise_is_a_miss(tmp_path: Path, what: str) -> None:
-    """As no such space has such frames: it is not what was written."""
+def test_a_frame_with_a_loss_other_than_its_identity_is_a_miss(tmp_path: Path, what: str) -> None:
+    """No space with this identity contains such frames, so the frame is damaged."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
@@ -236,7 +237,7 @@ def test_a_frame_that_its_identity_does_not_promise_is_a_miss(tmp_path: Path, wh
                 what, "ecsq-mid"
             )
             losses = Losses([(SPEC.model, asked)], [profile_of(SPEC, step=what == "other profile")])
-            loss = losses.look(SPEC)
+            loss = losses.find(SPEC)
             known = tenant.mover.choice._known(tenant.spaces["bfloat16"].identity, SPEC)
             known.loss = None if isinstance(loss, str) else loss
             assert await tenant.bring("bfloat16", 0) is None
@@ -245,7 +246,7 @@ def test_a_frame_that_its_identity_does_not_promise_is_a_miss(tmp_path: Path, wh
     run(work())
 
 
-def test_what_a_lossy_frame_gave_is_not_written_again_while_that_lasts(tmp_path: Path) -> None:
+def test_a_promoted_lossy_block_is_not_written_again_while_its_frame_exists(tmp_path: Path) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, "q4") as tenant:
             tenant.put(0, 4)
@@ -260,8 +261,9 @@ def test_what_a_lossy_frame_gave_is_not_written_again_while_that_lasts(tmp_path:
     run(work())
 
 
-def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> None:
-    """Its frame goes while it is in memory: it is written again as it is, and stays what it is for good."""
+def test_a_promoted_lossy_block_is_written_raw_after_its_frame_was_freed(tmp_path: Path) -> None:
+    """Its frame is freed while the block is in memory: the block is written raw, and keeps its loss
+    mark permanently."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "q4") as tenant:
@@ -271,9 +273,9 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
             again = tenant.ids["bfloat16", 0]
             assert tenant.catalog.blocks.store.lossy(again) == again
-            tenant.mover._reclaimer.second_chance_bytes = 0
+            tenant.mover.reclaimer.second_chance_bytes = 0
             await tenant.leave()
-            tenant.mover.saved(again)
+            tenant.mover.writes.saved(again)
             await until(lambda: tenant.mover.counts["written"] == 3)
             await until(lambda: not tenant.catalog.blocks.store.dirty(again))
             codec, flags = tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]
@@ -281,16 +283,16 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             assert tenant.header(0).lossy_generation == 1
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
             assert tenant.catalog.blocks.store.lossy(again) == again
-            # And where its new frame is brought away.
+            # The same holds after its new frame is copied by a second chance.
             await seal(tenant)
             tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0)
             tenant.evict_all()
-            tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+            tenant.mover.reclaimer.second_chance_bytes = 1 << 30
             await tenant.leave()
             await until(lambda: tenant.mover.counts["written_again"] == 1)
             assert (tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]) == (RAW, LOSSY)
             assert tenant.header(0).lossy_generation == 1
-        # After a restart it is known, too.
+        # The mark is found again after a restart.
         async with Lossy(tmp_path, "q4") as other:
             assert await other.bring("bfloat16", 0) == tenant.lost(0)
             space = other.spaces["bfloat16"]
@@ -300,8 +302,8 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
     run(work())
 
 
-def test_what_was_saved_and_is_in_memory_yet_may_be_encoded_again(tmp_path: Path) -> None:
-    """Its frame goes before anybody has read that: what is in memory has lost nothing."""
+def test_a_saved_block_that_was_never_read_from_disk_is_encoded_again(tmp_path: Path) -> None:
+    """Its frame is freed before it was read: the copy in memory has no loss yet."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "q4") as tenant:
@@ -309,7 +311,7 @@ def test_what_was_saved_and_is_in_memory_yet_may_be_encoded_again(tmp_path: Path
             await tenant.on_disk(2)
             await seal(tenant)
             await tenant.leave()
-            tenant.mover.saved(tenant.ids["bfloat16", 0])
+            tenant.mover.writes.saved(tenant.ids["bfloat16", 0])
             await until(lambda: not tenant.catalog.blocks.store.dirty(tenant.ids["bfloat16", 0]))
             assert tenant.mover.counts["written"] > 2 and tenant.frame(0)[CODEC] == Q4
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
@@ -317,7 +319,7 @@ def test_what_was_saved_and_is_in_memory_yet_may_be_encoded_again(tmp_path: Path
     run(work())
 
 
-def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_second_chance_keeps_a_lossy_frame_unchanged(tmp_path: Path) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
             tenant.put(0, 2)
@@ -327,7 +329,7 @@ def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
             tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0)
             tenant.evict_all()
             before, header = tenant.frame(1), tenant.header(1)
-            tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+            tenant.mover.reclaimer.second_chance_bytes = 1 << 30
             await tenant.leave()
             assert tenant.mover.counts["written_again"] == 1
             after = tenant.frame(1)
@@ -340,8 +342,9 @@ def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_block_that_is_not_what_its_writer_says_is_no_sound_frame(tmp_path: Path) -> None:
-    """Its checksum would go with what is lost, so it is looked at before."""
+def test_a_block_with_a_wrong_digest_is_not_encoded_with_loss(tmp_path: Path) -> None:
+    """A lossy frame has no checksum of the original bytes, so the writer's digest is checked before the
+    encoding."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "q8") as tenant:
@@ -349,7 +352,9 @@ def test_a_block_that_is_not_what_its_writer_says_is_no_sound_frame(tmp_path: Pa
             granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(0))
             (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
             tenant.bench.slot(offset // BLOCK)[:] = block_of(key(0), SPEC)
-            tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest.."))
+            tenant.mover.writes.saved(
+                tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest..")
+            )
             await tenant.on_disk(1)
             assert await tenant.bring("bfloat16", 0) is None
             assert tenant.mover.counts["spoilt"] == 1
@@ -374,8 +379,8 @@ def test_damage_is_a_miss(tmp_path: Path, asked: str, inside: int) -> None:
     run(work())
 
 
-def test_a_space_keeps_its_loss_for_as_long_as_the_daemon_lives(tmp_path: Path) -> None:
-    """As long as its identity says so: what else is asked for meanwhile takes nothing away."""
+def test_a_space_keeps_its_loss_when_the_settings_change(tmp_path: Path) -> None:
+    """The identity includes the loss, so a change of the settings does not affect an open space."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
@@ -400,12 +405,12 @@ def test_a_scrub_sees_damage_without_a_profile(tmp_path: Path) -> None:
             tenant.put(0, 3)
             await tenant.on_disk(3)
         async with Lossy(tmp_path, "") as other:
-            await until(lambda: other.bench.tier.stores["t"][0].log.open is not None)
+            await until(lambda: other.bench.first.stores["t"].log.open is not None)
             await seal(other)
             scrub = Scrubber(other.bench.tier, {"t": other.catalog}, lambda *_: None, 1 << 30)
             await scrub.round()
             assert (scrub.counts["frames"], scrub.counts["damaged"]) == (3, 0)
-            segments = range(len(other.bench.tier.segments))
+            segments = range(len(other.bench.tier.table.segments))
             ids = b"".join(map(other.catalog.segments.in_segment, segments))
             other.ids["bfloat16", 1] = ids[4:8]
             spoil(other, 1, 100)
@@ -415,8 +420,8 @@ def test_a_scrub_sees_damage_without_a_profile(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_a_kill_left_is_known_as_what_it_is() -> None:
-    """Without a footer the frames themselves say it."""
+def test_frames_of_an_unsealed_segment_keep_their_loss_mark() -> None:
+    """Without a footer, the frames themselves contain the mark."""
     name = frame.Identity(bytes(32), 0, 0, key(1))
     for generation in (0, 1):
         one = Frame(
@@ -427,8 +432,9 @@ def test_what_a_kill_left_is_known_as_what_it_is() -> None:
         assert listed == FooterEntry.of(one, 3) and listed.lossy == (generation > 0)
 
 
-def test_blocks_of_a_long_chain_are_told_where_they_lie(tmp_path: Path) -> None:
-    """Of a wrong position the bytes would be sound, and more: it is looked at."""
+def test_blocks_of_a_long_chain_are_encoded_with_their_position(tmp_path: Path) -> None:
+    """A wrong position would give intact frames with wrong values, so the test reads the position in
+    the payload."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
@@ -437,13 +443,13 @@ def test_blocks_of_a_long_chain_are_told_where_they_lie(tmp_path: Path) -> None:
             for number in (0, 17, 39):
                 segment, page, nbytes, _, header_pages, *_ = tenant.frame(number)
                 payload = tenant.read(segment, (page + header_pages) * PAGE, nbytes)
-                # The first part of it is K.
+                # K is the first part of a payload.
                 assert struct.unpack_from("<I", payload, 4) == (16 * number,)
 
     run(work())
 
 
-def test_the_loop_goes_on_while_blocks_lose(tmp_path: Path) -> None:
+def test_the_event_loop_runs_during_lossy_encoding(tmp_path: Path) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, "cachegen-mid") as tenant:
             turns = 0

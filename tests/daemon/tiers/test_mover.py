@@ -1,4 +1,5 @@
-"""What is being written stays what it is until the disk has ended with it, whatever happens meanwhile."""
+"""Slots whose write is in progress keep their content until the disk completes the write, in all
+circumstances."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.tiers.cold import flusher
 from kvtier_daemon.tiers.cold import read_queue as reads_module
+from kvtier_daemon.tiers.cold.frames import Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.mover import Mover
-from kvtier_daemon.tiers.cold.transfers import Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
 from support.specs import pattern
 
 SLOTS = 64
@@ -32,8 +33,8 @@ def keys(first: int, count: int) -> bytes:
     return b"".join(key(number) for number in range(first, first + count))
 
 
-def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path: Path) -> None:
-    """Blocks without a checksum: the disk would seal whatever lies in their slots under their names."""
+def test_a_stopped_mover_does_not_free_slots_whose_write_is_in_progress(tmp_path: Path) -> None:
+    """The blocks have no checksum: the disk would seal any content of their slots under their names."""
 
     async def first() -> None:
         bench = Bench([tmp_path], engine="threads")
@@ -49,22 +50,29 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
         for number, place in enumerate(ours):
             bench.slot(place)[:] = pattern(key(100 + number), BLOCK)
         ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
-        # Urgent reads keep the writes waiting.
+        # Urgent reads delay the writes.
         one = bench.on_disk[0]
         place = (bench.extent, (SLOTS - 1) * BLOCK)
         ahead = Incoming(
-            0, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest, *place
+            0,
+            one.segment,
+            one.page,
+            one.header_pages,
+            one.payload_bytes,
+            one.digest,
+            *place,
+            one.payload_bytes,
         )
-        bench.tier.read([ahead] * 4000, lambda *_: None)
-        mover.saved(ids)
+        bench.tier.reader.read([ahead] * 4000, lambda *_: None)
+        mover.writes.saved(ids)
         moving = asyncio.create_task(mover.run())
-        while not bench.tier.disks[0].worker.queued[2] > 10:  # noqa: ASYNC110
+        while not bench.first.disk.worker.queued[2] > 10:  # noqa: ASYNC110
             await asyncio.sleep(0)
         moving.cancel()
         await asyncio.gather(moving, return_exceptions=True)
-        waiting = bench.tier.disks[0].worker.queued[2]
+        waiting = bench.first.disk.worker.queued[2]
         granted = catalog.reserve(SessionId(2), space, 0, 0, b"", keys(900, 60))
-        assert waiting > 2, "nothing was waiting: the test shows nothing"
+        assert waiting > 2, "no read was queued, so the test checked nothing"
         for number, place_ in enumerate(places(granted.slots)):
             bench.slot(place_)[:] = pattern(key(900 + number), BLOCK)
         await bench.tier.close()
@@ -80,7 +88,7 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
     run(again())
 
 
-def test_what_was_written_in_a_day_is_forgotten_by_the_hour() -> None:
+def test_writes_of_the_last_day_are_counted_by_the_hour() -> None:
     now = 5000.0
     budget = WriteBudget(0, lambda: now)
     for nbytes in (1, 20, 300):
@@ -96,10 +104,10 @@ def test_what_was_written_in_a_day_is_forgotten_by_the_hour() -> None:
     assert budget.day_bytes() == 0
 
 
-def test_much_is_handed_to_the_disk_some_at_a_time(
+def test_many_blocks_are_submitted_in_small_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as it takes, nobody else is served."""
+    """One large batch would block the event loop, and all other clients would wait."""
     monkeypatch.setattr(flusher, "WRITE_BLOCKS", 8)
     monkeypatch.setattr(reads_module, "READ_BLOCKS", 8)
     handed: Counter[str] = Counter()
@@ -109,7 +117,7 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
         folder.mkdir()
         bench = Bench([folder])
         await bench.recover()
-        read, write = bench.tier.read, bench.tier.write
+        read, write = bench.tier.reader.read, bench.tier.writer.write
 
         def few_read(blocks: Sequence[Incoming], done: Read) -> None:
             handed["read"] = max(handed["read"], len(blocks))
@@ -119,8 +127,8 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
             handed["written"] = max(handed["written"], len(blocks))
             return write(tenant, blocks, done)
 
-        monkeypatch.setattr(bench.tier, "read", few_read)
-        monkeypatch.setattr(bench.tier, "write", few_written)
+        monkeypatch.setattr(bench.tier.reader, "read", few_read)
+        monkeypatch.setattr(bench.tier.writer, "write", few_written)
         catalog = Catalog(Store(), make("lru"))
         catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
         mover = Mover("t", catalog, bench.tier, 4 * SLOTS * BLOCK, through=through)
@@ -128,13 +136,13 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
         space = catalog.open(SPACE, SPEC, SessionId(1))
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
         ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
-        mover.saved(ids)
+        mover.writes.saved(ids)
         moving = asyncio.create_task(mover.run())
         await until(lambda: mover.counts["written"] == 32)
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(900, SLOTS))
-        assert granted.outcomes == bytes(SLOTS), "they did not leave memory"
+        assert granted.outcomes == bytes(SLOTS), "the blocks were not evicted"
         catalog.abort(SessionId(1), granted.lease)
-        assert mover.promote(space, keys(100, 32), 32)[0] == 32
+        assert mover.reads.promote(space, keys(100, 32), 32)[0] == 32
         await until(lambda: mover.counts["read"] == 32)
         assert handed == {"read": 8, "written": 8}
         moving.cancel()

@@ -1,4 +1,4 @@
-"""A codec is one class and one row: this file adds one, and a cold tier stores blocks by it."""
+"""A codec is one class and one row: this file adds one, and a cold tier stores blocks with it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import run
 from daemon.tiers.test_encoded import Tenant
 from kvtier_daemon.codec import base
 from kvtier_daemon.codec.frame import RAW, Entry
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
+from support.cold_bench import run
 
 NUMBER = 77
 

@@ -1,4 +1,5 @@
-"""What others could have put into a directory of the daemon is refused, with the command that mends it."""
+"""Files in a cold directory that other users could have created are refused, and the message contains
+the command that fixes them."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import SIZE, Bench, files_of, run
 from daemon.tiers.test_cold_edges import filled
 from kvtier.errors import ConfigError, TierError
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
-from kvtier_daemon.tiers.cold.ownership import distrust
+from kvtier_daemon.tiers.cold.directory_lock import distrust
 from kvtier_daemon.tools import doctor
 from kvtier_daemon.tools.fsck import check
+from support.cold_bench import SIZE, Bench, files_of, run
 
 STRANGER = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
@@ -55,7 +56,7 @@ def test_a_file_of_the_directory_that_others_can_write_to_is_refused(
         ColdDirectory(tmp_path, SIZE)
 
 
-def test_a_link_is_no_folder_of_a_cold_directory(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_folder_of_a_cold_directory_is_refused(tmp_path: Path) -> None:
     cold = tmp_path / "cold"
     cold.mkdir()
     filled(cold, 1)
@@ -87,7 +88,7 @@ def make_fifo(path: Path) -> None:
 def test_a_planted_segment_is_neither_read_nor_written_to(
     tmp_path: Path, harm: object, free: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A free segment of another's: prompts would be written into it."""
+    """A free segment that another user owns: blocks would be written into a file that this user can read."""
     if harm is give_away and os.geteuid():
         pytest.skip("needs root to give files away")
     cold = tmp_path / "cold"
@@ -106,7 +107,7 @@ def test_a_planted_segment_is_neither_read_nor_written_to(
         lost.extend(set(range(100)) - set(bench.on_disk))
         for first in range(1000, 1800, 64):
             assert not await bench.write(range(first, first + 64))
-        assert all(one.path != str(planted) for one in bench.tier.segments)
+        assert all(one.path != str(planted) for one in bench.tier.table.segments)
         await bench.tier.close()
 
     run(work())
@@ -127,7 +128,7 @@ def test_a_secrets_folder_that_another_user_has_planted_is_refused_by_root(tmp_p
         load_secrets(tmp_path, ["a"])
 
 
-def test_a_link_is_no_secrets_folder(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_secrets_folder_is_refused(tmp_path: Path) -> None:
     load_secrets(tmp_path, ["a"])
     (tmp_path / "secrets").rename(tmp_path / "real")
     (tmp_path / "secrets").symlink_to(tmp_path / "real")
@@ -135,13 +136,13 @@ def test_a_link_is_no_secrets_folder(tmp_path: Path) -> None:
         load_secrets(tmp_path, ["a"])
 
 
-def test_a_directory_of_roots_is_trusted_by_any_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_root_owns_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.stat("/usr")
     monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
     assert found.st_uid or distrust(Path("/usr"), found) == ("", "")
 
 
-def test_the_doctor_tells_of_a_cold_directory_that_others_can_write_to(tmp_path: Path) -> None:
+def test_the_doctor_reports_a_cold_directory_that_others_can_write_to(tmp_path: Path) -> None:
     filled(tmp_path, 1)
     assert doctor.owned(tmp_path).level is doctor.Severity.ok
     (tmp_path / "segments").chmod(0o777)
@@ -154,7 +155,7 @@ def test_the_doctor_tells_of_a_cold_directory_that_others_can_write_to(tmp_path:
 
 
 @as_root
-def test_root_may_look_at_a_directory_of_the_daemons_user(tmp_path: Path) -> None:
+def test_root_may_read_a_directory_of_the_daemons_user(tmp_path: Path) -> None:
     filled(tmp_path, 20)
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, STRANGER, -1)

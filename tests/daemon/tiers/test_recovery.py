@@ -1,4 +1,4 @@
-"""Segments after a start: what adds up is found, and nothing else."""
+"""Segments after a start: only consistent frames are found."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvtier_daemon.tiers.cold.recovery import entries_of, recover
 from kvtier_daemon.tiers.cold.segment import (
     FooterEntry,
     Head,
+    TombstonePages,
     decode_entries,
     encode_footer,
     encode_row,
     first_frame,
 )
-from kvtier_daemon.tiers.cold.tombstone_pages import TombstonePages
 from models.codecs import header, seal
 from support.specs import pattern, spec_of
 
@@ -37,7 +37,7 @@ def key(number: int) -> bytes:
 
 
 def text_of(number: int, epoch: int) -> bytes:
-    """A whole frame."""
+    """A complete frame."""
     payload = pattern(key(number), SPEC.block_bytes)
     parent = key(number - 1) if number else b""
     sealed = seal(header(KIND, key(number), parent, epoch, number, b""), payload)
@@ -45,7 +45,7 @@ def text_of(number: int, epoch: int) -> bytes:
 
 
 def segment(path: Path, count: int, epoch: int = 5, sealed: bool = False) -> bytes:
-    """A file of so many frames, over what another use has left there."""
+    """A file with `count` frames, written over the frames of an earlier use."""
     head = Head(1, SEGMENT, epoch, 0, TENANT)
     old = b"".join(text_of(100 + number, epoch - 1) for number in range(20))
     new = b"".join(text_of(number, epoch) for number in range(count))
@@ -110,8 +110,9 @@ def test_a_frame_that_is_torn_ends_the_walk(tmp_path: Path) -> None:
     assert found(tmp_path / "c") == [0, 1, 2]
 
 
-def test_one_frame_copied_over_another_is_told_by_its_digests(tmp_path: Path) -> None:
-    """A walk finds frames where they lie: a copy is a frame, of its own identity, and not of the other's."""
+def test_a_frame_that_is_copied_over_another_is_detected_by_its_digests(tmp_path: Path) -> None:
+    """A walk identifies frames by their content: a copy is found with the identity in it, not with that
+    of the overwritten frame."""
     text = bytearray(segment(tmp_path / "a", 6))
     size = KIND.total_bytes
     text[FIRST_FRAME + 2 * size : FIRST_FRAME + 3 * size] = text[FIRST_FRAME : FIRST_FRAME + size]
@@ -119,7 +120,7 @@ def test_one_frame_copied_over_another_is_told_by_its_digests(tmp_path: Path) ->
     assert found(tmp_path / "b") == [0, 1, 0, 3, 4, 5]
 
 
-def test_a_footer_that_is_damaged_is_done_without(tmp_path: Path) -> None:
+def test_a_damaged_footer_is_ignored(tmp_path: Path) -> None:
     text = segment(tmp_path / "a", 12, sealed=True)
     for at in (SEGMENT - PAGE, SEGMENT - 1, SEGMENT - 2 * PAGE, SEGMENT - 2 * PAGE + 1000):
         wrong = bytearray(text)
@@ -131,25 +132,25 @@ def test_a_footer_that_is_damaged_is_done_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 100, PAGE, SEGMENT - PAGE, SEGMENT + PAGE])
-def test_a_file_of_another_length_holds_nothing(tmp_path: Path, size: int) -> None:
+def test_a_file_of_another_length_is_empty(tmp_path: Path, size: int) -> None:
     segment(tmp_path / "a", 12, sealed=True)
     os.truncate(tmp_path / "a", size)
     one = recover(tmp_path / "a", TENANT, {SPACE: SPEC})
     assert one.head is None and not one.rows and one.remark
 
 
-def test_another_tenants_segment_holds_nothing(tmp_path: Path) -> None:
+def test_a_segment_of_another_tenant_is_empty(tmp_path: Path) -> None:
     segment(tmp_path / "a", 12, sealed=True)
     assert recover(tmp_path / "a", b"o" * 32, {SPACE: SPEC}).head is None
 
 
-def test_frames_of_a_space_that_nobody_describes_are_passed_over(tmp_path: Path) -> None:
+def test_frames_of_a_space_without_a_description_are_ignored(tmp_path: Path) -> None:
     segment(tmp_path / "a", 12)
     one = recover(tmp_path / "a", TENANT, {})
     assert not one.rows and one.end == FIRST_FRAME + 12 * KIND.total_bytes
 
 
-def test_a_file_that_can_not_be_read_is_said(tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="cannot be read"):
         recover(tmp_path / "missing", TENANT, {})
 
@@ -159,10 +160,10 @@ def test_a_file_that_can_not_be_read_is_said(tmp_path: Path) -> None:
     [(0, 72, 0), (0, 72, 1), (3, 72, 1 << 31), (5, 76, 1 << 20), (5, 72, 4), (11, 84, 1 << 20), (2, 88, 1)],
     ids=["page 0", "tombstones", "far away", "too long", "out of order", "payload", "4 GiB"],
 )  # fmt: skip
-def test_a_table_whose_frames_lie_elsewhere_is_not_believed(
+def test_a_table_with_wrong_frame_positions_is_refused(
     tmp_path: Path, row: int, at: int, value: int
 ) -> None:
-    """Its digest is right: who forged it can compute that."""
+    """Its digest is valid, because the author of a forged table can compute it."""
     text = bytearray(segment(tmp_path / "a", 12, sealed=True))
     one = recover(tmp_path / "a", TENANT, {SPACE: SPEC})
     assert one.head is not None
@@ -172,4 +173,4 @@ def test_a_table_whose_frames_lie_elsewhere_is_not_believed(
     (tmp_path / "b").write_bytes(text[:place] + footer)
     forged = recover(tmp_path / "b", TENANT, {SPACE: SPEC})
     assert not forged.sealed and "no footer" in forged.remark
-    assert found(tmp_path / "b") == list(range(12)), "the frames are as they were"
+    assert found(tmp_path / "b") == list(range(12)), "the frames are unchanged"

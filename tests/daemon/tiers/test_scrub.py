@@ -1,4 +1,4 @@
-"""The scrub finds damage that nobody asked about, mends what it can, and is in nobody's way."""
+"""The scrub finds damage before a read does, repairs blocks that are in memory, and yields to reads."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from daemon.tiers.test_mover import keys, places
 from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.frames import FRAME
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec.frame import PAGE
-from kvtier_daemon.tiers.cold.frames import FRAME
+from kvtier_daemon.tiers.cold.frames import Incoming
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.transfers import Incoming
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
 from support.specs import pattern
 
 SLOTS = 64
-SAVED = 40  # blocks, 14 to a segment: two are full
+SAVED = 40  # blocks, 14 per segment: two segments are full
 FULL = 28
 
 
 class Time:
-    """A clock that only moves when somebody sleeps."""
+    """A clock that advances only when a task sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -50,7 +50,7 @@ class Time:
 
 
 class Kept(Bench):
-    """A bench whose blocks a catalog knows, written through by a mover."""
+    """A bench with a catalog and a write-through mover."""
 
     def __init__(self, folder: Path, rate: int = 1 << 30) -> None:
         super().__init__([folder])
@@ -60,16 +60,16 @@ class Kept(Bench):
         self.mover.extents.append(self.extent)
         self.time = Time()
         self.scrub = Scrubber(
-            self.tier, {"t": self.catalog}, lambda _, ids: self.mover.saved(ids), rate,
+            self.tier, {"t": self.catalog}, lambda _, ids: self.mover.writes.saved(ids), rate,
             self.time.clock, self.time.sleep,
         )  # fmt: skip
         self.ids = b""
 
     def leave(self, shelf: SegmentStore, segment: Segment) -> None:
-        self.mover.reclaim(shelf, segment)
+        self.mover.reclaimer.reclaim(shelf, segment)
 
     async def save(self, first: int = 0, known: int = 0) -> None:
-        """Save blocks, and wait until all are on disk, beside those that are known to be."""
+        """Save blocks, and wait until they are on disk in addition to the `known` blocks that already are."""
         await self.recover()
         self.moving = asyncio.create_task(self.mover.run())
         space = self.catalog.open(SPACE, SPEC, SessionId(1))
@@ -77,7 +77,7 @@ class Kept(Bench):
         for number, place in enumerate(places(granted.slots)):
             self.slot(place)[:] = pattern(key(first + number), BLOCK)
         self.ids = self.catalog.commit(SessionId(1), granted.lease, 0, SAVED, b"")
-        self.mover.saved(self.ids)
+        self.mover.writes.saved(self.ids)
         while self.catalog.counts()["framed_blocks"] < known + SAVED:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         while len(self.tier.sealed()) < 2:  # noqa: ASYNC110
@@ -86,11 +86,11 @@ class Kept(Bench):
     def frame_of(self, number: int) -> tuple[Segment, int, int]:
         """Segment, page and header pages of a block's frame."""
         one = array("I", [array("I", self.ids)[number]]).tobytes()
-        segment, page, _, _, header_pages, _, _ = FRAME.unpack(self.catalog._store.frames(one)[0])
-        return self.tier.segments[segment], page, header_pages
+        segment, page, _, _, header_pages, _ = FRAME.unpack(self.catalog._store.frames(one)[0])
+        return self.tier.table.segments[segment], page, header_pages
 
     def text_of(self, number: int, payload_bytes: int = 0) -> bytes:
-        """A frame's header, and so much of its payload."""
+        """A frame's header and the first bytes of its payload."""
         segment, page, header_pages = self.frame_of(number)
         with Path(segment.path).open("rb") as file:
             return os.pread(file.fileno(), header_pages * PAGE + payload_bytes, page * PAGE)
@@ -99,7 +99,7 @@ class Kept(Bench):
         self.catalog._store.evict(self.ids[4 * number : 4 * number + 4])
 
     def spoil(self, number: int, inside: int, text: bytes = b"\x55" * 64) -> None:
-        """Write over a frame, so far inside its payload, or its header if that is negative."""
+        """Overwrite a frame at this position of its payload; a negative position is in its header."""
         segment, page, header_pages = self.frame_of(number)
         fd = os.open(segment.path, os.O_RDWR)
         os.pwrite(fd, text, (page + header_pages) * PAGE + inside)
@@ -111,11 +111,11 @@ class Kept(Bench):
         self.moving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.moving
-        self.tier.tombstone(self.catalog.segments.take_dead_frames())
+        self.tier.table.tombstone(self.catalog.segments.take_dead_frames())
         await self.tier.close()
 
 
-def test_nothing_is_damaged_where_nothing_is(tmp_path: Path) -> None:
+def test_no_damage_is_reported_for_intact_frames(tmp_path: Path) -> None:
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
@@ -127,7 +127,7 @@ def test_nothing_is_damaged_where_nothing_is(tmp_path: Path) -> None:
     run(work())
 
 
-def test_damage_is_found_and_what_is_in_memory_written_again(tmp_path: Path) -> None:
+def test_damage_is_found_and_blocks_in_memory_are_written_again(tmp_path: Path) -> None:
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
@@ -137,7 +137,7 @@ def test_damage_is_found_and_what_is_in_memory_written_again(tmp_path: Path) -> 
         kept.spoil(20, BLOCK - 64)
         for gone in (20, 21):
             kept.evict(gone)
-        # All of another frame, which is good in itself.
+        # The complete frame of another block, which is valid in itself.
         kept.spoil(8, -kept.frame_of(8)[2] * PAGE, kept.text_of(9, BLOCK))
         kept.spoil(10, -kept.frame_of(10)[2] * PAGE, kept.text_of(11))
         await kept.scrub.round()
@@ -169,10 +169,10 @@ def test_the_rate_is_kept(tmp_path: Path) -> None:
         await kept.scrub.round()
         frame = PAGE * (kept.frame_of(0)[2] + BLOCK // PAGE)
         assert kept.scrub.counts["bytes"] == FULL * frame
-        seconds = (FULL - 1) * frame / (1 << 20)  # the first goes at once
+        seconds = (FULL - 1) * frame / (1 << 20)  # the first frame is read immediately
         assert kept.time.now - began == pytest.approx(seconds)
         assert kept.scrub.last_round_s == pytest.approx(seconds, abs=1e-3)
-        # What was not read in an hour is not made up for.
+        # An hour without reads does not increase the rate afterwards.
         kept.time.now += 3600
         began = kept.time.now
         await kept.scrub.round()
@@ -182,23 +182,24 @@ def test_the_rate_is_kept(tmp_path: Path) -> None:
     run(work())
 
 
-def test_who_wants_blocks_comes_first(tmp_path: Path) -> None:
+def test_a_read_is_served_before_the_scrub(tmp_path: Path) -> None:
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
         segment, page, header_pages = kept.frame_of(0)
         digest = kept.catalog._store.frames(kept.ids[:4])[1]
         wanted = Incoming(
-            0, segment.number, page, header_pages, BLOCK, digest, kept.extent, (SLOTS - 1) * BLOCK
-        )
-        kept.tier.read([wanted] * 4000, lambda *_: None)
+            0, segment.number, page, header_pages, BLOCK, digest, kept.extent, (SLOTS - 1) * BLOCK,
+            BLOCK,
+        )  # fmt: skip
+        kept.tier.reader.read([wanted] * 4000, lambda *_: None)
         going = asyncio.create_task(kept.scrub.round())
         waited = 0
-        while (queued := kept.tier.disks[0].worker.queued)[0]:
-            assert not queued[1], "reads of the scrub are queued behind those that are wanted"
+        while (queued := kept.tier.directories.attached[0].disk.worker.queued)[0]:
+            assert not queued[1], "a scrub read is queued behind requested reads"
             waited += 1
             await asyncio.sleep(0)
-        assert waited > 3, "nothing was waiting: the test shows nothing"
+        assert waited > 3, "no read was queued, so the test checked nothing"
         await going
         assert kept.scrub.counts["frames"] == FULL
         await kept.close()
@@ -206,7 +207,7 @@ def test_who_wants_blocks_comes_first(tmp_path: Path) -> None:
     run(work())
 
 
-def test_nothing_is_asked_of_a_disk_that_is_off(tmp_path: Path) -> None:
+def test_a_disk_that_is_off_is_not_scrubbed(tmp_path: Path) -> None:
     async def work() -> None:
         kept = Kept(tmp_path, rate=1 << 20)
         await kept.save()
@@ -216,7 +217,7 @@ def test_nothing_is_asked_of_a_disk_that_is_off(tmp_path: Path) -> None:
             nonlocal sleeps
             sleeps += 1
             if sleeps == 3:
-                kept.tier.give_up("a test")
+                kept.tier.directories.give_up("a test")
 
         kept.time.before_sleep = off
         await kept.scrub.round()
@@ -228,13 +229,15 @@ def test_nothing_is_asked_of_a_disk_that_is_off(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_segment_is_used_again_in_the_middle_of_it(tmp_path: Path) -> None:
-    """Its place is free while the scrub thinks that it has the half of it yet to read."""
+def test_a_segment_that_is_reused_during_its_scrub_is_not_reported_as_damaged(
+    tmp_path: Path,
+) -> None:
+    """The segment is reused while the scrub has half of it left to read."""
 
     async def work() -> None:
         kept = Kept(tmp_path, rate=1 << 20)
         await kept.save()
-        (shelf,) = kept.tier.stores["t"]
+        shelf = kept.tier.directories.attached[0].stores["t"]
         sleeps = 0
 
         async def leave() -> None:
@@ -257,17 +260,17 @@ def test_a_segment_is_used_again_in_the_middle_of_it(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_was_nothing_in_a_segment_is_not_told_of_after_its_end(tmp_path: Path) -> None:
-    """The same place may be another frame's by then, and that would be forgotten at the next start."""
+def test_damage_in_a_segment_is_not_recorded_after_the_segment_was_freed(tmp_path: Path) -> None:
+    """The place may meanwhile contain another frame, which the next start would then forget."""
 
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
-        (shelf,) = kept.tier.stores["t"]
+        shelf = kept.tier.directories.attached[0].stores["t"]
         spoilt, _, _ = kept.frame_of(3)
         kept.spoil(3, 1000)
         await kept.scrub.round()
-        while spoilt.stage is Stage.SEALED:  # they were sealed in either order
+        while spoilt.stage is Stage.SEALED:  # they may be sealed in any order
             segment = shelf.log.reclaim()
             assert segment is not None
             kept.leave(shelf, segment)
@@ -279,14 +282,14 @@ def test_what_was_nothing_in_a_segment_is_not_told_of_after_its_end(tmp_path: Pa
     run(work())
 
 
-def test_what_was_read_of_an_earlier_use_says_nothing(
+def test_a_read_of_an_earlier_use_of_the_segment_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
         segment, _, _ = kept.frame_of(5)
-        read_header = kept.tier.read_header
+        read_header = kept.tier.reader.read_header
 
         def begun_again(block: Incoming, done: Callable[[int, bytes], None]) -> None:
             if block.id == array("I", kept.ids)[5]:
@@ -296,7 +299,7 @@ def test_what_was_read_of_an_earlier_use_says_nothing(
             else:
                 read_header(block, done)
 
-        monkeypatch.setattr(kept.tier, "read_header", begun_again)
+        monkeypatch.setattr(kept.tier.reader, "read_header", begun_again)
         await kept.scrub.round()
         assert kept.scrub.counts["frames"] == 6 + FULL // 2
         assert kept.scrub.counts["damaged"] == 0
@@ -305,18 +308,18 @@ def test_what_was_read_of_an_earlier_use_says_nothing(
     run(work())
 
 
-def test_what_was_looked_at_longest_ago_is_next(tmp_path: Path) -> None:
+def test_the_segment_with_the_oldest_scrub_is_next(tmp_path: Path) -> None:
     async def work() -> None:
         kept = Kept(tmp_path, rate=1 << 20)
         await kept.save()
         order: list[int] = []
-        look_at = kept.scrub._look_at
+        look_at = kept.scrub._scrub_segment
 
         async def noted(shelf: SegmentStore, segment: Segment) -> None:
             order.append(segment.number)
             await look_at(shelf, segment)
 
-        kept.scrub._look_at = noted  # type: ignore[method-assign]
+        kept.scrub._scrub_segment = noted  # type: ignore[method-assign]
         (shelf, first), (_, second) = kept.tier.sealed()
         await look_at(shelf, first)
         await kept.scrub.round()
@@ -331,13 +334,13 @@ def test_what_was_looked_at_longest_ago_is_next(tmp_path: Path) -> None:
     ("code", "times", "damaged"),
     [(errno.EIO, 1, 0), (errno.EIO, 2, 1), (errno.ENODEV, 2, 0), (errno.ENODATA, 1, 1)],
 )
-def test_what_the_disk_does_not_give_is_asked_for_once_more(
+def test_a_failed_read_is_retried_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, times: int, damaged: int
 ) -> None:
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
-        left, read_header = times, kept.tier.read_header
+        left, read_header = times, kept.tier.reader.read_header
 
         def fails(block: Incoming, done: Callable[[int, bytes], None]) -> None:
             nonlocal left
@@ -347,7 +350,7 @@ def test_what_the_disk_does_not_give_is_asked_for_once_more(
             else:
                 read_header(block, done)
 
-        monkeypatch.setattr(kept.tier, "read_header", fails)
+        monkeypatch.setattr(kept.tier.reader, "read_header", fails)
         await kept.scrub.round()
         assert not left and kept.scrub.counts["damaged"] == damaged
         await kept.close()

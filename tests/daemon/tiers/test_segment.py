@@ -1,4 +1,4 @@
-"""A segment's pages: what goes in comes out, and nothing else does."""
+"""A segment's metadata pages: encoding and decoding return the same values, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def footer(frames: list[FooterEntry]) -> tuple[int, bytes]:
     return encode_footer(HEAD, SPACES, rows, (1 + len(frames)) * PAGE)
 
 
-def test_a_head_comes_back_as_it_was() -> None:
+def test_a_decoded_head_equals_the_encoded_one() -> None:
     page = HEAD.encode()
     assert len(page) == PAGE
     assert Head.decode(page) == HEAD
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 200])
-def test_a_footer_comes_back_as_it_was_and_ends_with_the_segment(count: int) -> None:
+def test_a_decoded_footer_equals_the_encoded_one_and_ends_with_the_segment(count: int) -> None:
     frames = some_frames(count)
     at, text = footer(frames)
     assert at + len(text) == HEAD.nbytes and len(text) == footer_bytes(
@@ -65,7 +65,7 @@ def test_a_footer_comes_back_as_it_was_and_ends_with_the_segment(count: int) -> 
     assert decode_entries(spaces, rows) == frames
 
 
-def test_every_byte_of_head_and_footer_counts() -> None:
+def test_every_changed_byte_of_head_and_footer_is_detected() -> None:
     head = HEAD.encode()
     _, text = footer(some_frames(40))
     trailer = Trailer.decode(text[-PAGE:], HEAD)
@@ -98,7 +98,7 @@ def test_a_trailer_of_an_earlier_use_seals_nothing() -> None:
 @pytest.mark.parametrize(
     "page", [b"", bytes(PAGE), os.urandom(PAGE)], ids=["none", "zeros", "noise"]
 )
-def test_what_is_no_segment_is_refused(page: bytes) -> None:
+def test_pages_that_are_not_a_segment_are_refused(page: bytes) -> None:
     for decode in (Head.decode, lambda page: Trailer.decode(page, HEAD)):
         with pytest.raises(FrameError):
             decode(page)

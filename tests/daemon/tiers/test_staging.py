@@ -1,4 +1,4 @@
-"""Memory that blocks are encoded to: bounded, shared, waited for in turn."""
+"""Staging, the memory for encoded blocks: it is bounded and shared, and waiting tasks are served in order."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from kvtier_daemon.app import App
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.observing.metrics import families
-from kvtier_daemon.tiers.cold import encode_buffer as module
-from kvtier_daemon.tiers.cold.encode_buffer import EncodeBuffer
+from kvtier_daemon.tiers.cold import encoder as module
+from kvtier_daemon.tiers.cold.encoder import EncodeBuffer
 from support.apps import served
 
 MOST = 64 * PAGE
 
 
 class Room:
-    """Memory that is none, and how much of it was made; more than was asked for."""
+    """An allocator without memory. It records the requested sizes and returns more than was requested."""
 
     def __init__(self) -> None:
         self.made: list[int] = []
@@ -45,7 +45,7 @@ async def waiting(staging: EncodeBuffer, nbytes: int) -> asyncio.Task[tuple[int,
     return task
 
 
-def test_the_smallest_hole_that_does_is_cut() -> None:
+def test_the_smallest_sufficient_hole_is_used() -> None:
     async def test(staging: EncodeBuffer, room: Room) -> None:
         places = [await staging.take(n * PAGE) for n in (8, 1, 4, 1, 50)]
         for number, size in ((0, 8), (2, 4)):
@@ -59,7 +59,7 @@ def test_the_smallest_hole_that_does_is_cut() -> None:
     on(test)
 
 
-def test_who_comes_later_does_not_go_first() -> None:
+def test_a_later_task_does_not_overtake_a_waiting_one() -> None:
     async def test(staging: EncodeBuffer, _: Room) -> None:
         some, other = await staging.take(40 * PAGE), await staging.take(20 * PAGE)
         assert some is not None and other is not None
@@ -74,8 +74,8 @@ def test_who_comes_later_does_not_go_first() -> None:
     on(test)
 
 
-def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those behind who gave up, or was called off, get what there is."""
+def test_a_waiting_task_gives_up_after_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks behind one that timed out or was cancelled get the free memory."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.05)
 
     async def test(staging: EncodeBuffer, _: Room) -> None:
@@ -91,7 +91,7 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await second is not None
         third = await waiting(staging, PAGE)
         staging.give(*all_of_it, MOST - PAGE)
-        third.cancel()  # and has been given some by now
+        third.cancel()  # a piece is already assigned to it
         with pytest.raises(asyncio.CancelledError):
             await third
         assert staging.used == PAGE
@@ -99,7 +99,7 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     on(test)
 
 
-def test_what_is_larger_than_all_of_it_has_its_own_one_at_a_time() -> None:
+def test_a_request_larger_than_the_staging_gets_separate_memory_one_at_a_time() -> None:
     async def test(staging: EncodeBuffer, room: Room) -> None:
         large = await staging.take(2 * MOST)
         assert large is not None
@@ -112,7 +112,7 @@ def test_what_is_larger_than_all_of_it_has_its_own_one_at_a_time() -> None:
     on(test)
 
 
-def test_memory_that_can_not_be_made_is_an_error_and_asked_for_again() -> None:
+def test_a_failed_allocation_is_an_error_and_is_retried() -> None:
     async def test(staging: EncodeBuffer, room: Room) -> None:
         def refuse(_: int) -> tuple[int, int]:
             raise OSError(errno.ENOMEM, "no memory")
@@ -126,7 +126,7 @@ def test_memory_that_can_not_be_made_is_an_error_and_asked_for_again() -> None:
     on(test)
 
 
-def test_whatever_is_taken_and_given_nobody_shares_and_all_comes_back() -> None:
+def test_pieces_never_overlap_and_all_memory_is_returned() -> None:
     async def test(staging: EncodeBuffer, room: Room) -> None:
         chance, mine = random.Random(4), dict[int, int]()
         for _ in range(2000):
@@ -149,10 +149,11 @@ def test_whatever_is_taken_and_given_nobody_shares_and_all_comes_back() -> None:
     on(test)
 
 
-def test_after_one_has_waited_in_vain_others_do_not_until_something_is_given_back(
+def test_after_a_timeout_no_task_waits_until_memory_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a disk that hangs has is not given back: the others would write a piece in six seconds."""
+    """The memory of a disk that hangs is not returned: otherwise the other disks would write one piece
+    every six seconds."""
 
     async def test(staging: EncodeBuffer, _: Room) -> None:
         some, other = await staging.take(40 * PAGE), await staging.take(24 * PAGE)
@@ -172,10 +173,10 @@ def test_after_one_has_waited_in_vain_others_do_not_until_something_is_given_bac
     on(test)
 
 
-def test_how_much_of_it_is_used_and_who_waits_for_it_is_in_the_metrics(tmp_path: Path) -> None:
+def test_used_memory_and_waiting_tasks_are_in_the_metrics(tmp_path: Path) -> None:
     async def work(app: App) -> None:
-        assert app.cold is not None
-        staging = app.cold.coding.staging
+        assert app.lower.tier is not None
+        staging = app.lower.tier.coding.staging
         staging.used, staging.waited, staging.refused = PAGE, 3, 2
         told = {
             family.name: family.samples[0].value

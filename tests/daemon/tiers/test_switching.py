@@ -1,4 +1,4 @@
-"""What goes wrong while the cold tier is switched: it is off with a reason, and can be asked again."""
+"""Errors while the cold tier is switched: the tier is off with a reason, and can be switched on again."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvtier_daemon import shutdown
 from kvtier_daemon.app import App
 from kvtier_daemon.catalog.segment_frames import SegmentFrames
 from kvtier_daemon.observing.health import health
-from kvtier_daemon.tiers.cold import lifecycle
-from kvtier_daemon.tiers.cold import tier as cold_module
+from kvtier_daemon.tiers.cold import attached, lifecycle
+from kvtier_daemon.tiers.cold.attached import AttachedDirectories, StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.scrub import Scrubber
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from support.apps import served
 from support.specs import pattern, spec_of
 
 
 async def reached(app: App, state: str) -> dict[str, Any]:
-    """What is told of the cold tier once it is in this state."""
+    """The status of the cold tier when it has reached this state."""
     async with asyncio.timeout(60):
         while (told := await app.tier("cold", "status"))["state"] != state:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -41,7 +41,7 @@ async def reached(app: App, state: str) -> dict[str, Any]:
 
 
 async def well(app: App) -> None:
-    """Once memory is there, and nothing else is wrong."""
+    """Wait until the memory is allocated and the health text is `ok`."""
     async with asyncio.timeout(60):
         while health(app._figures.of(None)).text != "ok":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -52,19 +52,19 @@ async def switched(app: App, order: str, state: str) -> dict[str, Any]:
     return await reached(app, state)
 
 
-def test_the_loop_goes_on_while_a_disk_takes_long_to_be_opened(
+def test_the_event_loop_runs_while_a_slow_disk_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
-    def slow(*arguments: Any) -> list[ColdDirectory]:
+    def slow(*arguments: Any) -> ColdDirectory:
         begun.set()
         assert goes_on.wait(60), "the loop waits for the disk"
-        return open_directories(*arguments)
+        return open_directory(*arguments)
 
     async def work(app: App) -> None:
         await switched(app, "off", "off")
-        monkeypatch.setattr(lifecycle, "open_directories", slow)
+        monkeypatch.setattr(lifecycle, "open_directory", slow)
         await switched(app, "on", "opening")
         while not begun.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -79,7 +79,7 @@ def test_the_loop_goes_on_while_a_disk_takes_long_to_be_opened(
 
 @pytest.mark.parametrize("where", ["open", "drive", "use"])
 @pytest.mark.parametrize("error", [TierError("cold: planted"), RuntimeError("planted")])
-def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
+def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
 ) -> None:
     def fails(*_: Any) -> Any:
@@ -90,8 +90,8 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
         await switched(app, "off", "off")
         with monkeypatch.context() as broken:
             places: dict[str, tuple[object, str]] = {
-                "open": (lifecycle, "open_directories"),
-                "drive": (cold_module, "DirectoryDisk"),
+                "open": (lifecycle, "open_directory"),
+                "drive": (attached, "DirectoryDisk"),
                 "use": (Scrubber, "__init__"),
             }
             broken.setattr(*places[where], fails)
@@ -103,7 +103,7 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
         assert "switching it on failed" in cold["failure"] and cold["state"] == "off"
         assert "switching it on failed" in health(app._figures.of(None)).text
         assert not (await switched(app, "on", "on"))["failure"]
-        assert app.cold is not None and app.cold.takes
+        assert app.lower.tier is not None and app.lower.tier.writer.is_on
         await well(app)
 
     served(tmp_path, work)
@@ -112,10 +112,10 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
 @pytest.mark.parametrize(
     "broken", [(SegmentFrames, "drop_segment"), (Mover, "__init__"), (Scrubber, "__init__")]
 )
-def test_what_fails_while_another_tier_is_taken_over_mixes_up_no_segments(
+def test_a_failed_switch_does_not_confuse_segments_of_two_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]
 ) -> None:
-    """What was wanted while it was off is known by the numbers of the one before."""
+    """Requests while the tier is off are recorded with the segment numbers of the previous tier."""
 
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("planted")
@@ -140,14 +140,14 @@ def test_what_fails_while_another_tier_is_taken_over_mixes_up_no_segments(
         while (await app.tier("warm", "status"))["state"] != "drained":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await switched(app, "off", "off")
-        before = app.cold
+        before = app.lower.tier
         assert await asyncio.to_thread(loaded, 20) == 20  # wanted, for the first time
         with monkeypatch.context() as planted:
             planted.setattr(*broken, fails)
             await app.tier("cold", "on")
             told = await reached(app, "off")
         assert told["failure"] == "internal error: RuntimeError('planted'); see the daemon's log"
-        assert app.cold is before and not app._figures.of(None)["failures"]["internal"]
+        assert app.lower.tier is before and not app._figures.of(None)["failures"]["internal"]
         assert not (await switched(app, "on", "on"))["failure"]
         assert app._figures.of(None)["tiers"]["cold"]["blocks"] == 20
         await well(app)
@@ -155,15 +155,15 @@ def test_what_fails_while_another_tier_is_taken_over_mixes_up_no_segments(
     served(tmp_path, work)
 
 
-def test_what_was_counted_is_not_forgotten_with_the_tier(tmp_path: Path) -> None:
-    """Who sees a counter fall takes it for a restart."""
+def test_counters_survive_switching_the_tier_off(tmp_path: Path) -> None:
+    """A monitoring system takes a counter that decreases for a restart."""
 
     async def work(app: App) -> None:
         await well(app)
-        assert app.cold is not None
-        coding = app.cold.coding
+        assert app.lower.tier is not None
+        coding = app.lower.tier.coding
         coding.failures, coding.staging.waited, coding.staging.refused = 4, 3, 2
-        app.cold.disks[0].faults = 5
+        app.lower.tier.directories.attached[0].disk.writes.faults = 5
         for _ in range(2):
             await switched(app, "off", "off")
             await switched(app, "on", "on")
@@ -175,25 +175,25 @@ def test_what_was_counted_is_not_forgotten_with_the_tier(tmp_path: Path) -> None
 
 
 def mapped() -> int:
-    """How often memory of a daemon's is mapped here."""
+    """The number of mappings of daemon memory in this process."""
     return Path("/proc/self/maps").read_text().count("memfd:kvtier")
 
 
-def test_a_tier_that_is_off_lets_go_of_the_arena_and_waits_for_no_collection(
+def test_a_tier_that_is_off_unmaps_the_arena_without_garbage_collection(
     tmp_path: Path,
 ) -> None:
-    """To unmap it takes a tenth of a second for each GiB, which the loop does not have."""
+    """Unmapping takes a tenth of a second per GiB, so it must not run in the event loop."""
 
     async def work(app: App) -> None:
         await well(app)
-        assert app.cold is not None
-        app.cold.room(1 << 20)
-        used, first = mapped(), weakref.ref(app.cold)
+        assert app.lower.tier is not None
+        app.lower.tier.memory.allocate(1 << 20)
+        used, first = mapped(), weakref.ref(app.lower.tier)
         gc.disable()
         try:
             await switched(app, "off", "off")
             away = mapped()
-            assert away <= used - len(app.warm.extents) - 2  # its own page, and the room
+            assert away <= used - len(app.warm.extents) - 2  # except its own page and the staging
             await switched(app, "on", "on")
             await switched(app, "off", "off")
             assert mapped() == away
@@ -201,16 +201,16 @@ def test_a_tier_that_is_off_lets_go_of_the_arena_and_waits_for_no_collection(
         finally:
             gc.enable()
         gc.collect()
-        assert first() is None, "it is taken for something that stays"
+        assert first() is None, "the tier is still referenced"
 
     served(tmp_path, work)
 
 
-def test_a_tier_that_is_still_looked_through_is_not_closed_though_it_is_drained(
+def test_a_drained_tier_is_not_closed_while_it_is_recovered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = asyncio.Event()
-    recover = ColdTier.recover
+    recover = AttachedDirectories.recover
 
     async def slow(*arguments: Any) -> None:
         await goes_on.wait()
@@ -218,23 +218,23 @@ def test_a_tier_that_is_still_looked_through_is_not_closed_though_it_is_drained(
 
     async def work(app: App) -> None:
         await switched(app, "off", "off")
-        monkeypatch.setattr(ColdTier, "recover", slow)
+        monkeypatch.setattr(AttachedDirectories, "recover", slow)
         await switched(app, "on", "recovering")
         await switched(app, "drain", "drained")
         with pytest.raises(TierError, match="still reading"):
             await app.tier("cold", "off")
         goes_on.set()
-        assert app.cold is not None
-        await app.cold.recovered.wait()
+        assert app.lower.tier is not None
+        await app.lower.tier.recovery.complete.wait()
         await switched(app, "off", "off")
 
     served(tmp_path, work)
 
 
-def test_an_index_that_can_not_be_closed_holds_up_no_end(
+def test_an_index_that_can_not_be_closed_does_not_delay_the_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To close its files may wait for the disk too, which no time is given for."""
+    """Closing its files may wait for the disk, and has no time limit."""
     mended = threading.Event()
     ended: list[bool] = []
 
@@ -243,42 +243,44 @@ def test_an_index_that_can_not_be_closed_holds_up_no_end(
         return ended[-1]
 
     async def work() -> None:
-        volumes = open_directories([tmp_path], 48 << 20)
+        volumes = [open_directory(tmp_path, 48 << 20)]
         tier = ColdTier(
-            asyncio.get_running_loop(), volumes, 48 << 20, 1 << 20, {"t": 1.0}, lambda *_: None
+            asyncio.get_running_loop(),
+            volumes,
+            StoreOptions(64 << 20, 1 << 20, {"t": 1.0}),
+            lambda *_: None,
         )
         with monkeypatch.context() as broken:
             broken.setattr(ColdDirectory, "close", hangs)
-            broken.setattr(cold_module, "INDEX_S", 0.05)
+            broken.setattr(attached, "INDEX_S", 0.05)
             assert not await tier.close(0.1)
-            assert not ended, "it waited for the index"
+            assert not ended, "the close waited for the index"
             mended.set()
         assert all(volume.close() for volume in volumes)
 
     asyncio.run(work())
 
 
-def test_a_start_asks_for_time_while_a_disk_is_opened_and_for_none_while_memory_is(
+def test_a_start_extends_its_timeout_while_a_disk_is_opened_but_not_while_memory_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It serves while memory is allocated, however much that is."""
+    """The daemon serves clients while memory is allocated, whatever the size."""
     monkeypatch.setattr(app_module, "START_S", 0.1)
-    monkeypatch.setattr(
-        lifecycle, "OPEN_S", 60.0
-    )  # else a slow machine starts before it asked three times
+    # A slow machine could otherwise start before it sent three requests.
+    monkeypatch.setattr(lifecycle, "OPEN_S", 60.0)
     told: list[str] = []
     heard: list[str] = []
 
-    def listen() -> None:  # all the time: what finds no room in the queue is not told
+    def listen() -> None:  # reads continuously: a full socket queue drops messages
         while text := manager.recv(4096):
             told.append(text.decode())
 
-    def slow(*arguments: Any) -> list[ColdDirectory]:
+    def slow(*arguments: Any) -> ColdDirectory:
         until = time.monotonic() + 60
         while len(told) < 3:
-            assert time.monotonic() < until, "no more time was asked for"
+            assert time.monotonic() < until, "the start requested no more time"
             time.sleep(0.01)
-        return open_directories(*arguments)
+        return open_directory(*arguments)
 
     async def work(app: App) -> None:
         async with asyncio.timeout(60):
@@ -289,7 +291,7 @@ def test_a_start_asks_for_time_while_a_disk_is_opened_and_for_none_while_memory_
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "manager"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "manager"))
-        monkeypatch.setattr(lifecycle, "open_directories", slow)
+        monkeypatch.setattr(lifecycle, "open_directory", slow)
         listening = threading.Thread(target=listen)
         listening.start()
         try:
@@ -304,7 +306,7 @@ def test_a_start_asks_for_time_while_a_disk_is_opened_and_for_none_while_memory_
     assert not any("EXTEND" in text for text in heard[ready:])
 
 
-def test_the_loop_goes_on_while_the_manager_takes_the_main_process_back(
+def test_the_event_loop_runs_while_the_service_manager_changes_the_main_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back, goes_on = threading.Event(), threading.Event()
@@ -315,7 +317,7 @@ def test_the_loop_goes_on_while_the_manager_takes_the_main_process_back(
 
         def give_back(self) -> None:
             given_back.set()
-            assert goes_on.wait(60), "the loop waits for the manager"
+            assert goes_on.wait(60), "the event loop waits for the service manager"
             os.close(self.ended)
             os.close(self._held)
 

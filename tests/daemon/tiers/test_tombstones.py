@@ -1,4 +1,4 @@
-"""What was forgotten stays so whatever becomes of the index, and whatever file is copied or restored."""
+"""Forgotten blocks stay forgotten if the index is lost, or if any file is copied or restored."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import SIZE, Bench, files_of, run
 from daemon.tiers.test_forget import Tenant, after_a_start
 from kvtier.errors import TierError
-from kvtier_daemon.tiers.cold.segment import first_frame
+from kvtier_daemon.tiers.cold.segment import PAGES_EACH, TombstonePages, first_frame
 from kvtier_daemon.tiers.cold.segment_log import Stage
-from kvtier_daemon.tiers.cold.tombstone_pages import PAGES_EACH, TombstonePages
+from support.cold_bench import SIZE, Bench, files_of, run
 
 PAGE = 4096
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 
 
 async def forgotten_on_disk(folder: Path, before: Callable[[], None] = lambda: None) -> None:
-    """Eight blocks in a sealed segment, of which 3 and 5 were forgotten, and that was answered. `before` is
-    called ahead of the forget."""
+    """Eight blocks in a sealed segment, of which 3 and 5 were forgotten with confirmation. `before`
+    runs ahead of the forget."""
     tenant = Tenant(folder)
     await tenant.start()
     await tenant.sealed(8)
@@ -45,7 +44,7 @@ def zero_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [delete_index, zero_index])
-def test_forgotten_blocks_stay_so_without_the_index(
+def test_forgotten_blocks_stay_forgotten_without_the_index(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work() -> None:
@@ -53,14 +52,16 @@ def test_forgotten_blocks_stay_so_without_the_index(
         damage(tmp_path)
         caplog.clear()
         assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
-        assert "index" in caplog.text, "it is logged that the index is not as it was"
+        assert "index" in caplog.text, "the log reports the damaged index"
         assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
 
     with caplog.at_level(logging.WARNING):
         run(work())
 
 
-def test_forgotten_blocks_stay_so_with_an_index_older_than_the_segments(tmp_path: Path) -> None:
+def test_forgotten_blocks_stay_forgotten_with_an_index_older_than_the_segments(
+    tmp_path: Path,
+) -> None:
     cold, old = tmp_path / "cold", tmp_path / "old"
     cold.mkdir()
 
@@ -113,7 +114,7 @@ def test_a_copy_of_a_segment_that_was_freed_since_is_refused(tmp_path: Path) -> 
 def test_a_segment_of_another_directory_is_refused(
     tmp_path: Path, first: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The copy has the name that its head says, and was made before the forget."""
+    """The copy has the name that its head contains, and was made before the forget."""
     one, other = tmp_path / "one", tmp_path / "other"
 
     def duplicate() -> None:
@@ -147,7 +148,7 @@ def test_a_copy_of_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", range(0, PAGE, 16 if LONG else 512))
-def test_a_damaged_tombstone_page_drops_what_it_covers(tmp_path: Path, at: int) -> None:
+def test_a_damaged_tombstone_page_drops_the_frames_it_covers(tmp_path: Path, at: int) -> None:
     async def work() -> None:
         await forgotten_on_disk(tmp_path)
         (path,) = (path for path in files_of(tmp_path) if path.name == "000000")
@@ -159,7 +160,7 @@ def test_a_damaged_tombstone_page_drops_what_it_covers(tmp_path: Path, at: int) 
     run(work())
 
 
-def test_a_forget_whose_tombstones_can_not_be_written_says_so_and_is_tried_again(
+def test_a_forget_whose_tombstones_can_not_be_written_fails_and_is_retried(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
@@ -178,14 +179,14 @@ def test_a_forget_whose_tombstones_can_not_be_written_says_so_and_is_tried_again
         said = await tenant.forget(3)
         assert "cannot write its tombstones" in said and "Input/output error" in said
         failing.clear()
-        assert await tenant.forget(5) == "", "what failed before is written with it"
+        assert await tenant.forget(5) == "", "failed changes are written with it"
         await tenant.kill()
         assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
 
     run(work())
 
 
-def test_tombstones_of_one_life_of_a_segment_are_not_those_of_the_next(tmp_path: Path) -> None:
+def test_tombstones_do_not_apply_to_the_next_use_of_a_segment(tmp_path: Path) -> None:
     nbytes = 1 << 30
     marks = TombstonePages(nbytes)
     pages = [first_frame(nbytes) // PAGE, PAGES_EACH - 1, PAGES_EACH, nbytes // PAGE - 1]
@@ -224,7 +225,7 @@ def test_many_forgets_at_once_write_each_page_of_tombstones_once(tmp_path: Path)
     run(work())
 
 
-def test_a_tombstone_of_a_segment_that_is_being_freed_is_in_no_ones_way(tmp_path: Path) -> None:
+def test_a_tombstone_in_a_segment_that_is_being_freed_blocks_nothing(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -239,7 +240,7 @@ def test_a_tombstone_of_a_segment_that_is_being_freed_is_in_no_ones_way(tmp_path
 
         shelf.disk.write_text = write  # type: ignore[method-assign]
         assert shelf.log.reclaim() is first
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         while not held:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert first.stage is Stage.FREEING

@@ -1,4 +1,5 @@
-"""What was wanted before a restart gets its second chance after it; what the index says of it is a hint."""
+"""Blocks that were requested before a restart get their second chance after it. The index stores these
+requests only as a hint."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import shutil
 import struct
 from array import array
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import SPACE, Bench, run
 from daemon.tiers.test_mover import keys
 from daemon.tiers.test_scrub import SAVED, Kept
 from kvtier_daemon.catalog import SessionId
@@ -19,37 +20,38 @@ from kvtier_daemon.tiers.cold.access_log import KEY, PIECE, TABLE, AccessLog
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.segment_log import Stage
+from support.cold_bench import SPACE, Bench, run
 from support.specs import spec_of
 
-WANTED = 5  # of the leading blocks
+WANTED = 5  # the first blocks of the chain
 
 Spoil = Callable[[Index], None]
 
 
-def test_pages_are_known_again_and_what_changes_is_one_piece(tmp_path: Path) -> None:
+def test_pages_are_found_again_and_a_change_writes_one_piece(tmp_path: Path) -> None:
     many = range(3 * PIECE + 10, 10, -1)
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.add(7).extend(many)
         assert (uses.write(2), uses.write(100), uses.write(100)) == (2, 1, 0)
         uses.add(7).append(3)
         uses.add(8).append(1)
         assert uses.write(100) == 2
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.load()
         assert uses.pages(7) == array("I", sorted([3, *many])).tobytes()
         uses.add(7).append(5)
         assert uses.write(100) == 1
         uses.drop(8)
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         assert [KEY.unpack(name) for name, _ in index.entries(TABLE)] == [(7, n) for n in range(4)]
         uses = AccessLog(index)
         uses.load()
         assert uses.pages(7) == array("I", sorted([3, 5, *many])).tobytes()
         assert uses.pages(8) == b""
         uses.keep_only({8})
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         assert index.entries(TABLE) == []
 
 
@@ -63,22 +65,22 @@ def test_pages_are_known_again_and_what_changes_is_one_piece(tmp_path: Path) -> 
     ],
     ids=["part of a number", "too long", "empty", "not the next"],
 )
-def test_pieces_that_can_not_be_are_dropped_and_the_next_ones_are_good(
+def test_impossible_pieces_are_dropped_and_later_ones_are_accepted(
     tmp_path: Path, number: int, text: bytes, left: int
 ) -> None:
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.add(7).extend(range(PIECE + 1))
         uses.write(100)
         index.put(TABLE, KEY.pack(7, number), text)
         index.put(TABLE, b"short", b"")
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.load()
         assert len(uses.pages(7)) == {0: 0, 1: 4 * PIECE, 2: 4 * PIECE + 4}[left]
         uses.add(7).append(PIECE + 7)
         uses.write(100)
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.load()
         assert struct.pack("<I", PIECE + 7) in uses.pages(7)
@@ -86,34 +88,35 @@ def test_pieces_that_can_not_be_are_dropped_and_the_next_ones_are_good(
 
 
 class Again(Kept):
-    """One that finds what an earlier one has left."""
+    """A bench that recovers the directory of an earlier one."""
 
     async def recover(self) -> None:
         async def restored(_: str, one: Recovered, segment: int) -> None:
             for identity, spec, rows in one.parts:
                 self.catalog.segments.restore(identity, spec, rows, segment, one.used)
 
-        await self.tier.recover(restored)
+        await self.tier.directories.recover(restored)
 
 
 async def first_life(folder: Path, copy: Path) -> None:
-    """Save blocks, want the leading ones, and be killed."""
+    """Save blocks, request the first ones, and stop as a kill does."""
     kept = Kept(folder)
     await kept.save()
     space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
     assert kept.catalog.match(space, keys(0, WANTED)).ready == WANTED
-    kept.tier.note_access(kept.catalog.segments.take_used(1000))
-    assert kept.tier.write_accesses(10) == 1
-    await kept.tier.describe("t", b"other" * 6 + b"ab", spec_of("cold"))  # and so all before it
+    kept.tier.table.note_access(kept.catalog.segments.take_used(1000))
+    assert kept.tier.directories.attached[0].directory.access_log.write(10) == 1
+    # Flushed after all others.
+    await kept.tier.writer.describe("t", b"other" * 6 + b"ab", spec_of("cold"))
     shutil.copytree(folder, copy)
     await kept.close()
 
 
 async def second_life(folder: Path) -> int:
-    """Use the oldest segment again: how many of the leading blocks are known then."""
+    """Reclaim the oldest segment. Returns how many of the requested blocks were still known."""
     kept = Again(folder)
     await kept.save(first=100, known=SAVED)
-    (shelf,) = kept.tier.stores["t"]
+    shelf = kept.tier.directories.attached[0].stores["t"]
     segment = shelf.log.reclaim()
     assert segment is not None
     epoch = segment.head.epoch if segment.head else 0
@@ -121,7 +124,7 @@ async def second_life(folder: Path) -> int:
     while segment.stage in (Stage.LEAVING, Stage.FREEING):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
-    assert kept.tier._directories[0].uses.pages(epoch) == b""
+    assert kept.tier.directories.attached[0].directory.access_log.pages(epoch) == b""
     found = kept.catalog.match(space, keys(0, 14))
     await kept.close()
     return found.ready + found.coming
@@ -149,7 +152,7 @@ def lose(index: Index) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kept"), [(nothing, WANTED), (garble, 0), (others, 0), (lose, 0)]
 )
-def test_what_was_wanted_before_a_kill_is_kept_when_its_segment_is_used_again(
+def test_blocks_requested_before_a_kill_get_a_second_chance_after_it(
     tmp_path: Path, spoil: Spoil, kept: int
 ) -> None:
     found = -1
@@ -157,7 +160,7 @@ def test_what_was_wanted_before_a_kill_is_kept_when_its_segment_is_used_again(
     async def work() -> None:
         nonlocal found
         await first_life(tmp_path / "a", tmp_path / "b")
-        with Index(tmp_path / "b" / "index", 16 << 20) as index:
+        with closing(Index(tmp_path / "b" / "index", 16 << 20)) as index:
             spoil(index)
         found = await second_life(tmp_path / "b")
 
@@ -166,7 +169,7 @@ def test_what_was_wanted_before_a_kill_is_kept_when_its_segment_is_used_again(
     assert found == kept
 
 
-def test_what_is_known_of_segments_that_are_gone_is_dropped(tmp_path: Path) -> None:
+def test_requests_for_blocks_of_removed_segments_are_dropped(tmp_path: Path) -> None:
     async def work() -> None:
         await first_life(tmp_path / "a", tmp_path / "b")
         for path in (tmp_path / "b" / "segments" / "t").iterdir():
@@ -174,7 +177,7 @@ def test_what_is_known_of_segments_that_are_gone_is_dropped(tmp_path: Path) -> N
         bench = Bench([tmp_path / "b"])
         await bench.recover()
         await bench.tier.close()
-        with Index(tmp_path / "b" / "index", 16 << 20) as index:
+        with closing(Index(tmp_path / "b" / "index", 16 << 20)) as index:
             assert index.entries(TABLE) == []
 
     (tmp_path / "a").mkdir()

@@ -1,4 +1,4 @@
-"""The arena's memory: allocated, sealed, given to one tenant each."""
+"""The arena's memory: allocated, sealed, and each extent assigned to one tenant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def warm_tier(*arguments: object, **options: bool) -> Iterator[tuple[WarmTier, list[Extent]]]:
-    """A tier, and its extents once they are all there or can't be."""
+    """A tier, and its extents after the allocation has ended or failed."""
     tier = WarmTier(*arguments, **options)  # type: ignore[arg-type]
     try:
         event_fd = tier.start()
@@ -86,14 +86,14 @@ def test_read_only_descriptors_can_not_be_mapped_for_writing() -> None:
                 os.close(each)
 
 
-def test_memory_that_runs_out_is_said_and_what_is_there_serves() -> None:
+def test_a_failed_allocation_is_logged_and_existing_extents_are_used() -> None:
     with huge_pages(1), warm_tier({"t": 6 * MIB}, 2 * MIB, huge_pages=True) as (tier, extents):
         assert [extent.nbytes for extent in extents] == [2 * MIB]
         assert "stays at 2 MiB of 6 MiB" in tier.failure
         assert "ENO" in tier.failure, "the reason is named"
 
 
-def test_locked_memory_is_counted_as_such() -> None:
+def test_locked_memory_is_counted_as_locked() -> None:
     def locked_kib() -> int:
         status = Path("/proc/self/status").read_text()
         return int(next(li for li in status.splitlines() if li.startswith("VmLck")).split()[1])
@@ -104,7 +104,7 @@ def test_locked_memory_is_counted_as_such() -> None:
         assert locked_kib() - before == 2048
 
 
-def test_huge_pages_are_used_where_they_are_set_aside() -> None:
+def test_reserved_huge_pages_are_used() -> None:
     with huge_pages(4), warm_tier({"t": 5 * MIB}, 3 * MIB, huge_pages=True) as (tier, extents):
         assert not tier.failure
         assert [extent.nbytes for extent in extents] == [HUGE_PAGE, HUGE_PAGE]
@@ -131,7 +131,7 @@ def test_clients_map_extents_where_huge_pages_fit_whole() -> None:
         assert 0 <= tier.huge_bytes <= 6 * MIB, "a megabyte at each one's end is no huge page"
 
 
-def test_a_save_is_told_that_memory_is_still_being_made(
+def test_a_catalog_is_growing_until_its_memory_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []

@@ -1,26 +1,28 @@
-"""Who writes to the disks rests while there is nothing to write, and is woken by whatever changes that."""
+"""The flusher sleeps while there is no block to write, and each event that may change this wakes it."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.demotion import Demotion
+from kvtier_daemon.catalog.frames import FramedBlocks
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.tiers.cold import flusher
 from kvtier_daemon.tiers.cold.disk import FAULTS_TO_OFF, DiskLane
+from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
 from kvtier_daemon.tiers.cold.mover import Mover
-from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing, Wrote
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
 
 SLOTS = 64
-ALL = 4 * SLOTS * BLOCK  # a quota of which the coldest part is all that there is
+ALL = 4 * SLOTS * BLOCK  # a quota of which the coldest part is the whole arena
 ME = SessionId(1)
 TURNS = 100
 
@@ -30,7 +32,7 @@ def keys(first: int, count: int) -> bytes:
 
 
 class Desk:
-    """A mover at work, with the memory that it moves from; nobody tends it but who says so."""
+    """A mover with an arena. `tend` runs only when a test calls it."""
 
     def __init__(
         self, bench: Bench, quota_bytes: int = ALL, *, through: bool = False, daily_bytes: int = 0
@@ -48,20 +50,20 @@ class Desk:
         self.moving = asyncio.create_task(self.mover.run())
 
     def save(self, first: int, count: int = 1, told: bool = True) -> bytes:
-        """Blocks that are in memory alone; where that is not `told`, nobody wakes who writes."""
+        """Save blocks in memory only. Without `told`, the mover does not learn of them."""
         granted = self.catalog.reserve(ME, self.space, 0, 0, b"", keys(first, count))
         ids = self.catalog.commit(ME, granted.lease, 0, count, b"")
         if told:
-            self.mover.saved(ids)
+            self.mover.writes.saved(ids)
         return ids
 
     async def rest(self) -> None:
-        """Until all that is to be done now is done."""
+        """Wait until all pending work is done."""
         for _ in range(TURNS):
             await asyncio.sleep(0)
 
     async def written(self, count: int) -> None:
-        """Until so many blocks are on disk."""
+        """Wait until `count` blocks are on disk."""
         async with asyncio.timeout(60):
             while self.mover.counts["written"] < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -82,7 +84,7 @@ async def desk_in(folder: Path, quota_bytes: int = ALL, **ways: bool | int) -> D
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether there was something to write, each time that somebody looked."""
+    """For each time that the flusher planned: whether it found a block to write."""
     seen: list[bool] = []
     plan = flusher.Flusher._plan
 
@@ -95,10 +97,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def test_nobody_looks_while_nothing_is_in_memory_alone(
+def test_the_flusher_sleeps_while_no_block_is_dirty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[bool]
 ) -> None:
-    monkeypatch.setattr(flusher, "PAUSE_S", 0.0)  # who polls does so at every turn
+    monkeypatch.setattr(flusher, "PAUSE_S", 0.0)  # a polling task plans at each turn
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
@@ -115,10 +117,10 @@ def test_nobody_looks_while_nothing_is_in_memory_alone(
     run(work())
 
 
-def test_one_looks_for_all_when_what_is_there_has_time(
+def test_one_writer_polls_for_all_while_no_block_is_urgent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[bool]
 ) -> None:
-    """Blocks in memory alone that are not among the coldest: others may become so at any time."""
+    """Dirty blocks that are not among the coldest: they may become so at any time."""
     monkeypatch.setattr(flusher, "PAUSE_S", 0.0)
 
     async def work() -> None:
@@ -136,7 +138,7 @@ def test_one_looks_for_all_when_what_is_there_has_time(
     run(work())
 
 
-def test_one_save_is_looked_for_once(tmp_path: Path, looks: list[bool]) -> None:
+def test_one_save_makes_one_plan(tmp_path: Path, looks: list[bool]) -> None:
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0, through=True)
         looks.clear()
@@ -150,7 +152,7 @@ def test_one_save_is_looked_for_once(tmp_path: Path, looks: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_a_save_wakes(tmp_path: Path, through: bool) -> None:
+def test_a_save_wakes_the_flusher(tmp_path: Path, through: bool) -> None:
     async def work() -> None:
         desk = await desk_in(tmp_path, through=through)
         desk.save(100)
@@ -175,19 +177,19 @@ def test_a_save_while_others_are_written_is_written(tmp_path: Path) -> None:
     run(work())
 
 
-def test_much_wakes_all_who_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_blocks_wake_all_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flusher, "WRITE_BLOCKS", 8)
     at_once: list[int] = []
 
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0, through=True)
-        write = desk.bench.tier.write
+        write = desk.bench.tier.writer.write
 
         def begin(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
             at_once.append(desk.catalog.demotions.writing)
             return write(tenant, blocks, done)
 
-        monkeypatch.setattr(desk.bench.tier, "write", begin)
+        monkeypatch.setattr(desk.bench.tier.writer, "write", begin)
         desk.save(100, 16)
         await desk.written(16)
         assert max(at_once) == 16
@@ -196,8 +198,8 @@ def test_much_wakes_all_who_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run(work())
 
 
-def test_a_promotion_wakes(tmp_path: Path) -> None:
-    """Others went for what is promoted, so others are the coldest."""
+def test_a_promotion_wakes_the_flusher(tmp_path: Path) -> None:
+    """The promotion evicted other blocks, so the coldest blocks are different."""
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
@@ -208,23 +210,23 @@ def test_a_promotion_wakes(tmp_path: Path) -> None:
         )
         await desk.rest()
         desk.save(200, 2, told=False)
-        assert desk.mover.promote(desk.space, keys(100, 8), 8)[0] == 8
+        assert desk.mover.reads.promote(desk.space, keys(100, 8), 8)[0] == 8
         await desk.written(10)
         await desk.end()
 
     run(work())
 
 
-def test_a_drain_wakes(tmp_path: Path) -> None:
+def test_a_drain_wakes_the_flusher(tmp_path: Path) -> None:
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0)
         desk.save(100, 8)
         await desk.rest()
-        assert not desk.mover.counts["written"], "what is to be drained was written before"
-        desk.mover.drain(True)
+        assert not desk.mover.counts["written"], "the blocks were written before the drain"
+        desk.mover.writes.drain.begin()
         await desk.written(8)
-        await until(lambda: desk.mover.is_drained)
-        # What is in memory alone by then is found without being told of.
+        await until(lambda: desk.mover.writes.drain.is_done)
+        # Blocks that become dirty later are found without a notification.
         desk.save(200, 2, told=False)
         await desk.written(10)
         await desk.end()
@@ -233,54 +235,58 @@ def test_a_drain_wakes(tmp_path: Path) -> None:
 
 
 def test_a_drain_ends_though_saves_outrun_the_disk(tmp_path: Path) -> None:
-    """For each block that comes to the disk another one is saved: there is always something to write."""
+    """For each block that reaches the disk another one is saved, so the flusher always has work."""
 
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0)
         asked = array("I", desk.save(100, SLOTS // 2))
         await desk.rest()
         asked += array("I", desk.save(500, SLOTS // 4))
-        landed, saves = desk.mover._flusher._landed, 0
+        settle, saves = desk.mover.writes._settle, 0
         on_disk: set[int] = set()
 
-        def saved_meanwhile(blocks: list[Landed]) -> None:
+        def saved_meanwhile(blocks: FramedBlocks, failed: list[int]) -> None:
             nonlocal saves
-            landed(blocks)
-            for one in blocks:
-                on_disk.add(one.id)
+            settle(blocks, failed)
+            for number, _, _ in blocks:
+                on_disk.add(number)
                 saves += 1
                 desk.save(10_000 + saves)
 
-        desk.mover._flusher._landed = saved_meanwhile  # type: ignore[method-assign]
-        desk.mover.drain(True)
-        assert desk.mover.left_to_drain == len(asked)
-        await until(lambda: desk.mover.is_drained or saves > 20 * SLOTS)
-        assert desk.mover.is_drained
+        desk.mover.writes._settle = saved_meanwhile  # type: ignore[method-assign]
+        desk.mover.writes.drain.begin()
+        assert desk.mover.writes.drain.left_blocks == len(asked)
+        await until(lambda: desk.mover.writes.drain.is_done or saves > 20 * SLOTS)
+        assert desk.mover.writes.drain.is_done
         assert desk.catalog.demotions.in_memory_alone, "saves have outrun the disk"
-        assert not desk.mover.left_to_drain
+        assert not desk.mover.writes.drain.left_blocks
         assert set(asked) <= on_disk
         await desk.end()
 
     run(work())
 
 
-def test_a_drain_is_not_over_before_what_could_not_be_written_at_first(tmp_path: Path) -> None:
+def test_a_drain_ends_after_failed_writes_were_repeated(tmp_path: Path) -> None:
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0)
         desk.save(100, 8)
         await desk.rest()
-        write, refused = desk.bench.tier.write, 0
+        write, refused = desk.bench.tier.writer.write, 0
 
         def refuse(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
             nonlocal refused
             refused += 1
             if refused > 2:
                 return write(tenant, blocks, done)
-            return write(tenant, blocks, lambda landed, _: done([], [one.id for one in landed]))
+            return write(
+                tenant,
+                blocks,
+                lambda landed, _: done(FramedBlocks(), [one for one, _, _ in landed]),
+            )
 
-        desk.bench.tier.write = refuse  # type: ignore[method-assign]
-        desk.mover.drain(True)
-        await until(lambda: desk.mover.is_drained)
+        desk.bench.tier.writer.write = refuse  # type: ignore[method-assign]
+        desk.mover.writes.drain.begin()
+        await until(lambda: desk.mover.writes.drain.is_done)
         assert refused > 2 and not desk.catalog.demotions.in_memory_alone
         await desk.end()
 
@@ -299,15 +305,15 @@ def an_hour_later(desk: Desk) -> None:
 
 
 def switched_on(desk: Desk) -> None:
-    desk.bench.tier.accepts = True
+    desk.bench.tier.writer.accepts = True
 
 
 def mended(desk: Desk) -> None:
     desk.now += 6
 
 
-def test_a_tend_finds_what_nobody_tells_of(tmp_path: Path) -> None:
-    """A lease that ends, or another that becomes the coldest."""
+def test_a_tend_finds_changes_without_a_notification(tmp_path: Path) -> None:
+    """A lease ends, or other blocks become the coldest."""
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
@@ -322,7 +328,7 @@ def test_a_tend_finds_what_nobody_tells_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cause", [lifted, an_hour_later])
-def test_a_budget_wakes(tmp_path: Path, looks: list[bool], cause: Cause) -> None:
+def test_a_new_budget_wakes_the_flusher(tmp_path: Path, looks: list[bool], cause: Cause) -> None:
     async def work() -> None:
         desk = await desk_in(tmp_path, daily_bytes=24 * BLOCK)
         desk.save(100, 1)
@@ -332,7 +338,7 @@ def test_a_budget_wakes(tmp_path: Path, looks: list[bool], cause: Cause) -> None
         looks.clear()
         desk.mover.tend()
         await desk.rest()
-        assert not looks, "a budget that is spent wakes nobody"
+        assert not looks, "a spent budget wakes no writer"
         cause(desk)
         desk.mover.tend()
         await desk.written(2)
@@ -343,19 +349,19 @@ def test_a_budget_wakes(tmp_path: Path, looks: list[bool], cause: Cause) -> None
 
 @pytest.mark.parametrize("through", [False, True])
 @pytest.mark.parametrize("cause", [switched_on, mended])
-def test_a_tier_that_takes_again_wakes(
+def test_a_tier_that_accepts_again_wakes_the_flusher(
     tmp_path: Path, looks: list[bool], cause: Cause, through: bool
 ) -> None:
     async def work() -> None:
         desk = await desk_in(tmp_path, through=through)
         if cause is switched_on:
-            desk.save(100)  # it is still to be written when the tier takes nothing
-            desk.bench.tier.accepts = False
+            desk.save(100)  # it is not yet written when the tier stops accepting
+            desk.bench.tier.writer.accepts = False
         else:
-            lane = desk.bench.tier.disks[0].writes = DiskLane("writing", lambda: desk.now)
+            lane = desk.bench.first.disk.writes = DiskLane("writing", lambda: desk.now)
             desk.save(100)
             for _ in range(FAULTS_TO_OFF):
-                lane.fault("it is broken")
+                lane.fault("it is broken", errno.EIO)
         await desk.rest()
         looks.clear()
         desk.mover.tend()
@@ -369,15 +375,15 @@ def test_a_tier_that_takes_again_wakes(
     run(work())
 
 
-def test_a_segment_that_is_used_again_wakes(tmp_path: Path) -> None:
-    """What of it is in memory is there alone from then on."""
+def test_a_reused_segment_wakes_the_flusher(tmp_path: Path) -> None:
+    """Its blocks that are in memory become dirty."""
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
         desk.save(100)
         await desk.written(1)
         await desk.rest()
-        for number in range(len(desk.bench.tier.segments)):
+        for number in range(len(desk.bench.tier.table.segments)):
             desk.catalog.segments.drop_segment(number)
         desk.mover.tend()
         await desk.written(2)
@@ -387,40 +393,49 @@ def test_a_segment_that_is_used_again_wakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["may_write", "has_place"])
-def test_what_is_in_the_way_of_writes_need_not_say_when_it_is_gone(
+def test_a_writer_that_was_blocked_continues_without_a_notification(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Reads that go first, or a segment that is yet to be free."""
+    """Urgent reads, or a segment that is not yet free."""
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(desk.bench.tier, what, lambda _: False)
+            checks: list[str] = []
+            patch.setattr(desk.bench.tier.writer, what, lambda *_: checks.append(what) is not None)
             desk.save(100)
-            await asyncio.sleep(3 * flusher.PAUSE_S)
+            await until(lambda: len(checks) >= 6)
             assert not desk.mover.counts["written"]
         await desk.written(1)
         await desk.rest()
-        desk.save(200)  # wakes one of those who wait now
+        desk.save(200)  # wakes one of the waiting writers
         await desk.written(2)
         await desk.end()
 
     run(work())
 
 
-def test_a_save_wakes_who_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that has paused before."""
+def test_a_save_wakes_a_pausing_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a writer that paused before."""
+
+    wait, pauses = flusher.WaitingWriters.wait, dict[object, float | None]()
+
+    async def waiting(writers: flusher.WaitingWriters, seconds: float | None) -> None:
+        pauses[asyncio.current_task()] = seconds
+        await wait(writers, seconds)
+
+    monkeypatch.setattr(flusher.WaitingWriters, "wait", waiting)
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(desk.bench.tier, "may_write", lambda _: False)
+            patch.setattr(desk.bench.tier.writer, "may_write", lambda: False)
             patch.setattr(flusher, "PAUSE_S", 0.001)
             for number in range(flusher.WRITES_AT_ONCE):
                 desk.save(100 + number)
-            await asyncio.sleep(0.05)
+            await until(lambda: 0.001 in pauses.values())
             patch.setattr(flusher, "PAUSE_S", 3600.0)
-            await asyncio.sleep(0.05)
+            await until(lambda: 3600.0 in pauses.values() and 0.001 not in pauses.values())
         assert not desk.mover.counts["written"]
         desk.save(200)
         await desk.written(flusher.WRITES_AT_ONCE + 1)
@@ -429,14 +444,14 @@ def test_a_save_wakes_who_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run(work())
 
 
-def test_who_can_write_nothing_has_nobody_else_try_at_once(
+def test_a_writer_that_can_not_write_does_not_wake_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[bool]
 ) -> None:
-    """They would wake each other for ever."""
+    """Otherwise they would wake each other endlessly."""
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
-        monkeypatch.setattr(desk.bench.tier, "fits", lambda *_: False)
+        monkeypatch.setattr(desk.bench.tier.writer, "fits", lambda *_: False)
         looks.clear()
         desk.save(100, 2)
         await desk.rest()
@@ -446,7 +461,7 @@ def test_who_can_write_nothing_has_nobody_else_try_at_once(
     run(work())
 
 
-def test_who_was_stopped_is_woken_no_more(tmp_path: Path) -> None:
+def test_a_stopped_writer_is_not_woken(tmp_path: Path) -> None:
     async def work() -> None:
         desk = await desk_in(tmp_path)
         await desk.end()

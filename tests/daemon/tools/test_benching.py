@@ -1,4 +1,4 @@
-"""`kvtier bench`: what is measured is compared byte by byte, and two results honestly."""
+"""`kvtier bench`: measured copies are verified byte by byte, and results are compared by their intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def row(name: str, value: float, low: float, high: float, unit: str = "GB/s", ba
     return {"name": name, "value": value, "low": low, "high": high, "unit": unit, "bar": bar}
 
 
-def test_only_intervals_that_are_apart_make_a_difference() -> None:
+def test_only_disjoint_intervals_are_a_difference() -> None:
     before = {"rows": [
         row("faster", 10, 9, 11), row("alike", 10, 9, 11), row("slower", 10, 9, 11),
         row("later", 10, 9, 11, "us"), row("sooner", 10, 9, 11, "us"),
@@ -39,7 +39,7 @@ def test_only_intervals_that_are_apart_make_a_difference() -> None:
     assert report["remarks"] == ["only in one of them: gone, new"]
 
 
-def test_results_of_other_machines_and_of_busy_ones_are_remarked() -> None:
+def test_results_of_other_machines_and_of_busy_machines_have_a_remark() -> None:
     before = {"rows": [row("a", 1, 1, 1)], "environment": {"cores": 2, "commit": "a"}}
     after = before | {"environment": {"cores": 64, "commit": "b"}, "valid": False}
     remarks = benchmark.compare(before, after)["remarks"]
@@ -50,7 +50,7 @@ def test_results_of_other_machines_and_of_busy_ones_are_remarked() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"name": 1}]}', '{"rows": 5}'])
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_result_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigError, match=r"a\.json"):
         benchmark.read(tmp_path / "a.json")
@@ -65,7 +65,7 @@ def test_results_of_the_benchmarks_can_be_compared(capsys: pytest.CaptureFixture
     assert verdicts <= {"same", "no interval"}
 
 
-def test_something_worse_has_its_own_code(
+def test_a_worse_result_has_its_own_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("a", 10.0), ("b", 5.0)):
@@ -84,7 +84,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(benchmark, name, value)
 
 
-def test_a_measurement_has_its_limits_beside_it(small: None, tmp_path: Path) -> None:
+def test_a_measurement_is_shown_with_its_limits(small: None, tmp_path: Path) -> None:
     steps: list[str] = []
     result = benchmark.run(True, tmp_path, lambda what, done, total: steps.append(what))
     names = [one["name"] for one in result["rows"]]
@@ -103,7 +103,7 @@ def test_a_place_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         benchmark.run(True, tmp_path, lambda *_: None)
 
 
-def test_the_limit_is_the_best_of_the_settings_that_were_tried() -> None:
+def test_the_limit_is_the_best_of_all_tried_settings() -> None:
     ended = iter([9.0, 9.0, 5.0, 3.0, 4.0, 3.0, 6.0, 3.0])
     clock = [0.0]
 
@@ -115,7 +115,7 @@ def test_the_limit_is_the_best_of_the_settings_that_were_tried() -> None:
     assert found == ("two", two)
 
 
-def test_every_copy_that_is_a_limit_copies_all_of_it() -> None:
+def test_every_copy_used_as_a_limit_copies_all_bytes() -> None:
     source, target = machine_limits.huge(8 << 20), machine_limits.huge(8 << 20)
     source[:] = os.urandom(len(source))
     for copy in machine_limits.copies(_blocks(target), _blocks(source)).values():
@@ -124,7 +124,7 @@ def test_every_copy_that_is_a_limit_copies_all_of_it() -> None:
         assert target == source
 
 
-def test_every_read_that_is_a_limit_reads_all_of_it(tmp_path: Path) -> None:
+def test_every_read_used_as_a_limit_reads_all_bytes(tmp_path: Path) -> None:
     data = os.urandom(8 << 20)
     (tmp_path / "data").write_bytes(data)
     fd = os.open(tmp_path / "data", os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""A bug report has what is needed, and nothing that is somebody's."""
+"""A bug report contains the necessary data, and no user's data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
 PASSWORD = "correct-horse"
 
 
-def test_nothing_that_was_planted_is_in_it(
+def test_a_report_contains_none_of_the_planted_secrets(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     (tmp_path / "cold-of-alice").mkdir()
@@ -65,7 +65,7 @@ def test_nothing_that_was_planted_is_in_it(
     secrets += ["bob@example.com", "acme-corp", "alice", "secret-model-9b", "cold-of-alice"]
     for secret in secrets:
         assert secret not in whole, secret
-    # What is needed is there.
+    # The necessary data is included.
     assert "10:00 INFO serving" in files["log.txt"]
     assert "missed" in files["log.txt"]
     assert "warm.size = '64MiB'" in files["config.toml"]
@@ -74,10 +74,10 @@ def test_nothing_that_was_planted_is_in_it(
     assert json.loads(files["environment.json"])["KVTIER_TEST_TOKEN"] == "<set>"
 
 
-def test_what_the_daemon_runs_with_and_its_log_are_in_it_without_being_named(
+def test_a_report_contains_the_daemons_configuration_and_log_without_options(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """Of a daemon that is no service: the last lines of its log are what it keeps itself."""
+    """A daemon that is not a service keeps the last lines of its log itself."""
     (tmp_path / "cold-of-alice").mkdir()
     daemon = daemon_of(
         folder=tmp_path / "d",
@@ -131,7 +131,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_daemon_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
+def test_a_daemon_that_hangs_delays_the_report_once(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(str(tmp_path / "hung"))
         hung.listen(8)
@@ -143,11 +143,12 @@ def test_a_daemon_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
             while True:
                 client, _ = hung.accept()
                 with client:
-                    said_hello += bool(client.recv(1))  # who only looks whose it is says nothing
+                    # A process that only checks the owner sends nothing.
+                    said_hello += bool(client.recv(1))
         assert said_hello == 1
 
 
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "report.tar.gz"
     out.write_text("mine")
     with pytest.raises(ConfigError, match="--out"):
@@ -155,7 +156,7 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert out.read_text() == "mine"
 
 
-def test_a_configuration_that_is_none_gives_nothing_away(tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_not_included(tmp_path: Path) -> None:
     path = tmp_path / "kvtier.toml"
     path.write_text(f"password = {TOKEN}")
     text = bug_report.configuration(path, bug_report.Redactor())

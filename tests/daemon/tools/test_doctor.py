@@ -1,4 +1,4 @@
-"""Each check of `kvtier doctor`, for what is well and for what is not."""
+"""Each check of `kvtier doctor`, without and with a problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARM = {"capacity_bytes": 1, "failure": ""}
 
 @pytest.fixture
 def world(tmp_path: Path) -> Callable[..., World]:
-    """A machine with these files and no others."""
+    """A machine that has only these files."""
 
     def world(files: Mapping[str, str] | None = None, **more: Any) -> World:
         for name, text in (files or {}).items():
@@ -54,7 +54,7 @@ GPU = {
 }
 
 
-def test_a_daemon_that_answers_is_well() -> None:
+def test_a_daemon_that_answers_is_ok() -> None:
     stats = {"version": kvtier.__version__, "pid": 7, "tiers": {"warm": WARM}}
     assert doctor.daemon(stats, "").level is Severity.ok
     found = doctor.daemon(None, "no daemon answers at there; start one")
@@ -66,7 +66,7 @@ def test_a_daemon_that_answers_is_well() -> None:
     assert "no memory left" in doctor.daemon(stats | {"tiers": broken}, "").value
 
 
-def test_what_a_start_looks_at_fails_with_its_fix(tmp_path: Path) -> None:
+def test_a_preflight_check_fails_with_its_fix(tmp_path: Path) -> None:
     assert {one.level for one in doctor.started(config(tmp_path), serves=True)} == {Severity.ok}
     found = doctor.started(config(tmp_path, warm__size="4000TiB"), serves=False)
     (memory,) = (one for one in found if one.level is Severity.fail and "memory" in one.name)
@@ -75,7 +75,7 @@ def test_what_a_start_looks_at_fails_with_its_fix(tmp_path: Path) -> None:
     assert not any("memory" in one.name for one in served), "it has its memory"
 
 
-def test_a_cold_tier_says_what_it_works_with() -> None:
+def test_the_cold_tier_check_shows_its_engine() -> None:
     well = {"engine": "io_uring", "on": True, "given_up": False, "failure": ""}
     assert doctor.cold_engine(well).level is Severity.ok
     assert doctor.cold_engine(well | {"engine": "threads"}).level is Severity.warn
@@ -84,7 +84,7 @@ def test_a_cold_tier_says_what_it_works_with() -> None:
 
 
 @pytest.mark.parametrize("state", ["off", "drained"])
-def test_a_cold_tier_that_is_switched_or_full_is_no_broken_disk(state: str) -> None:
+def test_a_cold_tier_that_is_switched_or_full_is_not_reported_as_broken(state: str) -> None:
     switched = {"engine": "io_uring", "on": False, "state": state, "failure": ""}
     found = doctor.cold_engine(switched)
     assert (found.level, found.fix) == (Severity.warn, "kvtier tier on cold")
@@ -117,7 +117,7 @@ def tcp(address: str, inode: int) -> str:
         ("tcp6", "00000000000000000000000000000000:24C2", Severity.warn, "[::]:9410"),
     ],
 )
-def test_ports_beyond_loopback_are_told(
+def test_ports_beyond_loopback_are_reported(
     world: Callable[..., World],
     tmp_path: Path,
     table: str,
@@ -142,7 +142,7 @@ def test_the_ports_of_a_real_process_are_found() -> None:
         assert f"127.0.0.1:{port}" in doctor.listening(World(), os.getpid()).value
 
 
-def test_memlock_below_the_arena_is_told(world: Callable[..., World], tmp_path: Path) -> None:
+def test_memlock_below_the_arena_is_reported(world: Callable[..., World], tmp_path: Path) -> None:
     loaded = config(tmp_path).config
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert (
@@ -155,7 +155,7 @@ def test_memlock_below_the_arena_is_told(world: Callable[..., World], tmp_path: 
     assert lifted.level is Severity.ok
 
 
-def test_huge_pages_need_a_kernel_that_has_them(world: Callable[..., World]) -> None:
+def test_huge_pages_need_kernel_support(world: Callable[..., World]) -> None:
     assert doctor.huge_pages(world()).level is Severity.warn
     place = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     assert doctor.huge_pages(world({place: "always [never] deny"})).level is Severity.ok
@@ -178,14 +178,14 @@ def space(free: int, size: int) -> Callable[[Path], Any]:
     return lambda path: SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=size // 4096)
 
 
-def test_little_shared_memory_is_told(world: Callable[..., World]) -> None:
+def test_little_shared_memory_is_reported(world: Callable[..., World]) -> None:
     assert doctor.shared_memory(world(statvfs=space(GIB, 8 * GIB))).level is Severity.ok
     found = doctor.shared_memory(world(statvfs=space(MIB, 64 * MIB)))
     assert found.level is Severity.warn and "64 MiB" in found.value
-    assert doctor.shared_memory(world()).level is Severity.warn  # there is none
+    assert doctor.shared_memory(world()).level is Severity.warn  # there is no shared memory
 
 
-def test_disks_gpus_and_memory_are_to_be_on_one_node(
+def test_disks_gpus_and_memory_on_different_nodes_are_reported(
     world: Callable[..., World], tmp_path: Path
 ) -> None:
     one = {"sys/devices/system/node/node0/x": ""}
@@ -212,7 +212,7 @@ def test_disks_gpus_and_memory_are_to_be_on_one_node(
         ("nfs4", Severity.warn), ("fuse.sshfs", Severity.warn), ("btrfs", Severity.warn),
     ],
 )  # fmt: skip
-def test_a_file_system_is_to_be_a_local_disks(
+def test_a_file_system_that_is_not_on_a_local_disk_is_reported(
     world: Callable[..., World], kind: str, level: Severity
 ) -> None:
     rows = "1 0 0:1 / / rw - ext4 /dev/root rw\n2 1 0:2 / /cold\\040one rw - {} /dev/x rw\n"
@@ -247,7 +247,7 @@ def test_io_uring_is_tried() -> None:
     assert doctor.io_uring(lambda: ("io_uring", "")).level is Severity.ok
     refused = doctor.io_uring(lambda: ("threads", "Operation not permitted"))
     assert refused.level is Severity.warn and "Operation not permitted" in refused.value
-    assert doctor.io_uring().value  # the real one
+    assert doctor.io_uring().value  # the real kernel
 
 
 def test_space_must_hold_the_cold_tier(world: Callable[..., World], tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_gpu_needs_a_driver(world: Callable[..., World]) -> None:
     assert doctor.gpu_driver(world(GPU, loadable=lambda library: True)).level is Severity.ok
 
 
-def test_gpudirect_that_falls_back_is_told(world: Callable[..., World]) -> None:
+def test_gpudirect_in_compatibility_mode_is_reported(world: Callable[..., World]) -> None:
     assert doctor.gpu_direct(world()).level is Severity.ok
     assert "libcufile" in doctor.gpu_direct(world(GPU)).value
     fallen = doctor.gpu_direct(world(GPU, loadable=lambda library: True))
@@ -286,20 +286,20 @@ def test_gpudirect_that_falls_back_is_told(world: Callable[..., World]) -> None:
     assert direct.level is Severity.ok and "1,234 reads" in direct.value
 
 
-def test_udev_is_wanted_where_there_is_a_gpu(world: Callable[..., World]) -> None:
+def test_udev_is_needed_with_a_gpu(world: Callable[..., World]) -> None:
     assert doctor.udev(world()).level is Severity.ok
     assert doctor.udev(world(GPU)).level is Severity.warn
     assert doctor.udev(world({"run/udev/data/x": ""})).value == "there"
 
 
-def test_a_slow_clock_is_told(world: Callable[..., World]) -> None:
+def test_a_slow_clock_is_reported(world: Callable[..., World]) -> None:
     place = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     assert doctor.clock(world({place: "tsc\n"})).level is Severity.ok
     found = doctor.clock(world({place: "hpet\n"}))
     assert found.level is Severity.warn and "hpet" in found.value
 
 
-def test_an_examination_looks_at_everything(world: Callable[..., World], tmp_path: Path) -> None:
+def test_an_examination_runs_all_checks(world: Callable[..., World], tmp_path: Path) -> None:
     (tmp_path / "cold").mkdir()
     loaded = config(tmp_path, cold__directories=str(tmp_path / "cold"), cold__size="1GiB")
     stats = {"version": "1", "pid": 1, "tiers": {"warm": WARM, "cold": {"engine": "threads"}}}
@@ -321,33 +321,35 @@ def test_an_examination_looks_at_everything(world: Callable[..., World], tmp_pat
         ("", Severity.fail),
     ],
 )
-def test_the_version_is_to_be_one_that_is_known(version: str, level: Severity) -> None:
+def test_an_unknown_version_of_the_engine_is_reported(version: str, level: Severity) -> None:
     assert doctor_vllm.version(version).level is level
 
 
-def packages(tmp_path: Path, theirs: str, ours: str) -> tuple[Path, Path]:
+def packages(tmp_path: Path, engine_source: str, plugin_source: str) -> tuple[Path, Path]:
     base = tmp_path / "vllm" / doctor_vllm.BASE
     base.parent.mkdir(parents=True, exist_ok=True)
-    base.write_text(f"class KVConnectorBase_V1:\n    {theirs}\nclass SupportsHMA:\n    pass\n")
+    base.write_text(
+        f"class KVConnectorBase_V1:\n    {engine_source}\nclass SupportsHMA:\n    pass\n"
+    )
     plugin = tmp_path / "plugin"
     plugin.mkdir(exist_ok=True)
-    (plugin / "connector.py").write_text(f"class KvtierConnector:\n    {ours}\n")
+    (plugin / "connector.py").write_text(f"class KvtierConnector:\n    {plugin_source}\n")
     return tmp_path / "vllm", plugin
 
 
 def test_the_interface_is_compared_without_importing_it(tmp_path: Path) -> None:
-    theirs = "def start(self, one, two): raise SystemExit"
-    well = packages(tmp_path, theirs, "def start(self, one, other): ...")
+    engine_source = "def start(self, one, two): raise SystemExit"
+    well = packages(tmp_path, engine_source, "def start(self, one, other): ...")
     assert doctor_vllm.interface(*well).level is Severity.ok
-    for ours in ("def start(self, one): ...", "def begin(self): ..."):
-        found = doctor_vllm.interface(*packages(tmp_path, theirs, ours))
-        assert found.level is Severity.fail and found.value.split()[-1] in ours
-    private = packages(tmp_path, theirs, "def _mine(self): ...")
+    for plugin_source in ("def start(self, one): ...", "def begin(self): ..."):
+        found = doctor_vllm.interface(*packages(tmp_path, engine_source, plugin_source))
+        assert found.level is Severity.fail and found.value.split()[-1] in plugin_source
+    private = packages(tmp_path, engine_source, "def _mine(self): ...")
     assert doctor_vllm.interface(*private).level is Severity.ok
     assert doctor_vllm.interface(None, well[1]).level is Severity.fail
 
 
-def test_a_plugin_that_is_left_out_is_told() -> None:
+def test_a_plugin_that_is_not_loaded_is_reported() -> None:
     assert doctor_vllm.plugin({}, ["kvtier"]).level is Severity.ok
     assert doctor_vllm.plugin({}, ["other"]).level is Severity.fail
     assert doctor_vllm.plugin({"VLLM_PLUGINS": "lora,kvtier"}, ["kvtier"]).level is Severity.ok
@@ -383,7 +385,7 @@ def engine(transfer: Any, *flags: str, seed: str = "") -> dict[str, str]:
         ({}, Severity.ok, Severity.ok),
     ],
 )
-def test_engines_that_run_are_asked_how(
+def test_the_settings_of_running_engines_are_checked(
     world: Callable[..., World], files: dict[str, str], policy: Severity, hashes: Severity
 ) -> None:
     engines = list(doctor_vllm.running(world(files)))

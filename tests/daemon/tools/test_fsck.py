@@ -1,4 +1,4 @@
-"""fsck: it finds what is damaged, and only that; repaired, a directory is clean."""
+"""fsck finds all damage and reports nothing else. After a repair, a directory is clean."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, Bench
 from kvtier_daemon.cli import main
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.recovery import recover
 from kvtier_daemon.tiers.cold.segment import encode_footer, page_of, split_rows
-from kvtier_daemon.tiers.cold.transfers import Landed
+from support.cold_bench import BLOCK, Bench, Landed
 
 
 def filled(folder: Path, close: bool = True) -> dict[int, tuple[Path, Landed]]:
-    """Forty blocks in a directory: where each lies."""
+    """Forty blocks in a directory. Returns the place of each."""
     places: dict[int, tuple[Path, Landed]] = {}
 
     async def work() -> None:
@@ -26,7 +25,7 @@ def filled(folder: Path, close: bool = True) -> dict[int, tuple[Path, Landed]]:
         await bench.recover()
         await bench.write(range(40))
         for number, one in bench.on_disk.items():
-            places[number] = (Path(bench.tier.segments[one.segment].path), one)
+            places[number] = (Path(bench.tier.table.segments[one.segment].path), one)
         await bench.tier.close()
 
     asyncio.run(work())
@@ -57,7 +56,7 @@ def test_a_clean_directory_is_clean(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "40 frames" in (text := capsys.readouterr().out) and "  ok" in text
 
 
-def test_damage_is_found_told_by_kind_and_repaired(
+def test_damage_is_found_reported_by_kind_and_repaired(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = filled(tmp_path)
@@ -89,7 +88,7 @@ def test_damage_is_found_told_by_kind_and_repaired(
     asyncio.run(work())
 
 
-def test_an_entry_of_a_space_that_is_not_there_is_one_wrong_entry(
+def test_an_entry_of_an_unknown_space_is_one_wrong_entry(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, one = filled(tmp_path)[3]
@@ -99,14 +98,14 @@ def test_an_entry_of_a_space_that_is_not_there_is_one_wrong_entry(
     bad = next(at for at, row in enumerate(rows) if page_of(row) == one.page)
     rows[bad] = rows[bad][:64] + (7).to_bytes(4, "little") + rows[bad][68:]
     write_over(path, *encode_footer(found.head, found.spaces, b"".join(rows), found.end))
-    code, told = fsck(tmp_path, capsys)
-    assert code == 1 and told["frames"] == 40 and told["wrong"] == {"entry": 1}
+    code, report = fsck(tmp_path, capsys)
+    assert code == 1 and report["frames"] == 40 and report["wrong"] == {"entry": 1}
     fsck(tmp_path, capsys, "--repair")
-    code, told = fsck(tmp_path, capsys)
-    assert code == 0 and told["frames"] == 39
+    code, report = fsck(tmp_path, capsys)
+    assert code == 0 and report["frames"] == 39
 
 
-def test_a_head_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_head_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = filled(tmp_path)
     write_over(places[0][0], 100, b"x")
     code, found = fsck(tmp_path, capsys)
@@ -127,7 +126,7 @@ def test_a_directory_in_use_is_left_alone(
     asyncio.run(work())
 
 
-def test_what_is_no_directory_is_said_to_be_none(
+def test_a_path_that_is_not_a_directory_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
@@ -138,7 +137,7 @@ def test_what_is_no_directory_is_said_to_be_none(
 
 
 @pytest.mark.parametrize("has", ["", "segments", "index", "kvtier.lock"])
-def test_a_folder_of_others_is_refused_and_left_as_it_is(
+def test_a_folder_that_other_users_own_is_refused_and_not_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], has: str
 ) -> None:
     (tmp_path / "notes.txt").write_text("not ours")

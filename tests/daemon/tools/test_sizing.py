@@ -1,4 +1,4 @@
-"""KV bytes per token by a Hugging Face config, as published ones are written."""
+"""KV bytes per token for published Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEEPSEEK = {
     "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128, **BF16,
 }  # fmt: skip
-GEMMA3 = {  # the 4B model as it is published: heads are left to the class
+GEMMA3 = {  # the 4B model as published: the numbers of heads are the defaults of the class
     "model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"num_hidden_layers": 27},
     "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34,
                     "sliding_window": 1024},
@@ -54,13 +54,13 @@ QWEN3_NEXT = {
     "linear_value_head_dim": 128, **BF16,
 }  # fmt: skip
 
-# The bytes of a token, of a token far behind the windows, and of the states of a sequence.
+# The bytes of a token, of a token outside of the windows, and of the states of a sequence.
 KNOWN: dict[str, tuple[Config, int, int, int]] = {
     "Llama-3-8B": (llama(), 131_072, 131_072, 0),
     "Llama-3-70B": (
         llama(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64), 327_680, 327_680, 0,
     ),
-    "Llama-3.2-11B-Vision": (  # layers that look at the image alone
+    "Llama-3.2-11B-Vision": (  # with layers that attend only to the image
         llama(
             model_type="mllama", num_hidden_layers=40,
             cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38],
@@ -120,7 +120,7 @@ KNOWN: dict[str, tuple[Config, int, int, int]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_model_s_bytes_are_known(name: str) -> None:
+def test_the_bytes_of_a_model_are_correct(name: str) -> None:
     config, token, growth, state = KNOWN[name]
     cache = read_config(config)
     assert (cache.token_bytes, cache.full_token_bytes, cache.state_bytes) == (token, growth, state)
@@ -135,13 +135,13 @@ def test_a_quantised_cache_counts_its_scales(kv_format: str, nbytes: int) -> Non
     assert read_config(llama(), kv_format=kv_format).token_bytes == nbytes
 
 
-def test_latent_attention_has_formats_of_its_own() -> None:
+def test_latent_attention_has_its_own_formats() -> None:
     assert read_config(DEEPSEEK, kv_format="fp8_ds_mla").token_bytes == 61 * 656
     with pytest.raises(ConfigError, match="kv_lora_rank: fp8_ds_mla is a format for latent"):
         read_config(llama(), kv_format="fp8_ds_mla")
 
 
-def test_gpus_share_heads_and_hold_the_same_where_there_are_few() -> None:
+def test_gpus_share_heads_and_replicate_them_if_there_are_few() -> None:
     for gpus, one, all_ in ((4, 32_768, 131_072), (16, 16_384, 131_072)):
         cache = read_config(llama(), tensor_parallel=gpus)
         assert (cache.token_bytes, cache.prefix_bytes(1, whole=True)) == (one, all_)
@@ -208,21 +208,21 @@ def test_the_command_reads_a_directory_and_the_weights_in_it(
     with pytest.raises(SystemExit) as left:
         main(["size", str(tmp_path), "--json", "--tokens", "8192", "--gpu-memory", "80GiB"])
     assert not left.value.code
-    told = json.loads(capsys.readouterr().out)
-    assert told["bytes_per_token"] == 131_072
-    assert told["gpu"]["weight_bytes"] == 16 << 30
-    assert told["gpu"]["sequences"] == 56  # 72 GiB less 16, of 1 GiB each
+    output = json.loads(capsys.readouterr().out)
+    assert output["bytes_per_token"] == 131_072
+    assert output["gpu"]["weight_bytes"] == 16 << 30
+    assert output["gpu"]["sequences"] == 56  # (72 - 16) GiB, of 1 GiB each
     with pytest.raises(SystemExit):
         main(["size", str(tmp_path / "config.json")])
     assert "131,072 B" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"x"', "\xff" * 10])
-def test_what_is_no_config_is_refused_in_a_line(
+def test_a_file_that_is_not_a_config_is_refused_in_one_line(
     tmp_path: Any, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SystemExit) as left:
         main(["size", str(tmp_path)])
-    told = capsys.readouterr().err
-    assert left.value.code == 2 and told.count("\n") == 1 and "config.json" in told
+    output = capsys.readouterr().err
+    assert left.value.code == 2 and output.count("\n") == 1 and "config.json" in output

@@ -33,7 +33,8 @@ WIDTHS = [(end - start) / 4 for start, end in zip([0, *ENDS], ENDS, strict=False
 
 MOST_WATCHED = (1 << 16) // 4 * 3
 WATCHED_FOR = 3600 * 4  # in quarters of a second
-FIRST_NEWS, MORE_SEEN = 64, 8  # the growth of observations that triggers a fit: one in so many
+# A fit runs when the observations have grown by one part in this many.
+FIRST_NEWS, MORE_SEEN = 64, 8
 MEMORY = 1 << 17  # the decay of observations: counts 1/e after this many blocks, at most
 FEW = 20.0  # the number of runs that weigh as much as those of related kinds
 
@@ -235,7 +236,7 @@ class ValueModel(Ages):
         self._lasts: deque[tuple[int, int]] = deque(maxlen=64)
         self._hits = [[0.0] * AGES for _ in range(KINDS)]  # used again at this age
         self._ends = [[0.0] * AGES for _ in range(KINDS)]  # watched no longer
-        # Runs: consecutive blocks of a kind in one request. The number of blocks, and the sum of
+        # Runs: consecutive blocks with the same kind in one request. The number of blocks, and the sum of
         # the squares of the runs' lengths.
         self._blocks, self._squares = [0.0] * KINDS, [0.0] * KINDS
         self._run, self._run_of = 0, (0, 0)  # its kind and request

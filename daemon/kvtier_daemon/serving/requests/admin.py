@@ -57,7 +57,7 @@ class AdminRequests:
     def tier(self, tenant: Tenant | None, request: wire.Tier) -> None:
         self._check_privileged("tiers can be switched")
         assert self._server.operated is not None
-        if request.tier not in ("warm", "cold") or request.order not in TIER_ORDERS:
+        if request.tier not in self._server.operated.tiers or request.order not in TIER_ORDERS:
             raise Refused(
                 "bad_request", f"unknown tier or order: {request.tier!r}, {request.order!r}"
             )
@@ -130,8 +130,8 @@ class AdminRequests:
             else:
                 self._session.send(wire.Purged(request.id, after, files))
 
-        listing.check_recovered(tenant.tier)
-        waits = tenant.tier.erase(request.first, done)
+        listing.check_recovered(tenant)
+        waits = tenant.tier.forgets.erase(request.first, done)
         return None if waits else wire.Purged(request.id, 0, 0)
 
     def _tenant_of(self, tenant: Tenant | None, name: str) -> Tenant:

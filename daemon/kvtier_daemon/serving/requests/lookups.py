@@ -144,7 +144,7 @@ class LookupRequests:
         coming, eta_ms, why = 0, 0.0, ""
         if found.coming:
             name = (self._session.id, ("prefetch", lookup_name(request)))
-            coming, eta_ms, why = tenant.tier.promote(
+            coming, eta_ms, why = tenant.tier.reads.promote(
                 space, request.keys, found.coming, request=name, urgent=False
             )
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -164,7 +164,8 @@ class LookupRequests:
             )
         deferred = self._deferred
         if (
-            (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.tier, request)
+            (request.wait_ms > 0 or deferred.pending)
+            and deferred.defers(tenant.tier.pending, request)
         ) or (
             number and request.within_ms > 0 and self._waits_for_recovery(tenant, space, request)
         ):
@@ -183,7 +184,7 @@ class LookupRequests:
                 coming, eta_ms, why = self._start_reads(tenant, space, request, found)
                 reads = why != "off"
             else:  # the client does not need them
-                reads, coming = tenant.tier.is_on, found.coming
+                reads, coming = tenant.tier.reads.is_on, found.coming
         if not coming and catalog.holds.of:
             catalog.holds.end(self._name(request))
         self._answered(tenant, space, request, found, is_new, reads, coming, why)
@@ -218,28 +219,32 @@ class LookupRequests:
         # A request that asks for progress gets its next lease before it releases the last one.
         if held.number and self._last_lease.get(held.number) == lease:
             del self._last_lease[held.number]
-            tenant.tier.released((self._session.id, held.number))
+            tenant.tier.pending.released((self._session.id, held.number))
         return wire.Done(request.id)
 
     def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
         self.counted.forget(request.request)
         self._deferred.cancel(request.request)
         tenant.catalog.holds.end((self._session.id, request.request))
-        tenant.tier.cancel((self._session.id, request.request))
+        tenant.tier.pending.cancel((self._session.id, request.request))
         return wire.Done(request.id)
 
     # --- reads from disk -----------------------------------------------------------------------
 
     def _waits_for_recovery(self, tenant: Tenant, space: KnownSpace, request: wire.Load) -> bool:
         """Whether the answer is deferred because recovery may still find missing blocks on disk. This happens
-        once per request that has a number and waits, and not for longer than computing takes."""
-        if not tenant.tier.is_recovering or request.request in self.counted.of:
+        once per request with a number, and not for longer than computing takes."""
+        tier = tenant.tier
+        if (
+            not (tier.recovery.is_awaited and tier.reads.is_on)
+            or request.request in self.counted.of
+        ):
             return False
         found = tenant.catalog.match(space, request.keys, False)
         known = found.ready + found.coming
         missing = len(request.keys) // KEY_BYTES - known
         return missing > 0 and self._deferred.until_recovered(
-            tenant.tier, request, space.recompute_s(missing, known)
+            tier.recovery, request, space.recompute_s(missing, known)
         )
 
     def _start_reads(
@@ -254,14 +259,15 @@ class LookupRequests:
         keys = request.keys[found.skipped * KEY_BYTES :]
         within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
         queued_s = max(0, request.queued_ms) / 1000
-        outlook = tenant.tier.promote(
+        outlook = tenant.tier.reads.promote(
             space, keys, found.coming, request=self._name(request),
             within_s=min(within_s, LONGEST_WAIT_S),
             recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
         )  # fmt: skip
         counted, why = self.counted.of[request.request], outlook[2]
         if not counted.has_verdict and why in ("slower", "unreliable"):
-            note = tenant.tier.recomputes if why == "slower" else tenant.tier.probe
+            reads = tenant.tier.reads
+            note = reads.recomputes if why == "slower" else reads.probe
             note(self._session.id, space, keys, found.ready - found.skipped, found.coming)
         counted.has_verdict = True
         return outlook

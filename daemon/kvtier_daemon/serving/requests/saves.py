@@ -82,7 +82,7 @@ class SaveRequests:
         ids = tenant.catalog.commit(
             self._session.id, lease, request.first, request.count, request.checksums
         )
-        tenant.tier.saved(ids)
+        tenant.tier.writes.saved(ids)
         save = self._open[lease]
         save.blocks -= request.count
         if not save.blocks:

@@ -1,8 +1,7 @@
-"""One directory's disk: the native worker for its files, and whether it is usable.
+"""The disk of one directory: the native worker for its files, and whether it is usable.
 
 Reads and writes are two lanes: a file system that is full, frozen or read-only is still read. A lane is off
-while
-none of its operations completes, and for some time after several faults in a row.
+while none of its operations completes, and for some time after several faults in a row.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier_daemon.codec.base import ELEMENTS
 from kvtier_daemon.codec.choice import LATELY_S, Average, Rates
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.planning import DiskLink
-from kvtier_daemon.tiers.cold.encode_buffer import STAGED_BYTES
 from kvtier_kernels import Disk, Mapping, Recipe
 
 log = logging.getLogger(__name__)
@@ -38,21 +37,24 @@ HEADER_TAIL = struct.Struct("<QQ")
 FRAME_TAIL = struct.Struct("<16sQIHH")
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 5000
+STAGED_BYTES = (
+    128 << 20
+)  # of encoded blocks: on their way to all disks, and on their way from all disks
 HANGS_S = 5.0  # without a completion while operations are pending
 FAULTS_TO_OFF = 5
-TURN_S = 0.001
-TURN_OVER_S = 0.1
+TURN_S = 0.001  # for callbacks in one iteration of the loop
+POLL_S = 0.1
 OFF_S, LONGEST_OFF_S = 5.0, 300.0
 DTYPES = {number: dtype for dtype, number in ELEMENTS.items()}
-# Errors that say nothing about the disk: too late, cancelled, wrong bytes, not decoded, no memory to read
+# Errors that are no faults of the disk: too late, cancelled, wrong bytes, not decoded, no memory to read
 # into, no page behind a slot.
 BENIGN = (
     errno.ETIMEDOUT, errno.ECANCELED, errno.EBADMSG, errno.ENODATA, errno.ENOTRECOVERABLE,
     errno.ENOMEM, errno.EFAULT,
 )  # fmt: skip
 
-Over = Callable[[int, bytes | None], None]  # an errno or 0, and the bytes or the digest
-Seen = Callable[[int, memoryview | None], None]  # the same, of bytes in the worker's memory
+Callback = Callable[[int, bytes | None], None]  # an errno or 0, and the bytes or the digest
+StagedCallback = Callable[[int, memoryview | None], None]  # an errno or 0, and memory of the worker
 
 
 class DiskLane:
@@ -60,23 +62,20 @@ class DiskLane:
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self.failure = ""
+        self.hangs = False
         self.good = 0  # operations that succeeded
+        self.faults = 0  # of the disk, not of the data
         self._name = name
         self._clock = clock
         self._pending = 0
         self._moved_at = 0.0  # time of the last completion, or of the first pending operation
-        self._hangs = False
         self._in_a_row = 0
         self._off_until = 0.0
         self._off_s = OFF_S
 
     @property
-    def hangs(self) -> bool:
-        return self._hangs
-
-    @property
     def is_on(self) -> bool:
-        return not self._hangs and (not self._off_until or self._clock() >= self._off_until)
+        return not self.hangs and (not self._off_until or self._clock() >= self._off_until)
 
     @property
     def given_up(self) -> bool:
@@ -89,7 +88,7 @@ class DiskLane:
 
     def ended(self, code: int = 0) -> None:
         self._pending -= 1
-        # An operation that was too late never reached the disk.
+        # An operation that timed out in the queue never reached the disk.
         if code != errno.ETIMEDOUT:
             self._moved_at = self._clock()
 
@@ -98,12 +97,16 @@ class DiskLane:
         self._in_a_row = 0
         if self._clock() < self._off_until:
             return  # it started before the fault
-        if self.failure and not self._hangs:
+        if self.failure and not self.hangs:
             log.info("cold: %s: works again", self._name)
             self.failure = ""
         self._off_until, self._off_s = 0.0, OFF_S
 
-    def fault(self, failure: str) -> None:
+    def fault(self, what: str, code: int) -> None:
+        """Count and log a fault; several in a row turn the lane off."""
+        self.faults += 1
+        failure = f"{what}: {os.strerror(code)}"
+        log.error("cold: %s", failure)
         if self.given_up:
             return
         self.failure = failure
@@ -119,16 +122,16 @@ class DiskLane:
         self._off_until = float("inf")
         self.failure = why
 
-    def tend(self) -> None:
-        """See whether it hangs, or has come back."""
+    def check(self) -> None:
+        """Detect whether operations hang, or complete again."""
         hangs = self._pending > 0 and self._clock() - self._moved_at > HANGS_S
-        if hangs and not self._hangs:
+        if hangs and not self.hangs:
             self.failure = f"{self._name}: no request completed for {HANGS_S:.0f} s"
             log.error("cold: %s; not used until one completes", self.failure)
-        elif self._hangs and not hangs:
+        elif self.hangs and not hangs:
             log.info("cold: %s: requests complete again", self._name)
             self.failure = ""
-        self._hangs = hangs
+        self.hangs = hangs
 
 
 class StoppedWorker:
@@ -169,9 +172,100 @@ class StoppedWorker:
         return 0
 
 
+class Operations:
+    """The operations of one worker that have not ended, and their callbacks. `failed` is called if a callback
+    raises an exception."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, failed: Callable[[], None]) -> None:
+        self.is_stopped = False  # new operations are cancelled
+        self._loop = loop
+        self._failed = failed
+        self._waiting: dict[int, tuple[DiskLane, Callable[[int, Any], None], bool]] = {}
+        self._ended: deque[tuple[int, int, Any]] = deque()
+        self._last_token = 0
+        self._idle = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, lane: DiskLane, callback: Callable[[int, Any], None], proves: bool) -> int:
+        """Return the token of a new operation. `proves`: its success proves that the lane works."""
+        self._last_token = token = self._last_token + 1
+        self._waiting[token] = lane, callback, proves
+        lane.began()
+        if self.is_stopped:
+            self._ended.append((token, errno.ECANCELED, None))
+            self._loop.call_soon(self.end, ())
+        return token
+
+    def end(self, results: Iterable[tuple[int, int, Any]] = ()) -> None:
+        """Call the callbacks of ended operations, for one millisecond per iteration of the loop."""
+        self._ended += results
+        until = time.monotonic() + TURN_S
+        while self._ended:
+            token, code, extra = self._ended.popleft()
+            lane, callback, proves = self._waiting.pop(token)
+            lane.ended(code)
+            try:
+                if proves and not code:
+                    lane.worked()
+                callback(code, extra)
+            except Exception:
+                log.exception("cold: internal error while completing a read or write")
+                self._failed()
+            if self._ended and time.monotonic() >= until:
+                self._loop.call_soon(self.end)
+                return
+        if not self._waiting:
+            self._idle.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until the last operation ends."""
+        self._idle.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+
+class FileThread:
+    """The thread that opens, creates and removes the files of one directory. Its calls count as writes of
+    `lane`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, lane: DiskLane) -> None:
+        self._loop = loop
+        self._lane = lane
+        self._thread = ThreadPoolExecutor(1, f"kvtier-files {name}")
+        self._jobs: set[Future[Any]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._jobs)
+
+    def run(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
+        """Call `work` in the thread."""
+        job = self._thread.submit(work, *args)
+        self._jobs.add(job)
+        self._lane.began()
+
+        def ended(_: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                self._loop.call_soon_threadsafe(self._lane.ended)
+
+        job.add_done_callback(self._jobs.discard)
+        job.add_done_callback(ended)
+        return asyncio.wrap_future(job)
+
+    def cancel(self) -> None:
+        """Cancel the calls that have not started, and refuse new ones."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the call that has started. False if it is still running."""
+        return not wait(list(self._jobs), timeout_s).not_done
+
+
 class DirectoryDisk:
-    """The worker of one directory. The callback `over` of an operation is called in the loop when it has
-    ended."""
+    """The worker of one directory. Callbacks are called in the loop. Operations have a token, which
+    `Operations` maps to their callback."""
 
     def __init__(
         self,
@@ -182,38 +276,35 @@ class DirectoryDisk:
         decoders: int = 1,
         staged_bytes: int = STAGED_BYTES,
     ) -> None:
-        self.reads, self.writes = (
-            DiskLane(f"reading {name}", clock),
-            DiskLane(f"writing {name}", clock),
-        )
+        self.reads = DiskLane(f"reading {name}", clock)
+        self.writes = DiskLane(f"writing {name}", clock)
         self.link = DiskLink(clock)
         self.bandwidth = Average(LATELY_S)  # bytes read per second of disk time
         self._moved: tuple[int, float, dict[tuple[int, int], tuple[int, float]]] = (0, 0.0, {})
-        self.faults = 0
         self.short = ""  # why no more files can be created
         self.elsewhere = ""  # why the path no longer leads to the directory
         self._loop = loop
         self._clock = clock
-        self._waiting: dict[int, tuple[DiskLane, Over]] = {}
-        self._over: deque[tuple[int, int, bytes | None]] = deque()
-        self._last_token = 0
-        self._quiet = asyncio.Event()  # no operation is pending
         self.is_over = False  # new operations never complete
         self.lost = ""  # why its directory must be closed and opened again
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         worker = Disk(self._event_fd, engine, decoders=decoders, staged_bytes=staged_bytes)
         self.worker: Disk | StoppedWorker = worker
         self.engine = worker.engine
-        self.worker.register(
-            anonymous(PAGE), fixed=False
-        )  # for the daemon's own pages, which have no payload
+        # Number 0, for the daemon's own pages, which have no payload.
+        self.worker.register(anonymous(PAGE), fixed=False)
+        failure = "internal error, see the daemon's log; disabled until restart"
+        self.operations = Operations(loop, partial(self.give_up, failure))
+        self.files = FileThread(loop, name, self.writes)
         loop.add_reader(self._event_fd, self._completed)
-        self._thread = ThreadPoolExecutor(1, f"kvtier-files {name}")
-        self._jobs: set[Future[Any]] = set()
 
     @property
     def failure(self) -> str:
         return self.writes.failure or self.reads.failure or self.elsewhere or self.short
+
+    @property
+    def faults(self) -> int:
+        return self.reads.faults + self.writes.faults
 
     def give_up(self, why: str) -> None:
         """Stop all I/O until a restart."""
@@ -229,28 +320,13 @@ class DirectoryDisk:
 
     async def quiet(self) -> None:
         """Wait until no operation is in flight, regardless of how long the disk hangs."""
-        while self._waiting or self._jobs:
-            self._quiet.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), TURN_OVER_S)
+        while self.operations or self.files.is_busy:
+            await self.operations.wait(POLL_S)
 
-    def fault(self, lane: DiskLane, what: str, code: int) -> None:
-        """Count and log a fault of the disk, not of the data."""
-        self.faults += 1
-        failure = f"{what}: {os.strerror(code)}"
-        log.error("cold: %s", failure)
-        lane.fault(failure)
-
-    def write_fault(self, what: str, code: int) -> None:
-        self.fault(self.writes, what, code)
-
-    @property
-    def hangs(self) -> bool:
-        return self.reads.hangs or self.writes.hangs
-
-    def tend(self) -> None:
-        self.reads.tend()
-        self.writes.tend()
+    def check(self) -> None:
+        """Detect lanes that hang."""
+        self.reads.check()
+        self.writes.check()
 
     def measure(self, rates: Rates) -> None:
         """Note the read bandwidth and the decoding rates since the last call."""
@@ -268,141 +344,77 @@ class DirectoryDisk:
 
     def read_op(
         self, fd: int, at: int, nbytes: int, extent: int, offset: int, digest: bytes, urgent: bool,
-        over: Over,
+        callback: Callback,
     ) -> bytes:  # fmt: skip
-        """Return an operation for `read`."""
-        flags = DIGEST | URGENT if urgent else DIGEST
-        token = self._read_token(over)
+        """Return an operation for `worker.read`."""
+        token = self.operations.add(self.reads, callback, True)
         return OPERATION.pack(
-            token, fd, flags, at, nbytes, extent, READ_MS, offset
+            token, fd, DIGEST | URGENT if urgent else DIGEST, at, nbytes, extent, READ_MS, offset
         ) + DIGEST_TAIL.pack(digest)
 
     def encoded_op(
         self, fd: int, at: int, sizes: tuple[int, int, int], extent: int, offset: int, digest: bytes,
-        element: int, recipe: int, urgent: bool, over: Over,
+        element: int, recipe: int, urgent: bool, callback: Callback,
     ) -> bytes:  # fmt: skip
-        """Return an operation for `read_encoded`; the sizes are those of the header, the payload and the
-        block. `recipe` is the number of its recipe from 1, or 0."""
-        token = self._read_token(over)
+        """Return an operation for `worker.read_frames`; the sizes are those of the header, the payload and
+        the block. `recipe` is the number of its recipe from 1, or 0."""
+        token = self.operations.add(self.reads, callback, True)
         header_bytes, nbytes, block_bytes = sizes
         return OPERATION.pack(
             token, fd, URGENT if urgent else 0, at, block_bytes, extent, READ_MS, offset
         ) + FRAME_TAIL.pack(digest, nbytes, header_bytes, element, recipe)
 
-    def read_encoded(self, ops: bytes | bytearray, recipes: Sequence[Recipe]) -> None:
-        self.worker.read_frames(ops, recipes)
-
-    def read(self, ops: bytes | bytearray) -> None:
-        self.worker.read(ops)
-
-    def read_text(self, fd: int, at: int, nbytes: int, over: Over, urgent: bool = False) -> None:
+    def read_text(
+        self, fd: int, at: int, nbytes: int, callback: Callback, urgent: bool = False
+    ) -> None:
         """Read bytes of this file, after all urgent reads unless it is urgent."""
-        self.worker.read_bytes(self._read_token(over), fd, at, nbytes, urgent, READ_MS)
+        token = self.operations.add(self.reads, callback, True)
+        self.worker.read_bytes(token, fd, at, nbytes, urgent, READ_MS)
 
-    def read_staged(self, fd: int, at: int, nbytes: int, over: Seen, urgent: bool) -> None:
-        """Read bytes for a codec into memory of the worker, which reads no more frames while much of it is in
-        use. Keep no view of it."""
-        token = self._read_token(over)
+    def read_staged(
+        self, fd: int, at: int, nbytes: int, callback: StagedCallback, urgent: bool
+    ) -> None:
+        """Read bytes for a codec into memory of the worker, which pauses reads of frames while much of it is
+        in use. Keep no view of it."""
+        token = self.operations.add(self.reads, callback, True)
         self.worker.read_bytes(token, fd, at, nbytes, urgent, READ_MS, staged=True)
 
     def frame_op(
         self, fd: int, at: int, nbytes: int, extent: int, offset: int, header: tuple[int, int],
-        over: Over,
+        callback: Callback,
     ) -> bytes:  # fmt: skip
         """Return an operation for `write`; `header` has the offset and size of its header in the headers."""
-        token = self._token(self.writes, over)
+        token = self.operations.add(self.writes, callback, False)
         return OPERATION.pack(
             token, fd, DIGEST | SEAL, at, nbytes, extent, 0, offset
         ) + HEADER_TAIL.pack(*header)
 
     def write(
-        self, fd: int, ops: bytes | bytearray, headers: bytes | bytearray, over: Over
+        self, fd: int, ops: bytes | bytearray, headers: bytes | bytearray, callback: Callback
     ) -> None:
         """Write to this file, then sync it, without a deadline: the slots are in use until both have ended.
-        `over` gets the first error."""
-
-        def synced(code: int, extra: bytes | None) -> None:
-            if not code:
-                self.writes.worked()
-            over(code, extra)
-
+        `callback` gets the first error."""
         self.worker.write(ops, headers)
-        self.worker.sync(self._token(self.writes, synced), fd)
+        self.worker.sync(self.operations.add(self.writes, callback, True), fd)
 
-    def write_text(self, fd: int, at: int, text: bytes, over: Over) -> None:
+    def write_text(self, fd: int, at: int, text: bytes, callback: Callback) -> None:
         """Write these pages, and sync."""
-        op = OPERATION.pack(self._token(self.writes, lambda *_: None), fd, 0, at, 0, 0, 0, 0)
-        self.write(fd, op + HEADER_TAIL.pack(0, len(text)), text, over)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the file thread has work."""
-        return bool(self._jobs)
-
-    def run_in_thread(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
-        """Run `work` in the thread for this directory's files."""
-        job = self._thread.submit(work, *args)
-        self._jobs.add(job)
-        self.writes.began()
-
-        def over(_: Future[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by then
-                self._loop.call_soon_threadsafe(self.writes.ended)
-
-        job.add_done_callback(self._jobs.discard)
-        job.add_done_callback(over)
-        return asyncio.wrap_future(job)
-
-    def _read_token(self, over: Callable[[int, Any], None]) -> int:
-        def have_read(code: int, extra: Any) -> None:
-            if not code:
-                self.reads.worked()
-            over(code, extra)
-
-        return self._token(self.reads, have_read)
-
-    def _token(self, lane: DiskLane, over: Over) -> int:
-        self._last_token += 1
-        self._waiting[self._last_token] = lane, over
-        lane.began()
-        if isinstance(self.worker, StoppedWorker):
-            self._over.append((self._last_token, errno.ECANCELED, None))
-            self._loop.call_soon(self._settle)
-        return self._last_token
+        token = self.operations.add(self.writes, lambda *_: None, False)
+        op = OPERATION.pack(token, fd, 0, at, 0, 0, 0, 0)
+        self.write(fd, op + HEADER_TAIL.pack(0, len(text)), text, callback)
 
     def _completed(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            return
-        self._over += self.worker.done()
-        self._settle()
+            self.operations.end(self.worker.done())
 
-    def _settle(self) -> None:
-        """Call the callbacks of completed operations, for one millisecond per iteration of the loop."""
-        until = time.monotonic() + TURN_S
-        while self._over:
-            token, code, extra = self._over.popleft()
-            lane, over = self._waiting.pop(token)
-            lane.ended(code)
-            try:
-                over(code, extra)
-            except Exception:
-                log.exception("cold: internal error while completing a read or write")
-                self.give_up("internal error, see the daemon's log; disabled until restart")
-            if self._over and time.monotonic() >= until:
-                self._loop.call_soon(self._settle)
-                return
-        if not self._waiting:
-            self._quiet.set()
+    # --- end ---------------------------------------------------------------------------------
 
     async def close(self, timeout_s: float) -> bool:
         """Wait for all operations, then stop. False if the kernel still uses files or memory."""
         until = self._clock() + timeout_s
-        self._quiet.clear()
-        if self._waiting:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), timeout_s)
+        if self.operations:
+            await self.operations.wait(timeout_s)
         self._disconnect()
         return await asyncio.to_thread(self._end, max(0.0, until - self._clock()))
 
@@ -414,7 +426,7 @@ class DirectoryDisk:
     def _disconnect(self) -> None:
         """Detach from the loop."""
         self.is_over = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.files.cancel()
         self._loop.remove_reader(self._event_fd)
 
     def _end(self, timeout_s: float) -> bool:
@@ -427,8 +439,9 @@ class DirectoryDisk:
             self._event_fd = -1
         if left:
             return False
+        self.operations.is_stopped = True  # first: the loop may add an operation at any time
         self.worker = StoppedWorker()
-        return not wait(list(self._jobs), max(0.0, until - self._clock())).not_done
+        return self.files.join(max(0.0, until - self._clock()))
 
 
 def anonymous(nbytes: int) -> Mapping:

@@ -1,8 +1,7 @@
-"""Blocks encoded on their way to the disks, and frames of codecs that the disks' workers can't decode, in
-threads beside the loop; and what of that pays.
+"""Encodes blocks in threads before they are written, and decodes frames whose codec the disks' workers do not
+have (`zstd`).
 
-What was encoded lies in memory of the tier's own until it is written. A worker that reads a frame decodes it
-by itself, but for `zstd`.
+An encoded block is in the encode buffer, memory of the cold tier, until it is written.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier.errors import FrameError
@@ -27,43 +28,31 @@ from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.choice import Choice, Rates
 from kvtier_daemon.codec.frame import RAW, pages
 from kvtier_daemon.codec.grid import grids
-from kvtier_daemon.tiers.cold.encode_buffer import EncodeBuffer
-from kvtier_daemon.tiers.cold.transfers import Coded, Outgoing
+from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
+from kvtier_daemon.tiers.cold.frames import Outgoing
 from kvtier_kernels import Mapping, xxh3_128
 
 log = logging.getLogger(__name__)
 
 THREADS_MOST = 4
-PIECE_BYTES = 8 << 20  # of blocks, encoded while what was before them is written
-TELL_S = 10.0
+PIECE_BYTES = 8 << 20  # of blocks that are encoded while the previous ones are written
+LOG_S = 10.0  # between messages about failures
 START_S = 10.0
+PATIENCE_S = 6.0  # longest wait for memory: a disk that hangs keeps the memory of its writes
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
 def threads_here() -> int:
-    """How many threads encode, and how many decode for each disk: half of the processors, the others are
-    the engines'."""
+    """Return how many threads encode, and how many decode for each disk: half of the processors, to leave the
+    others to the engines."""
     return max(1, min(THREADS_MOST, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a thread does with a block: encode it, by one codec or to see what each makes of it."""
-
-    block: Outgoing
-    codec: Codec
-    header: bytearray
-    source: memoryview
-    into: memoryview
-    extent: int
-    offset: int
-    tries: tuple[Codec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Took:
-    """What one codec made of a block, and in how many seconds; none for decoding where it was not tried."""
+class Encoding:
+    """The result of one codec on one block: the size of the payload, and the times. `decode_s` is None unless
+    decoding was measured."""
 
     codec: int
     nbytes: int
@@ -71,8 +60,127 @@ class Took:
     decode_s: float | None = None
 
 
+class EncodeBuffer:
+    """The memory that blocks are encoded to, shared by all tenants, who wait for it in order.
+
+    The disks' workers know its memory permanently, so it is allocated once and never freed. `room(nbytes)`
+    allocates: it returns the number of the memory with the disks, and its size. A request that is larger than
+    `most` gets memory of its own; one such request is served at a time."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        room: Callable[[int], tuple[int, int]],
+        most: int = STAGED_BYTES,
+    ) -> None:
+        self.most = most
+        self.used = 0
+        self.waited = 0  # requests that found no free memory
+        self.refused = 0  # requests that got none
+        self._stuck = False  # a request waited in vain, and no memory was returned since
+        self._loop = loop
+        self._room = room
+        self._holes: dict[int, dict[int, int]] = {}  # by extent: sizes by offset
+        self._sizes: dict[int, int] = {}
+        self._waiting: deque[tuple[int, asyncio.Future[tuple[int, int]]]] = deque()
+
+    async def take(self, nbytes: int) -> tuple[int, int] | None:
+        """Return the extent and offset of this many bytes, in whole pages, not cleared. None if no memory
+        became free in time. Later requests then do not wait until some memory is returned: a disk that hangs
+        may hold all of it. Raises OSError if memory cannot be allocated."""
+        nbytes = pages(nbytes)
+        if not self._waiting and (place := self._cut(nbytes)) is not None:
+            return place
+        self.waited += 1
+        if self._stuck:
+            self.refused += 1
+            return None
+        granted: asyncio.Future[tuple[int, int]] = self._loop.create_future()
+        self._waiting.append((nbytes, granted))
+        try:
+            await asyncio.wait([granted], timeout=PATIENCE_S)
+        except asyncio.CancelledError:
+            if not self._leave(nbytes, granted) and not granted.exception():
+                self.give(*granted.result(), nbytes)
+            raise
+        if self._leave(nbytes, granted):
+            self.refused += 1
+            self._stuck = True
+            return None
+        return granted.result()
+
+    def _leave(self, nbytes: int, granted: asyncio.Future[tuple[int, int]]) -> bool:
+        """Stop waiting. False if the request was already answered."""
+        if granted.done():
+            return False
+        self._waiting.remove((nbytes, granted))
+        self._serve()
+        return True
+
+    def give(self, extent: int, offset: int, nbytes: int) -> None:
+        """Return memory that is no longer used."""
+        if not nbytes:
+            return
+        holes = self._holes[extent]
+        self._stuck = False
+        self.used -= nbytes
+        for at, size in list(holes.items()):
+            if at + size == offset:
+                offset, nbytes = at, size + nbytes
+                del holes[at]
+            elif at == offset + nbytes:
+                nbytes += size
+                del holes[at]
+        holes[offset] = nbytes
+        self._serve()
+
+    def _serve(self) -> None:
+        """Answer requests in order: otherwise small ones would delay a large one forever."""
+        while self._waiting:
+            nbytes, granted = self._waiting[0]
+            try:
+                place = self._cut(nbytes)
+            except OSError as error:
+                granted.set_exception(error)
+            else:
+                if place is None:
+                    return
+                granted.set_result(place)
+            self._waiting.popleft()
+
+    def _cut(self, nbytes: int) -> tuple[int, int] | None:
+        """Take memory from the smallest hole that is large enough."""
+        self._allocate(nbytes)
+        found = [
+            (size, extent, at)
+            for extent, holes in self._holes.items()
+            for at, size in holes.items()
+            if size >= nbytes and self._suits(self._sizes[extent], nbytes)
+        ]
+        if not found:
+            return None
+        size, extent, at = min(found)
+        del self._holes[extent][at]
+        if size > nbytes:
+            self._holes[extent][at + nbytes] = size - nbytes
+        self.used += nbytes
+        return extent, at
+
+    def _allocate(self, nbytes: int) -> None:
+        """Allocate memory unless there is an extent, free or used, for requests of this size."""
+        wanted = max(nbytes, self.most)
+        if not any(size >= wanted for size in self._sizes.values() if self._suits(size, nbytes)):
+            extent, size = self._room(wanted)
+            size = size if wanted > self.most else wanted
+            self._sizes[extent], self._holes[extent] = size, {0: size}
+
+    def _suits(self, size: int, nbytes: int) -> bool:
+        """Whether an extent of this size is for requests of `nbytes`: normal ones, or larger than `most`."""
+        return (size > self.most) == (nbytes > self.most)
+
+
 class Encoder:
-    """For all tenants. `blank(block)` is a header for it."""
+    """Serves all tenants. `blank(block)` returns an unsealed header for the block."""
 
     def __init__(
         self,
@@ -90,16 +198,16 @@ class Encoder:
         self._encoders = _started(threads, "kvtier-encode")
         self._decoders = _started(threads, "kvtier-decode")
         self._jobs: set[Future[Any]] = set()
-        self.failures = 0  # to encode; the blocks were written as they are
-        self._tells_at = 0.0
+        self.failures = 0  # to encode; the blocks were written raw
+        self._logs_at = 0.0
 
     # --- writing -----------------------------------------------------------------------------
 
     async def encode(
         self, blocks: Sequence[Outgoing], choice: Choice, links: Sequence[float]
     ) -> list[Outgoing]:
-        """The same blocks, those for which it pays, and for which it can be done, with what they are encoded
-        to. Whoever gets them lets go of each (`Coded.release`) once it is written, or is not to be."""
+        """Return the blocks, encoded where that pays and succeeds. The caller must call `release` of each
+        when it was written, or will not be written."""
         kinds = {_kind(block): block for block in blocks}
         chosen = {kind: _codec(block, choice, links) for kind, block in kinds.items()}
         codecs = [chosen[_kind(block)] for block in blocks]
@@ -111,8 +219,8 @@ class Encoder:
             return await self._encoded(blocks, codecs, tried, todo, choice)
         except Exception:
             self.failures += 1
-            if self._loop.time() >= self._tells_at:
-                self._tells_at = self._loop.time() + TELL_S
+            if self._loop.time() >= self._logs_at:
+                self._logs_at = self._loop.time() + LOG_S
                 log.exception("cold: internal error while encoding blocks; they are written raw")
             return list(blocks)
 
@@ -120,75 +228,62 @@ class Encoder:
         self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], tried: set[int],
         todo: Sequence[int], choice: Choice,
     ) -> list[Outgoing]:  # fmt: skip
+        """Encode the blocks `todo`, each to pages of its own, and release the pages that are not needed."""
         sizes = [pages(blocks[at].block_bytes) for at in todo]
         place = await self.staging.take(sum(sizes))
         if place is None:
             return list(blocks)
-        kept = [0] * len(todo)  # bytes at the front of each one's
+        extent, first = place
+        offsets = [first + before for before in accumulate(sizes[:-1], initial=0)]
+        used = [0] * len(todo)  # bytes at the start of each block's pages
 
         def give_back(_: object = None) -> None:
-            extent, offset = place
-            for taken, front in zip(sizes, kept, strict=True):
-                self.staging.give(extent, offset + front, taken - front)
-                offset += taken
+            for offset, size, front in zip(offsets, sizes, used, strict=True):
+                self.staging.give(extent, offset + front, size - front)
 
         try:
-            jobs = self._jobs_of(blocks, codecs, tried, todo, choice, place)
-            encoding = self._beside(self._encoders, _encode_all, jobs)
+            headers = [self._blank(blocks[at]) for at in todo]
+            jobs = [
+                partial(
+                    _encode, blocks[at], codecs[at], header,
+                    self._view(blocks[at].extent, blocks[at].offset, blocks[at].block_bytes),
+                    self._view(extent, offset, blocks[at].block_bytes),
+                    choice.candidates(blocks[at].spec, blocks[at].block_bytes) if at in tried else (),
+                )
+                for at, header, offset in zip(todo, headers, offsets, strict=True)
+            ]  # fmt: skip
+            encoding = self._submit(self._encoders, _run_all, jobs)
         except BaseException:
             give_back()
             raise
         try:
             found = await asyncio.shield(encoding)
         except asyncio.CancelledError:
-            encoding.add_done_callback(give_back)  # the thread goes on, and writes to it
+            encoding.add_done_callback(give_back)  # the thread still writes to it
             raise
         except Exception:
             give_back()
             raise
         try:
-            over = list(blocks)
-            for job, (_, took) in zip(jobs, found, strict=True):
-                for one in took:
-                    self._note(job.block, choice, one, len(job.source))
-            for block in {block.space: block for block in blocks}.values():
-                of_space = [at for at, one in enumerate(blocks) if one.space == block.space]
-                choice.wrote(
-                    block.space, block.spec, len(of_space), sum(at in tried for at in of_space)
-                )
-            for number, (at, job, (nbytes, _)) in enumerate(zip(todo, jobs, found, strict=True)):
-                if nbytes is not None and pages(nbytes) < pages(len(job.source)):
-                    kept[number] = pages(nbytes)
-                    over[at] = replace(job.block, coded=self._coded(job, nbytes))
-            return over
+            self._note(blocks, todo, tried, found, choice)
+            result = list(blocks)
+            for number, (at, header, results) in enumerate(zip(todo, headers, found, strict=True)):
+                if codecs[at].number == RAW:
+                    continue  # all codecs were tried on it, and it is written raw
+                nbytes, encoded_at = results[-1].nbytes, (extent, offsets[number])
+                if pages(nbytes) < pages(blocks[at].block_bytes):
+                    used[number] = pages(nbytes)
+                    result[at] = replace(
+                        blocks[at], codec=codecs[at].number, header=bytes(header),
+                        payload_bytes=nbytes, encoded_at=encoded_at,
+                        release=partial(self.staging.give, *encoded_at, pages(nbytes)),
+                    )  # fmt: skip
+            return result
         finally:
             give_back()
 
-    def _jobs_of(
-        self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], tried: set[int],
-        todo: Sequence[int], choice: Choice, place: tuple[int, int],
-    ) -> list[Job]:  # fmt: skip
-        """Each is encoded to pages of its own, one after the other from this place on."""
-        extent, offset = place
-        jobs = []
-        for at in todo:
-            block, size = blocks[at], blocks[at].block_bytes
-            header = self._blank(block)
-            source = self._view(block.extent, block.offset, size)
-            into = self._view(extent, offset, size)
-            tries = choice.candidates(block.spec, size) if at in tried else ()
-            jobs.append(Job(block, codecs[at], header, source, into, extent, offset, tries))
-            offset += pages(size)
-        return jobs
-
-    def _coded(self, job: Job, nbytes: int) -> Coded:
-        return Coded(
-            bytes(job.header), job.codec.number, nbytes, job.extent, job.offset,
-            lambda: self.staging.give(job.extent, job.offset, pages(nbytes)),
-        )  # fmt: skip
-
     def pieces(self, blocks: Sequence[Outgoing], choice: Choice) -> Iterator[list[Outgoing]]:
-        """The blocks, as many at a time as are to be encoded at once; all where none is to be."""
+        """Divide the blocks into lists that are encoded at once. Blocks that are written raw do not count."""
         piece: list[Outgoing] = []
         nbytes = 0
         for block in blocks:
@@ -206,7 +301,7 @@ class Encoder:
     def _tries(
         self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], choice: Choice
     ) -> set[int]:
-        """Which of these to try with all codecs: of those that are to be lossless."""
+        """Return the positions of the blocks that all codecs are tried on, among the lossless ones."""
         used: Counter[bytes] = Counter()
         tried = set()
         for at, (block, codec) in enumerate(zip(blocks, codecs, strict=True)):
@@ -217,11 +312,23 @@ class Encoder:
                 tried.add(at)
         return tried
 
-    def _note(self, block: Outgoing, choice: Choice, took: Took, size: int) -> None:
-        choice.shrank(block.space, block.spec, took.codec, size, took.nbytes)
-        self.rates.encoded(took.codec, block.spec.dtype, size, took.encode_s)
-        if took.decode_s is not None:
-            self.rates.decoded(took.codec, block.spec.dtype, size, took.decode_s)
+    def _note(
+        self, blocks: Sequence[Outgoing], todo: Sequence[int], tried: set[int],
+        found: Sequence[Sequence[Encoding]], choice: Choice,
+    ) -> None:  # fmt: skip
+        """Report the measured ratios and rates, and for each space how many blocks are written and tried."""
+        for at, results in zip(todo, found, strict=True):
+            block, size = blocks[at], blocks[at].block_bytes
+            for each in results:
+                choice.shrank(block.space, block.spec, each.codec, size, each.nbytes)
+                self.rates.encoded(each.codec, block.spec.dtype, size, each.encode_s)
+                if each.decode_s is not None:
+                    self.rates.decoded(each.codec, block.spec.dtype, size, each.decode_s)
+        for block in {block.space: block for block in blocks}.values():
+            of_space = [at for at, each in enumerate(blocks) if each.space == block.space]
+            choice.wrote(
+                block.space, block.spec, len(of_space), sum(at in tried for at in of_space)
+            )
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -229,7 +336,7 @@ class Encoder:
         self, codec: int, text: memoryview, header_bytes: int, digest: bytes, spec: KvSpec, extent: int,
         offset: int, nbytes: int, done: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """Write the block of this frame to its slot; `done` is told an errno or 0."""
+        """Decode this frame into its slot; `done` gets an errno or 0."""
         into = self._view(extent, offset, nbytes)
 
         def work() -> float:
@@ -237,7 +344,7 @@ class Encoder:
             framing.decode(text, header_bytes, digest, spec.dtype, into)
             return time.perf_counter() - began
 
-        def over(future: asyncio.Future[float]) -> None:
+        def decoded(future: asyncio.Future[float]) -> None:
             if future.cancelled():
                 done(errno.ECANCELED)
             elif (error := future.exception()) is None:
@@ -246,29 +353,29 @@ class Encoder:
             elif isinstance(error, FrameError):
                 done(errno.EBADMSG)
             else:
-                # No memory, or a bug of ours: of the frame that says nothing, and it is kept.
+                # Out of memory, or a bug: the frame may be good.
                 log.error("cold: cannot decode a frame; keeping it", exc_info=error)
                 done(errno.ENOTRECOVERABLE)
 
-        self._beside(self._decoders, work).add_done_callback(over)
+        self._submit(self._decoders, work).add_done_callback(decoded)
 
     async def close(self, timeout_s: float) -> bool:
-        """Call off what has not begun, wait for what has, and end. False if something goes on, and may
-        write to a slot."""
+        """Cancel the jobs that have not started, and wait for the others. False if one is still running, and
+        may write to a slot."""
         jobs = [asyncio.wrap_future(job) for job in list(self._jobs)]
-        going = asyncio.gather(*jobs, return_exceptions=True)
+        running = asyncio.gather(*jobs, return_exceptions=True)
         self.stop()
-        done, _ = await asyncio.wait([going], timeout=timeout_s)
+        done, _ = await asyncio.wait([running], timeout=timeout_s)
         return bool(done)
 
     def stop(self) -> None:
-        """Call off what has not begun, and wait for nothing."""
+        """Cancel the jobs that have not started, without waiting for the others."""
         for pool in (self._encoders, self._decoders):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # --- memory ------------------------------------------------------------------------------
 
-    def _beside(
+    def _submit(
         self, pool: ThreadPoolExecutor, work: Callable[[*Args], T], *args: *Args
     ) -> asyncio.Future[T]:
         job = pool.submit(work, *args)
@@ -281,76 +388,76 @@ class Encoder:
 
 
 def _started(threads: int, name: str) -> ThreadPoolExecutor:
-    """An executor that has its threads: one that can't be had later fails nothing. Raises RuntimeError."""
-    pool, all_here = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
+    """Return an executor whose threads all run, so that no later call fails for lack of a thread. Raises
+    RuntimeError."""
+    pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
     try:
         for _ in range(threads):
-            pool.submit(all_here.wait)
-        all_here.wait(START_S)
+            pool.submit(all_run.wait)
+        all_run.wait(START_S)
     except RuntimeError:  # no thread, or, as BrokenBarrierError, not in time
-        all_here.abort()
+        all_run.abort()
         pool.shutdown(wait=False)
         raise
     return pool
 
 
 def _kind(block: Outgoing) -> tuple[bytes, int, int, bool]:
-    """What blocks of one codec have in common."""
+    """Return the properties that determine a block's codec."""
     return block.space, block.group, block.shard, block.lossy
 
 
 def _codec(block: Outgoing, choice: Choice, links: Sequence[float]) -> Codec:
-    """By what a block is stored now. What a lossy codec made is stored as it is: errors would add up."""
+    """Return the codec for a block. A block from a lossy codec is encoded lossless: errors would add up."""
     lossy = choice.lossy(block.space, block.spec, block.group, block.shard)
     if lossy is not None and not block.lossy:
         return lossy
     return choice.codec(block.space, block.spec, block.block_bytes, links)
 
 
-def _encode_all(jobs: Sequence[Job]) -> list[tuple[int | None, list[Took]]]:
-    """What each block is encoded to, the payload's bytes, or None where it stays raw; and what was
-    measured."""
-    return [_encode(job) for job in jobs]
+def _run_all(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    return [job() for job in jobs]
 
 
-def _encode(job: Job) -> tuple[int | None, list[Took]]:
-    dtype, took = job.block.spec.dtype, []
-    for codec in job.tries:
-        if codec is not job.codec:
-            took.append(
-                _try(codec, dtype, bytearray(job.header), job.source, job.into, decodes=True)
-            )
-    if job.codec.number == RAW:
-        return None, took
-    if job.codec.lossy:
-        one = _lose(job.codec, job.block, job.header, job.source, job.into)
-    else:
-        one = _try(job.codec, dtype, job.header, job.source, job.into, decodes=bool(job.tries))
-    return one.nbytes, [*took, one]
+def _encode(
+    block: Outgoing, codec: Codec, header: bytearray, source: memoryview, into: memoryview,
+    tries: Sequence[Codec],
+) -> list[Encoding]:  # fmt: skip
+    """Encode the block with `codec`, unless that is raw, after trying the other codecs; return the results,
+    that of `codec` last."""
+    dtype, results = block.spec.dtype, []
+    for each in tries:
+        if each is not codec:
+            results.append(_try(each, dtype, bytearray(header), source, into, decodes=True))
+    if codec.lossy:
+        results.append(_lose(codec, block, header, source, into))
+    elif codec.number != RAW:
+        results.append(_try(codec, dtype, header, source, into, decodes=bool(tries)))
+    return results
 
 
 def _lose(
     codec: Codec, block: Outgoing, header: bytearray, source: memoryview, into: memoryview
-) -> Took:
+) -> Encoding:
     began = time.perf_counter()
     dtype = block.spec.dtype
-    lies = grids(block.spec, block.group, ordered=isinstance(codec, Arranged))
-    nbytes = framing.encode_lossy(codec, dtype, header, source, into, lies, block.position)
-    return Took(codec.number, nbytes, time.perf_counter() - began)
+    parts = grids(block.spec, block.group, ordered=isinstance(codec, Arranged))
+    nbytes = framing.encode_lossy(codec, dtype, header, source, into, parts, block.position)
+    return Encoding(codec.number, nbytes, time.perf_counter() - began)
 
 
 def _try(
     codec: Codec, dtype: str, header: bytearray, source: memoryview, into: memoryview, decodes: bool
-) -> Took:
+) -> Encoding:
     began = time.perf_counter()
     nbytes = framing.encode(codec, dtype, header, source, into)
     encoded = time.perf_counter()
     if not decodes or nbytes >= len(source):
-        return Took(codec.number, nbytes, encoded - began)
+        return Encoding(codec.number, nbytes, encoded - began)
     scratch = bytearray(source)
     again = time.perf_counter()
     codec.decode(into[:nbytes], framing.entries_of(header), dtype, scratch)
-    # As a read does, before and after.
+    # A read verifies both digests.
     xxh3_128(into[:nbytes])
     xxh3_128(scratch)
-    return Took(codec.number, nbytes, encoded - began, time.perf_counter() - again)
+    return Encoding(codec.number, nbytes, encoded - began, time.perf_counter() - again)

@@ -13,6 +13,7 @@ from itertools import chain
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.demotion import Demotion
+from kvtier_daemon.catalog.frames import FramedBlocks
 from kvtier_daemon.catalog.miss_log import BUDGET, OFF, ONCE, SLOW_DISK
 from kvtier_daemon.codec.choice import Average, Choice
 from kvtier_daemon.tiers.cold.encoder import threads_here
@@ -20,10 +21,9 @@ from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,
     BEGIN_TRIES,
     WRITE_BLOCKS,
+    Outgoing,
     begin,
     describe,
-    frame_bytes,
-    frame_of,
     ids_of,
     in_time,
     outgoing,
@@ -31,7 +31,6 @@ from kvtier_daemon.tiers.cold.frames import (
 )
 from kvtier_daemon.tiers.cold.reclaimer import Reclaimer
 from kvtier_daemon.tiers.cold.tier import ColdTier
-from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -46,26 +45,107 @@ SIZES_BLOCKS = 1024
 COPY_S = 3.0  # longest time that writes wait for the copies of the reclaimer
 
 
+class WaitingWriters:
+    """The writers of one tenant that wait: without work (`idle`), or because they could not write
+    (`pausing`)."""
+
+    def __init__(self) -> None:
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._pausing: deque[asyncio.Future[None]] = deque()
+
+    def wake(self) -> None:
+        """Wake one writer, because there may be blocks to write. A writer that is busy checks again after its
+        write."""
+        if waiting := self._idle or self._pausing:
+            waiting.popleft().set_result(None)
+
+    def wake_idle(self) -> None:
+        """Wake one writer without work."""
+        if self._idle:
+            self._idle.popleft().set_result(None)
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Wait until there may be blocks to write. No `await` may lie between the check and this call, so
+        that no wake-up is missed."""
+        waiting = self._idle if timeout_s is None else self._pausing
+        woken = asyncio.get_running_loop().create_future()
+        waiting.append(woken)
+        try:
+            await asyncio.wait([woken], timeout=timeout_s)
+        finally:
+            if not woken.done():
+                waiting.remove(woken)
+
+
+class Drain:
+    """The drain of one tenant: writes the blocks that are only in memory when it begins, regardless of the
+    daily budget, and then those that are saved."""
+
+    def __init__(self, catalog: Catalog, waiting: WaitingWriters) -> None:
+        self.is_on = self.is_done = False
+        self._store = catalog.blocks.store
+        self._demotions = catalog.demotions
+        self._waiting = waiting
+        self._at = 0  # where the sweep continues
+        self._swept = False  # the sweep has checked all blocks from before the drain
+        self._unsure: set[int] = set()  # blocks of the sweep that may not be on disk yet
+        self._left = 0  # blocks that the drain has yet to write, at least
+
+    def begin(self) -> None:
+        if not self.is_on:
+            self._reset(True)
+
+    def end(self) -> None:
+        if self.is_on:
+            self._reset(False)
+
+    def _reset(self, is_on: bool) -> None:
+        self.is_on, self.is_done = is_on, False
+        self._at, self._swept, self._unsure = 0, False, set()
+        self._left = self._demotions.in_memory_alone
+        self._waiting.wake()
+
+    @property
+    def left_blocks(self) -> int:
+        """About how many blocks are yet to be written, without those that were saved since the drain
+        began."""
+        if not self.is_on or self.is_done:
+            return 0
+        return max(1, min(self._left, self._demotions.in_memory_alone))
+
+    def wrote(self, blocks: int) -> None:
+        self._left -= blocks
+
+    def plan(self) -> Demotion:
+        """Return a portion of the blocks that were only in memory when the drain began. Each id is checked
+        once; dirty ones are checked again until they are on disk or gone. So the drain ends, regardless of
+        the saves meanwhile."""
+        if not self._swept:
+            plan, self._at, writing = self._demotions.sweep(self._at, WRITE_BLOCKS)
+            self._swept = not self._at
+            self._unsure.update(array("I", plan.ids), array("I", writing))
+            if plan.ids or not self._swept:
+                return plan
+        left = self._store.dirty(array("I", self._unsure).tobytes())
+        self._unsure = set(array("I", left))
+        self.is_done = not left
+        return self._demotions.plan_write_through(left, WRITE_BLOCKS)
+
+    def plan_later_saves(self) -> Demotion:
+        """Return a portion of the blocks that were saved since the drain began and did not fit into the queue
+        of commits."""
+        plan, self._at, _ = self._demotions.sweep(self._at, WRITE_BLOCKS)
+        return plan
+
+
 class Flusher:
-    """Writes one tenant's blocks. `extents` are the cold tier's numbers of its extents."""
+    """The `TierWrites` of one tenant. `extents` has the cold tier's numbers of its extents."""
 
     def __init__(
-        self,
-        tenant: str,
-        catalog: Catalog,
-        cold: ColdTier,
-        extents: Sequence[int],
-        quota_bytes: int,
-        budget: WriteBudget,
-        leaving: Reclaimer,
-        counts: Counter[str],
-        nbytes: Counter[str],
-        choice: Choice,
-        clock: Callable[[], float],
-        *,
-        through: bool,
-        admission: str,
-    ) -> None:
+        self, tenant: str, catalog: Catalog, cold: ColdTier, extents: Sequence[int], quota_bytes: int,
+        budget: WriteBudget, reclaimer: Reclaimer, counts: Counter[str], nbytes: Counter[str],
+        choice: Choice, clock: Callable[[], float], *, through: bool, admission: str,
+    ) -> None:  # fmt: skip
         self.counts = counts
         self.bytes = nbytes
         self.choice = choice
@@ -75,19 +155,12 @@ class Flusher:
         self._extents = extents
         self._clean_bytes = int(quota_bytes * CLEAN_SHARE)
         self._budget = budget
-        self._reclaimer = leaving
+        self._reclaimer = reclaimer
         self.reconfigure(through=through, admission=admission)
         catalog.blocks.why_unwritten = SLOW_DISK
+        self.waiting = WaitingWriters()
+        self.drain = Drain(catalog, self.waiting)
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
-        self._drains = False  # a drain is in progress
-        self._sweep = 0  # where the sweep continues
-        self._swept = False  # the sweep has checked all blocks from before the drain
-        self._unsure: set[int] = set()  # blocks of the sweep that may not be on disk yet
-        self._drain_blocks = 0  # blocks that the drain has yet to write, at least
-        self.is_drained = False
-        # One future per waiting writer: those without work, and those that could not write.
-        self._resting: deque[asyncio.Future[None]] = deque()
-        self._pausing: deque[asyncio.Future[None]] = deque()
         self._clock = clock
         self._tended_at = clock()
         self._saved_blocks = 0  # since then
@@ -101,61 +174,16 @@ class Flusher:
         if admission == "second-touch" or (admission == "auto" and self._budget.is_limited):
             self._catalog.blocks.admission.turn_on()
 
-    def drain(self, wanted: bool) -> None:
-        """Start to write all blocks that are only in memory, and all that are saved from now on, regardless
-        of the daily budget; or stop that."""
-        if wanted != self._drains:
-            self._drains, self._sweep, self._swept = wanted, 0, False
-            self._unsure, self.is_drained = set(), False
-            self._drain_blocks = self._catalog.demotions.in_memory_alone
-            self.wake()
-
-    @property
-    def drains(self) -> bool:
-        return self._drains
-
-    @property
-    def left_to_drain(self) -> int:
-        """About how many blocks the drain has yet to write, without those that were saved since it
-        started."""
-        if not self._drains or self.is_drained:
-            return 0
-        return max(1, min(self._drain_blocks, self._catalog.demotions.in_memory_alone))
-
-    def _drain_on(self) -> Demotion:
-        """Return a portion of the blocks that were only in memory when the drain started. Each id is checked
-        once; dirty ones are checked again until they are on disk or gone. So the drain ends, regardless of
-        the saves meanwhile."""
-        catalog = self._catalog
-        if not self._swept:
-            plan, self._sweep, writing = catalog.demotions.sweep(self._sweep, WRITE_BLOCKS)
-            self._swept = not self._sweep
-            self._unsure.update(array("I", plan.ids), array("I", writing))
-            if plan.ids or not self._swept:
-                return plan
-        left = catalog.blocks.store.dirty(array("I", self._unsure).tobytes())
-        self._unsure = set(array("I", left))
-        self.is_drained = not left
-        return catalog.demotions.plan_write_through(left, WRITE_BLOCKS)
-
-    def _sweep_on(self) -> Demotion | None:
-        """Return a portion of the blocks that were saved since the drain started and did not fit into the
-        queue of commits."""
-        plan, self._sweep, _ = self._catalog.demotions.sweep(self._sweep, WRITE_BLOCKS)
-        return plan if plan.ids else None
-
-    def wake(self) -> None:
-        """Wake one waiting writer, because there may be blocks to write. A writer that is busy checks again
-        after its write."""
-        _wake_one(self._resting or self._pausing)
-
     def saved(self, ids: bytes) -> None:
-        """Note that these blocks were committed."""
         self._saved_blocks += len(ids) // ID_BYTES
-        if (self._through or self._drains) and self._cold.takes and len(self._saved) < LIMIT_SAVED:
+        if (
+            (self._through or self.drain.is_on)
+            and self._cold.writer.is_on
+            and len(self._saved) < LIMIT_SAVED
+        ):
             # Blocks beyond the limit are written when they are close to eviction.
             self._saved.append(ids)
-        self.wake()
+        self.waiting.wake()
 
     def tend(self) -> None:
         """Measure the rate of saves, and wake a writer if there are dirty blocks: no event reports that a
@@ -166,8 +194,8 @@ class Flusher:
         at_once = min(WRITES_AT_ONCE, threads_here())
         self.choice.saved_bytes_s = self._saves.value * self._sizes.value / at_once
         left = self.gate()
-        if self._cold.takes and left > 0 and self._catalog.demotions.in_memory_alone:
-            _wake_one(self._resting)
+        if self._cold.writer.is_on and left > 0 and self._catalog.demotions.in_memory_alone:
+            self.waiting.wake_idle()
 
     async def run(self) -> None:
         """Write until the task is cancelled."""
@@ -182,45 +210,29 @@ class Flusher:
         while True:
             plan = self._plan()
             if plan is None:
-                await self._wait(None if self._rests else PAUSE_S)
+                # During a drain, and while reads go first, nothing wakes a writer: it polls.
+                polls = self.drain.is_on or not self._cold.writer.may_write()
+                await self.waiting.wait(PAUSE_S if polls else None)
                 continue
             # There may be more blocks. Do not wake writers that pause: those that cannot write would wake
             # each other forever.
-            _wake_one(self._resting)
+            self.waiting.wake_idle()
             left, wrote = await self._write(plan)
             if left and self._through and len(self._saved) < LIMIT_SAVED:
                 self._saved.append(left)
             if left or not wrote:
-                await self._wait(PAUSE_S)
-
-    @property
-    def _rests(self) -> bool:
-        """Whether a writer without work sleeps until it is woken. During a drain, and while reads go first,
-        it polls."""
-        return not self._drains and self._cold.may_write(self._tenant)
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        """Wait until there may be blocks to write. No `await` lies between the check and this call, so no
-        wake-up is missed."""
-        waiting = self._resting if timeout_s is None else self._pausing
-        woken = asyncio.get_running_loop().create_future()
-        waiting.append(woken)
-        try:
-            await asyncio.wait([woken], timeout=timeout_s)
-        finally:
-            if not woken.done():
-                waiting.remove(woken)
+                await self.waiting.wait(PAUSE_S)
 
     def _plan(self) -> Demotion | None:
         """Return the blocks to write next, or None."""
         left = self.gate()
-        if not self._cold.takes or (left <= 0 and not self._drains):
+        if not self._cold.writer.is_on or (left <= 0 and not self.drain.is_on):
             return None
-        if not self._cold.may_write(self._tenant):
+        if not self._cold.writer.may_write():
             return None
         catalog = self._catalog
         # Before newer saves; otherwise the drain would never end.
-        if self._drains and not self.is_drained and (plan := self._drain_on()).ids:
+        if self.drain.is_on and not self.drain.is_done and (plan := self.drain.plan()).ids:
             return plan
         while self._saved:
             ids, some = self._saved.popleft(), WRITE_BLOCKS * ID_BYTES
@@ -229,9 +241,13 @@ class Flusher:
             plan = catalog.demotions.plan_write_through(ids[:some])
             if plan.ids:
                 return plan
-        if self._drains:
-            return self._sweep_on() if self.is_drained else None
-        plan = catalog.demotions.plan(int(min(left, WRITE_BYTES)), self._clean_bytes, WRITE_BLOCKS)
+        if not self.drain.is_on:
+            most = int(min(left, WRITE_BYTES))
+            plan = catalog.demotions.plan(most, self._clean_bytes, WRITE_BLOCKS)
+        elif self.drain.is_done:
+            plan = self.drain.plan_later_saves()
+        else:
+            return None
         return plan if plan.ids else None
 
     def gate(self) -> float:
@@ -239,14 +255,12 @@ class Flusher:
         be written."""
         left = self._budget.left()
         blocks = self._catalog.blocks
-        shut = not self._drains and (
-            self._admission == "second-touch"
-            or (
-                self._admission == "auto" and self._budget.is_limited and left < self._budget.scarce
-            )
+        scarce = self._budget.is_limited and left < self._budget.scarce
+        shut = not self.drain.is_on and (
+            self._admission == "second-touch" or (self._admission == "auto" and scarce)
         )
         blocks.admission.strict = shut
-        if not self._cold.takes:
+        if not self._cold.writer.is_on:
             blocks.why_unwritten = OFF
         elif left <= 0:
             blocks.why_unwritten = BUDGET
@@ -255,24 +269,22 @@ class Flusher:
         return left
 
     async def _write(self, plan: Demotion) -> tuple[bytes, bool]:
-        """Write these, as far as there is a place for them; the ids of those for which there was none, and
-        whether anything was written at all.
+        """Write these blocks, as far as there is a place for them. Return the ids of those without a place,
+        and whether anything was written.
 
-        A block that was handed to the disk is held until the disk has ended with it, whatever becomes of this
-        task: another block in its slot would be written under its name. Some are encoded while those before
-        them are written, but none before there is a place.
+        A submitted block is held until its write has ended, even if this task is cancelled: otherwise another
+        block in its slot would be written under its name. A piece is encoded while the one before it is
+        written, but only after a place for it was found.
         """
         catalog = self._catalog
         blocks = self._outgoing(plan)
-        self._sizes.note(
-            sum(block.spec.group_block_bytes(block.group) for block in blocks), len(blocks)
-        )
-        unfit = [block for block in blocks if not self._cold.fits(self._tenant, block)]
+        self._sizes.note(sum(block.block_bytes for block in blocks), len(blocks))
+        unfit = [block for block in blocks if not self._cold.writer.fits(block)]
         if unfit:
-            log.debug(
-                "cold: %d blocks are larger than a segment and are not written; raise cold.segment",
-                len(unfit),
+            text = (
+                "cold: %d blocks are larger than a segment and are not written; raise cold.segment"
             )
+            log.debug(text, len(unfit))
             catalog.demotions.not_demoted(ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]
         rest = deque(self._cold.coding.pieces(blocks, self.choice))
@@ -281,11 +293,12 @@ class Flusher:
         try:
             while rest and not piece:
                 piece = rest.popleft()
-                known = await describe(self._cold, self._tenant, piece)
+                known = await describe(self._cold.writer, self._tenant, piece)
                 if not known or not await self._has_place_soon():
                     break
-                piece = await self._encode(piece)
-                while piece and await describe(self._cold, self._tenant, piece):
+                links = self._cold.reader.bandwidths()
+                piece = await self._cold.coding.encode(piece, self.choice, links)
+                while piece and await describe(self._cold.writer, self._tenant, piece):
                     settled = await self._begin_soon(piece)
                     if settled is None:
                         break
@@ -304,26 +317,18 @@ class Flusher:
 
     def _outgoing(self, plan: Demotion) -> list[Outgoing]:
         ids, catalog = array("I", plan.ids), self._catalog
-        lossy = frozenset(array("I", catalog.blocks.store.lossy(plan.ids)))
         spaces = {block.space.identity: block.space for block in plan.blocks}
         wants = any(self.choice.has_loss(one.identity, one.spec) for one in spaces.values())
-        depths = (
-            array("I", catalog.blocks.store.depths(plan.ids))
-            if wants
-            else array("I", bytes(len(plan.ids)))
+        depths = array(
+            "I", catalog.blocks.store.depths(plan.ids) if wants else bytes(len(plan.ids))
         )
         return [
             outgoing(
-                number, block, place_of(self._extents, block.slot), number in lossy,
+                number, block, place_of(self._extents, block.slot), block.lossy,
                 depth * block.space.spec.block_tokens,
             )
             for number, depth, block in zip(ids, depths, plan.blocks, strict=True)
         ]  # fmt: skip
-
-    async def _encode(self, piece: list[Outgoing]) -> list[Outgoing]:
-        return await self._cold.coding.encode(
-            piece, self.choice, self._cold.bandwidths(self._tenant)
-        )
 
     def _leave_out_forgotten(self, blocks: list[Outgoing]) -> None:
         """Remove blocks that were forgotten meanwhile: a forget waits only for writes that were submitted."""
@@ -335,20 +340,16 @@ class Flusher:
             self._catalog.demotions.not_demoted(ids_of(gone))
             blocks[:] = [block for block in blocks if block.id in wanted]
 
-    def _settle(self, landed: list[Landed], failed: list[int]) -> None:
-        self._landed(landed)
-        self._catalog.demotions.not_demoted(array("I", failed).tobytes())
-
-    def _landed(self, landed: list[Landed]) -> None:
-        nbytes = sum(map(frame_bytes, landed))
+    def _settle(self, landed: FramedBlocks, failed: list[int]) -> None:
+        """Note which blocks are on disk, and which could not be written."""
+        count, nbytes = len(landed.ids) // ID_BYTES, landed.nbytes
         self._budget.spend(nbytes)
         self._reclaimer.wrote(nbytes)
-        self._drain_blocks -= len(landed)
-        self.counts["written"] += len(landed)
+        self.drain.wrote(count)
+        self.counts["written"] += count
         self.bytes["written"] += nbytes
-        numbers = array("I", (one.id for one in landed)).tobytes()
-        frames = b"".join(map(frame_of, landed))
-        self._catalog.demotions.demoted(numbers, frames, b"".join(one.digest for one in landed))
+        self._catalog.demotions.demoted(landed.ids, landed.frames, landed.digests)
+        self._catalog.demotions.not_demoted(array("I", failed).tobytes())
 
     async def _begin_soon(self, blocks: list[Outgoing]) -> asyncio.Future[bool] | None:
         """Submit these blocks, after the copies of the reclaimer, and remove what was submitted from the
@@ -359,7 +360,9 @@ class Flusher:
             await self._copies_ended()
             self._leave_out_forgotten(blocks)
             count, settled = (
-                begin(self._cold, self._tenant, blocks, self._settle) if blocks else (0, None)
+                begin(self._cold.writer, self._tenant, blocks, self._settle)
+                if blocks
+                else (0, None)
             )
             del blocks[:count]
             if count or not blocks:
@@ -372,18 +375,13 @@ class Flusher:
             if tries:
                 await asyncio.sleep(BEGIN_S)
             await self._copies_ended()
-            if self._cold.has_place(self._tenant):
+            if self._cold.writer.has_place(self._tenant):
                 return True
         return False
 
     async def _copies_ended(self) -> None:
         try:
             async with asyncio.timeout(COPY_S):
-                await self._reclaimer.over.wait()
+                await self._reclaimer.idle.wait()
         except TimeoutError:
-            self._reclaimer.over.set()  # a disk that hangs does not delay the others
-
-
-def _wake_one(waiting: deque[asyncio.Future[None]]) -> None:
-    if waiting:
-        waiting.popleft().set_result(None)
+            self._reclaimer.idle.set()  # a disk that hangs does not delay the others

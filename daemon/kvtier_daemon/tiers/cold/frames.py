@@ -1,53 +1,116 @@
-"""Blocks on their way between memory and disk: what the catalog says of them, as the cold tier wants it."""
+"""Blocks on their way between memory and disk.
+
+A write has three forms: the catalog plans a `WritePlan`, the disk writes an `Outgoing`, and the catalog
+stores the packed frame of `FramedBlocks`. A read is an `Incoming`."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvtier.wire import DIGEST_BYTES
-from kvtier_daemon.catalog.demotion import WritePlan as Described
-from kvtier_daemon.codec.frame import LOSSY, PAGE, pages
+from kvtier.layout import KvSpec
+from kvtier.wire import SLOT
+from kvtier_daemon.catalog.demotion import WritePlan
+from kvtier_daemon.catalog.frames import FramedBlocks
+from kvtier_daemon.codec.base import Codec
+from kvtier_daemon.codec.frame import RAW
 from kvtier_daemon.tiers.cold.disk import HANGS_S
-from kvtier_daemon.tiers.cold.tier import ColdTier
-from kvtier_daemon.tiers.cold.transfers import Incoming, Landed, Outgoing, Wrote
 
-SLOT = struct.Struct("<IIQQ")  # extent, zero, offset, generation
-FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero
-NBYTES_AT, CODEC_AT, FLAGS_AT = 8, 12, 14
-PLACE_BYTES = 8  # the first two
 SETTLE_S = HANGS_S + 1
-BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
-WRITE_BLOCKS = 128  # planned in one go: each costs the loop some 20 us
+BEGIN_S, BEGIN_TRIES = 0.001, 50  # between tries to write while the next segment is begun
+WRITE_BLOCKS = 128  # planned at once: each takes about 20 us of the loop
 DAMAGED = (errno.EBADMSG, errno.ENODATA)
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The codec of a frame, and the block that it decodes to. `lossy` is the only lossy codec that the frame
+    may have."""
+
+    codec: int
+    spec: KvSpec
+    block_bytes: int
+    lossy: Codec | None = None
+
+
+# The forms of blocks are not frozen: thousands are created at once, and that would take longer.
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A block to read into a slot. `load_bytes` is what the read costs its link. Without `coding`, the
+    payload is not decoded."""
+
+    id: int
+    segment: int
+    page: int
+    header_pages: int
+    payload_bytes: int
+    digest: bytes
+    extent: int
+    offset: int
+    load_bytes: int
+    coding: Decoding | None = None
+
+
+Read = Callable[[Incoming, int], None]  # the block, and an errno or 0
+
+
+def keep() -> None:
+    """The `release` of blocks whose payload needs none."""
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A block to write, and its slot. `digest` is empty if it is unknown. `lossy`: the block was decoded from
+    a lossy frame. `position` is that of its first token, if a codec needs it.
+
+    An encoded block also has an unsealed header, and its payload is at `encoded_at`. `release` frees that
+    memory: it must be called when the block was written, or will not be written."""
+
+    id: int
+    space: bytes
+    spec: KvSpec
+    group: int
+    shard: int
+    key: bytes
+    parent: bytes
+    digest: bytes
+    extent: int
+    offset: int
+    lossy: bool = False
+    position: int = 0
+    codec: int = RAW
+    header: bytes = b""
+    payload_bytes: int = 0  # by default those of the block
+    encoded_at: tuple[int, int] | None = None
+    release: Callable[[], None] = keep
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_bytes = self.spec.group_block_bytes(self.group)
+        self.payload_bytes = self.payload_bytes or self.block_bytes
+
+
+Wrote = Callable[[FramedBlocks, list[int]], None]  # what is on disk, and the ids that are not
+
+
 def place_of(extents: Sequence[int], slot: bytes) -> tuple[int, int]:
-    """Where this slot is: the number of its extent with the cold tier, and the offset in it."""
+    """Return the cold tier's number of this slot's extent, and the offset in it."""
     extent, _, offset, _ = SLOT.unpack(slot)
     return extents[extent], offset
 
 
-def incoming(
-    number: int, frames: bytes, digests: bytes, at: int, place: tuple[int, int]
-) -> Incoming:
-    """The block of the frame at this place of the list, to be read to there."""
-    segment, page, nbytes, _, header_pages, _, _ = FRAME.unpack_from(frames, at * FRAME.size)
-    digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-    return Incoming(number, segment, page, header_pages, nbytes, digest, *place)
-
-
 def outgoing(
-    number: int, block: Described, place: tuple[int, int], lossy: bool, position: int = 0
+    number: int, plan: WritePlan, place: tuple[int, int], lossy: bool, position: int = 0
 ) -> Outgoing:
-    """A block to be written from there."""
-    name = block.identity
+    """Return the block that the catalog planned to write from this place."""
+    name = plan.identity
     return Outgoing(
-        number, name.space, block.space.spec, name.group, name.shard, name.key, block.parent, block.checksum,
-        *place, lossy=lossy, position=position,
+        number, name.space, plan.space.spec, name.group, name.shard, name.key, plan.parent, plan.checksum,
+        *place, lossy, position,
     )  # fmt: skip
 
 
@@ -55,21 +118,15 @@ def ids_of(blocks: Sequence[Outgoing]) -> bytes:
     return array("I", (block.id for block in blocks)).tobytes()
 
 
-def frame_bytes(one: Landed) -> int:
-    """What was written for it."""
-    return one.header_pages * PAGE + pages(one.payload_bytes)
+class WritesBlocks(Protocol):
+    """The part of the cold tier that writes."""
+
+    async def describe(self, tenant: str, space: bytes, spec: KvSpec) -> bool: ...
+    def write(self, tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int: ...
 
 
-def frame_of(one: Landed) -> bytes:
-    """Its frame, as the catalog has them."""
-    flags = LOSSY if one.lossy else 0
-    return FRAME.pack(
-        one.segment, one.page, one.payload_bytes, one.codec, one.header_pages, flags, 0
-    )
-
-
-async def describe(cold: ColdTier, tenant: str, blocks: Sequence[Outgoing]) -> bool:
-    """See to it that a start knows the spaces of these blocks."""
+async def describe(cold: WritesBlocks, tenant: str, blocks: Sequence[Outgoing]) -> bool:
+    """Make sure that a start finds the descriptions of these blocks' spaces."""
     for block in {block.space: block for block in blocks}.values():
         if not await cold.describe(tenant, block.space, block.spec):
             return False
@@ -77,27 +134,27 @@ async def describe(cold: ColdTier, tenant: str, blocks: Sequence[Outgoing]) -> b
 
 
 def begin(
-    cold: ColdTier, tenant: str, blocks: Sequence[Outgoing], settle: Wrote
+    cold: WritesBlocks, tenant: str, blocks: Sequence[Outgoing], settle: Wrote
 ) -> tuple[int, asyncio.Future[bool]]:
-    """Hand the leading blocks to the disk: how many, and, once `settle` was called, whether all of them
-    are on it. What they were encoded to is let go then."""
+    """Start to write the leading blocks; return their number. The future is done after `settle` was called
+    and the memory of encoded blocks was released; its result says whether all blocks are on disk."""
     done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     begun: list[Outgoing] = []
 
-    def over(landed: list[Landed], failed: list[int]) -> None:
+    def wrote(landed: FramedBlocks, failed: list[int]) -> None:
         for block in begun:
             block.release()
         settle(landed, failed)
         if not done.done():
             done.set_result(not failed)
 
-    count = cold.write(tenant, blocks, over)
+    count = cold.write(tenant, blocks, wrote)
     begun += blocks[:count]
     return count, done
 
 
 async def in_time(settled: asyncio.Future[bool]) -> bool:
-    """Wait for what was handed to a disk, but not for one that hangs: what it has then, it has until it gives
-    it back, and others are written elsewhere."""
+    """Wait for a write, but not for a disk that hangs: its blocks stay in use until it returns them, and
+    others are written to other disks."""
     done, _ = await asyncio.wait([settled], timeout=SETTLE_S)
     return bool(done) and settled.result()

@@ -1,8 +1,8 @@
 """Moves one tenant's blocks between memory and disk.
 
 The catalog decides which blocks, the planner when, and the cold tier does the I/O. Reads start with a match
-and go
-before all writes. `Flusher` and `Reclaimer` write; `TombstoneWriter` makes a forget durable.
+and go before all writes. `Promoter` reads, `Flusher` and `Reclaimer` write, `TombstoneWriter` makes a forget
+durable.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kvtier.key import KEY_BYTES
+from kvtier.wire import DIGEST_BYTES, SLOT
 from kvtier_daemon.catalog import Catalog, KnownSpace
+from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.promotion import Promotion, Survey
 from kvtier_daemon.codec.base import Codec
@@ -27,24 +29,13 @@ from kvtier_daemon.codec.losses import NUMBERS as LOSSY
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
-from kvtier_daemon.tiers.base import TierStats
+from kvtier_daemon.tiers.base import Outlook, TierStats
 from kvtier_daemon.tiers.cold.flusher import Flusher
-from kvtier_daemon.tiers.cold.frames import (
-    CODEC_AT,
-    DAMAGED,
-    FRAME,
-    NBYTES_AT,
-    SLOT,
-    incoming,
-    place_of,
-)
+from kvtier_daemon.tiers.cold.frames import DAMAGED, Decoding, Incoming
 from kvtier_daemon.tiers.cold.read_queue import Name
 from kvtier_daemon.tiers.cold.reclaimer import Reclaimer
-from kvtier_daemon.tiers.cold.segment_log import Segment
-from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.cold.tombstones import TombstoneWriter
-from kvtier_daemon.tiers.cold.transfers import Decoding, Incoming
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -54,6 +45,172 @@ READING_BYTES = 1 << 30
 PROBE_BLOCKS = 4
 LEAST_BLOCKS = 64  # a request may read at least this many
 MOST = (1 << 32) - 1
+
+
+class Promoter:
+    """The `TierReads` of one tenant. `extents` has the cold tier's numbers of its extents; `evicted` is
+    called when blocks were evicted to make room."""
+
+    def __init__(
+        self, tenant: str, catalog: Catalog, cold: ColdTier, extents: Sequence[int], choice: Choice,
+        counts: Counter[str], nbytes: Counter[str], evicted: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))  # decisions of the planner
+        self.recomputed = RecomputedBlocks()
+        self.counts = counts
+        self.bytes = nbytes
+        self._tenant = tenant
+        self._catalog = catalog
+        self._cold = cold
+        self._extents = extents
+        self._choice = choice
+        self._evicted = evicted
+        self._clock = clock
+        self._waiting_bytes = 0  # in flight
+
+    @property
+    def is_on(self) -> bool:
+        return self._cold.reader.is_on
+
+    def promote(
+        self, space: KnownSpace, keys: bytes, coming: int, *, request: Request | None = None,
+        urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+    ) -> Outlook:  # fmt: skip
+        if not self._cold.reader.is_on:
+            return 0, 0.0, "off"
+        if request is None:
+            request = (0, (self._tenant, space.number, keys))
+        catalog, reads = self._catalog, self._cold.reads
+        verdicts: list[Verdict] = []
+
+        def accept(survey: Survey) -> bool:
+            fresh = reads.bytes_of(self._load_bytes(space, survey.frames))
+            joined = self._names(survey.joined)
+            verdict = reads.weigh(request, fresh, joined, urgent, within_s, recompute_s)
+            verdicts.append(verdict)
+            return verdict.load
+
+        reading = catalog.promotions.reading
+        left = max(0, (READING_BYTES - self._waiting_bytes) // sum(space.block_bytes))
+        room = min(READING_BLOCKS - reading, left)
+        limit = reading + max(room // 2, min(room, LEAST_BLOCKS))
+        unreadable_segments = self._cold.unreadable_segments()
+        plan = catalog.promotions.plan(space, keys, limit, unreadable_segments, accept)
+        if not verdicts:
+            return 0, 0.0, "not_read"
+        verdict = verdicts[0]
+        if verdict.first:
+            self.verdicts[verdict.why] += 1
+        if not verdict.load:
+            if verdict.first or not reads.planner.eta_s(request):
+                return 0, 0.0, verdict.why
+            # It starts no more reads, but waits for those that are in flight.
+            plan = catalog.promotions.plan(space, keys, 0, unreadable_segments)
+        if plan.ids or verdict.first:
+            self._read(request, space, plan)
+        if plan.ids:
+            self._evicted()  # blocks were evicted for these, so others are the coldest now
+        elif not plan.joined:
+            return 0, 0.0, "not_read"
+        eta_ms = max(reads.planner.eta_s(request), verdict.load_s) * 1000
+        return max(0, coming - plan.left_out), eta_ms, verdict.why
+
+    def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
+        count = min(coming, PROBE_BLOCKS)
+        keys = keys[: (ready + count) * KEY_BYTES]
+        if sum(one.disk.link.may_probe() for one in self._cold.directories.attached):
+            request = (session, ("probe", space.number, len(keys), keys[-KEY_BYTES:]))
+            self.promote(space, keys, count, request=request, urgent=False)
+
+    def recomputes(
+        self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int
+    ) -> None:
+        again = self.recomputed.note(keys[ready * KEY_BYTES : (ready + coming) * KEY_BYTES])
+        room = (
+            prefetch_limit(sum(space.block_bytes), self._catalog.promotions.reading) // space.places
+        )
+        if count := min(again, room):
+            keys = keys[: (ready + count) * KEY_BYTES]
+            request = (session, ("recomputed", space.number, len(keys), keys[-KEY_BYTES:]))
+            self.promote(space, keys, count, request=request, urgent=False)
+
+    def _read(self, request: Request, space: KnownSpace, plan: Promotion) -> None:
+        """Queue the reads of a request that the planner has accepted."""
+        loads = self._load_bytes(space, plan.frames)
+        self._waiting_bytes += self._cold.reads.add(
+            request, self._tenant, loads, self._incoming(space, plan, loads), self._names(plan.joined),
+            self._have_read,
+        )  # fmt: skip
+
+    def _load_bytes(self, space: KnownSpace, frames: bytes) -> bytes:
+        """Return the frames, with each payload size replaced by its cost for the link: more bytes if decoding
+        is slower than reading."""
+        codecs = set(frames[CODECS]) - {RAW}
+        if not codecs:
+            return frames
+        words, link_of = array("I", frames), self._cold.reads.link_of
+        slowness_of = partial(self._choice.slowness, space.identity, space.spec)
+        slow = {
+            (segment, codec): slowness
+            for segment in set(words[SEGMENTS])
+            for codec in codecs
+            if (slowness := slowness_of(codec, link_of(segment).bytes_s)) > 1
+        }
+        if slow:
+            words[PAYLOAD_SIZES] = array(
+                "I",
+                (
+                    min(int(nbytes * slow.get((segment, codec), 1)), MOST)
+                    for segment, nbytes, codec in zip(
+                        words[SEGMENTS], words[PAYLOAD_SIZES], frames[CODECS], strict=True
+                    )
+                ),
+            )
+        return words.tobytes()
+
+    def _names(self, ids: bytes) -> Iterator[Name]:
+        return ((self._tenant, one) for one in array("I", ids))
+
+    def _incoming(self, space: KnownSpace, plan: Promotion, loads: bytes) -> Iterator[Incoming]:
+        """Return the blocks to read, when they are needed: each takes microseconds."""
+        columns = zip(
+            array("I", plan.ids), FRAME.iter_unpack(plan.frames), SLOT.iter_unpack(plan.slots),
+            memoryview(loads).cast("I")[PAYLOAD_SIZES], plan.sizes, strict=True,
+        )  # fmt: skip
+        for at, (number, stored, slot, load_bytes, block_bytes) in enumerate(columns):
+            segment, page, nbytes, codec, header_pages, _ = stored
+            coding = None
+            if codec != RAW:
+                lossy = self._lossy(space, number) if codec in LOSSY else None
+                coding = Decoding(codec, space.spec, block_bytes, lossy)
+            yield Incoming(
+                number, segment, page, header_pages, nbytes,
+                plan.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES],
+                self._extents[slot[0]], slot[2], load_bytes, coding,
+            )  # fmt: skip
+
+    def _lossy(self, space: KnownSpace, number: int) -> Codec | None:
+        """Return the lossy codec of this block."""
+        (one,) = self._catalog.demotions.described(array("I", [number]).tobytes())
+        name = one.identity
+        return self._choice.lossy(name.space, space.spec, name.group, name.shard)
+
+    def _have_read(self, block: Incoming, code: int, waited: Sequence[Request]) -> None:
+        self._waiting_bytes -= block.load_bytes
+        ids, catalog = array("I", [block.id]).tobytes(), self._catalog
+        if not code:
+            catalog.promotions.promoted(ids, waited, self._clock())
+            self.counts["read"] += 1
+            self.bytes["read"] += block.payload_bytes
+        elif code in DAMAGED:
+            text = "cold: the frame in segment %d, page %d, is damaged; dropping it"
+            log.warning(text, block.segment, block.page)
+            catalog.promotions.spoilt(ids, errno.errorcode.get(code, str(code)))
+            self.counts["spoilt"] += 1
+        else:
+            catalog.promotions.unpromoted(ids, errno.errorcode.get(code, str(code)))
+            self.counts["not_read"] += 1
 
 
 class Mover:
@@ -76,28 +233,25 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.extents: list[int] = []
-        self.counts: Counter[str] = Counter(
-            written=0, read=0, written_again=0, spoilt=0, not_read=0
-        )
-        self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
-        # The planner's decisions for requests.
-        self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
-        self.beaten = RecomputedBlocks()
+        self.counts = Counter(written=0, read=0, written_again=0, spoilt=0, not_read=0)
+        self.bytes = Counter(written=0, read=0, written_again=0)
         self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
+        self.recovery = cold.recovery
+        self.pending = cold.reads.pending
+        self.forgets = TombstoneWriter(tenant, catalog, cold)
         self._tenant = tenant
-        self._catalog = catalog
-        self._cold = cold
-        self._clock = clock
         self._budget = WriteBudget(daily_bytes, clock)
-        self._tombstones = TombstoneWriter(tenant, catalog, cold)
-        self._reclaimer = Reclaimer(
-            tenant, catalog, cold, self._budget, self._tombstones, self.counts, self.bytes
+        self.reclaimer = Reclaimer(
+            tenant, catalog, cold, self._budget, self.forgets, self.counts, self.bytes
         )
-        self._flusher = Flusher(
-            tenant, catalog, cold, self.extents, quota_bytes, self._budget, self._reclaimer, self.counts,
+        self.writes = Flusher(
+            tenant, catalog, cold, self.extents, quota_bytes, self._budget, self.reclaimer, self.counts,
             self.bytes, self.choice, clock, through=through, admission=admission,
         )  # fmt: skip
-        self._waiting_bytes = 0  # in flight
+        self.reads = Promoter(
+            tenant, catalog, cold, self.extents, self.choice, self.counts, self.bytes,
+            self.writes.waiting.wake, clock,
+        )  # fmt: skip
 
     def reconfigure(
         self, *, through: bool, daily_bytes: int, admission: str, codec: str,
@@ -105,273 +259,31 @@ class Mover:
     ) -> None:  # fmt: skip
         """Use this configuration for all writes that start from now on."""
         self._budget.limit(daily_bytes)
-        self.choice.ask(codec, codecs)
-        self._flusher.reconfigure(through=through, admission=admission)
-
-    def drain(self, wanted: bool) -> None:
-        """Start to write all blocks that are only in memory, and all that are saved from now on; or stop
-        that."""
-        self._flusher.drain(wanted)
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether all blocks that were only in memory when `drain` was called have been written."""
-        return self._flusher.is_drained
-
-    @property
-    def left_to_drain(self) -> int:
-        return self._flusher.left_to_drain
+        self.choice.configure(codec, codecs)
+        self.writes.reconfigure(through=through, admission=admission)
 
     def inherit(self, other: Mover) -> None:
         """Continue the counters, the budget, the forgets and the drain of an earlier mover of this tenant."""
         self.counts.update(other.counts)
         self.bytes.update(other.bytes)
-        self.verdicts.update(other.verdicts)
-        self.beaten = other.beaten
+        self.reads.verdicts.update(other.reads.verdicts)
+        self.reads.recomputed = other.reads.recomputed
         self._budget.inherit(other._budget)
-        self._tombstones.inherit(other._tombstones)
-        self.drain(other._flusher.drains)
-
-    @property
-    def is_on(self) -> bool:
-        return self._cold.is_on
-
-    @property
-    def is_recovered(self) -> bool:
-        """Whether all blocks from before the start are known."""
-        return self._cold.recovered.is_set()
-
-    @property
-    def is_recovering(self) -> bool:
-        """Whether blocks from before the start are still being found."""
-        return self._cold.is_on and self._cold.is_recovering
+        self.forgets.inherit(other.forgets)
+        if other.writes.drain.is_on:
+            self.writes.drain.begin()
 
     def stats(self) -> TierStats:
-        return TierStats(
-            self.counts,
-            self.bytes,
-            self.verdicts,
-            self._budget.day_bytes(),
-            self.beaten.memory_bytes(),
-        )
-
-    def codec_report(self) -> Sequence[Mapping[str, object]]:
-        return self.choice.report()
-
-    def saved(self, ids: bytes) -> None:
-        """Note that these blocks were committed."""
-        self._flusher.saved(ids)
-
-    def reclaim(self, store: SegmentStore, segment: Segment) -> None:
-        """Reclaim this segment after its requested blocks have been copied."""
-        self._reclaimer.reclaim(store, segment)
-
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        self._tombstones.forget(space, keys, done)
-        return True
-
-    def erase(self, first: int, done: Callable[[str, int, int], None]) -> bool:
-        self._tombstones.erase(first, done)
-        return True
-
-    def repeat_early_forgets(self) -> None:
-        """Forget again the blocks that were forgotten before the scan found them."""
-        self._tombstones.repeat_early_forgets()
-
-    def tombstone(self) -> None:
-        """Write tombstones of frames that no block uses."""
-        self._tombstones.tombstone()
+        day_bytes, notes_bytes = self._budget.day_bytes(), self.reads.recomputed.memory_bytes()
+        return TierStats(self.counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes)
 
     def tend(self) -> None:
         """Do periodic work: write tombstones, and wake the flusher."""
-        self.tombstone()
-        self._flusher.tend()
+        self.forgets.tombstone()
+        self.writes.tend()
 
     async def run(self) -> None:
         """Write and reclaim until the task is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._flusher.run(), name=f"write {self._tenant}")
-            tasks.create_task(self._reclaimer.run(), name=f"bring away {self._tenant}")
-
-    # --- reading -----------------------------------------------------------------------------
-
-    def promote(
-        self,
-        space: KnownSpace,
-        keys: bytes,
-        coming: int,
-        *,
-        request: Request | None = None,
-        urgent: bool = True,
-        within_s: float = PATIENCE_S,
-        recompute_s: float = float("inf"),
-    ) -> tuple[int, float, str]:
-        """Start to read the blocks of this prefix that memory lacks, if the planner expects that to be faster
-        than computing; return how many of the `coming` blocks to expect, in how many milliseconds, and the
-        reason."""
-        if not self._cold.is_on:
-            return 0, 0.0, "off"
-        if request is None:
-            request = (0, (self._tenant, space.number, keys))
-        catalog, reads = self._catalog, self._cold.reads
-        said: list[Verdict] = []
-
-        def accept(survey: Survey) -> bool:
-            fresh = reads.bytes_of(self._load_bytes(space, survey.frames))
-            joined = self._names(survey.joined)
-            verdict = reads.weigh(request, fresh, joined, urgent, within_s, recompute_s)
-            said.append(verdict)
-            return verdict.load
-
-        room = (
-            min(READING_BLOCKS, catalog.promotions.reading + self._room(space))
-            - catalog.promotions.reading
-        )
-        limit = catalog.promotions.reading + max(room // 2, min(room, LEAST_BLOCKS))
-        unreadable_segments = self._cold.unreadable_segments()
-        plan = catalog.promotions.plan(space, keys, limit, unreadable_segments, accept)
-        if not said:
-            return 0, 0.0, "not_read"
-        if said[0].first:
-            self.verdicts[said[0].why] += 1
-        if not said[0].load:
-            if said[0].first or not reads.planner.eta_s(request):
-                return 0, 0.0, said[0].why
-            # It starts no more reads, but waits for those that are in flight.
-            plan = catalog.promotions.plan(space, keys, 0, unreadable_segments)
-        if plan.ids or said[0].first:
-            self._read(request, space, plan)
-        if plan.ids:
-            self._flusher.wake()  # blocks were evicted for these, so others are the coldest now
-        elif not plan.joined:
-            return 0, 0.0, "not_read"
-        eta_ms = max(reads.planner.eta_s(request), said[0].load_s) * 1000
-        return max(0, coming - plan.left_out), eta_ms, said[0].why
-
-    def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
-        """Prefetch a few of the `coming` blocks of a request that computes them because the disk is
-        unreliable, to measure whether it still is."""
-        count = min(coming, PROBE_BLOCKS)
-        keys = keys[: (ready + count) * KEY_BYTES]
-        if sum(disk.link.may_probe() for disk in self._cold.disks):
-            request = (session, ("probe", space.number, len(keys), keys[-KEY_BYTES:]))
-            self.promote(space, keys, count, request=request, urgent=False)
-
-    def recomputes(
-        self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int
-    ) -> None:
-        """Note that a request computes the `coming` blocks after the ready ones. Prefetch those that were
-        computed before."""
-        again = self.beaten.note(keys[ready * KEY_BYTES : (ready + coming) * KEY_BYTES])
-        room = (
-            prefetch_limit(sum(space.block_bytes), self._catalog.promotions.reading) // space.places
-        )
-        if count := min(again, room):
-            keys = keys[: (ready + count) * KEY_BYTES]
-            request = (session, ("beaten", space.number, len(keys), keys[-KEY_BYTES:]))
-            self.promote(space, keys, count, request=request, urgent=False)
-
-    def _read(self, request: Request, space: KnownSpace, plan: Promotion) -> None:
-        """Queue the reads of a request that the planner has accepted."""
-        loads = self._load_bytes(space, plan.frames)
-        blocks = (
-            self._wanted(space, plan, loads, number, at)
-            for at, number in enumerate(array("I", plan.ids))
-        )
-        self._waiting_bytes += self._cold.reads.add(
-            request, self._tenant, loads, blocks, self._names(plan.joined), self._have_read
-        )
-
-    def _load_bytes(self, space: KnownSpace, frames: bytes) -> bytes:
-        """Return the frames, with each payload size replaced by its cost for the link: more bytes if decoding
-        is slower than reading."""
-        codecs = set(frames[CODEC_AT :: FRAME.size]) - {RAW}
-        if not codecs:
-            return frames
-        words, link_of = array("I", frames), self._cold.reads.link_of
-        step = FRAME.size // words.itemsize
-        slow = {
-            (segment, codec): slowness
-            for segment in set(words[::step])
-            for codec in codecs
-            if (slowness := self._slowness(space, codec, link_of(segment).bytes_s)) > 1
-        }
-        if slow:
-            at = NBYTES_AT // words.itemsize
-            for number, codec in enumerate(frames[CODEC_AT :: FRAME.size]):
-                if factor := slow.get((words[number * step], codec)):
-                    words[number * step + at] = min(int(words[number * step + at] * factor), MOST)
-        return words.tobytes()
-
-    def _slowness(self, space: KnownSpace, codec: int, link_bytes_s: float) -> float:
-        return self.choice.slowness(space.identity, space.spec, codec, link_bytes_s)
-
-    def _names(self, ids: bytes) -> Iterator[Name]:
-        return ((self._tenant, one) for one in array("I", ids))
-
-    def cancel(self, request: Request) -> None:
-        """Cancel the reads that only this request waits for."""
-        self._cold.reads.cancel(request)
-
-    def released(self, request: Request) -> None:
-        """Note that the request's lease was released: nothing waits for its reads unless it asks again
-        soon."""
-        self._cold.reads.planner.released(request)
-
-    def call_when_read(self, request: Request, then: Callable[[], None]) -> bool:
-        """Call `then` once when all reads of this request have ended. False, without a call, if none is
-        pending."""
-        return self._cold.reads.call_when_read(request, then)
-
-    def call_when_recovered(self, request: Request, then: Callable[[], None]) -> None:
-        """Call `then` once when all blocks from before the start are known."""
-        self._cold.call_when_recovered(request, then)
-
-    def cancel_calls(self, request: Request) -> None:
-        self._cold.reads.cancel_calls(request)
-        self._cold.cancel_calls(request)
-
-    def session_ended(self, session: int) -> None:
-        """Cancel the reads that only this session waits for."""
-        self._cold.reads.session_ended(session)
-
-    def _room(self, space: KnownSpace) -> int:
-        """Return how many more blocks of this space may be read now."""
-        return max(0, (READING_BYTES - self._waiting_bytes) // sum(space.block_bytes))
-
-    def _wanted(
-        self, space: KnownSpace, plan: Promotion, loads: bytes, number: int, at: int
-    ) -> Incoming:
-        place = place_of(self.extents, plan.slots[at * SLOT.size : (at + 1) * SLOT.size])
-        block = incoming(number, plan.frames, plan.digests, at, place)
-        codec = plan.frames[at * FRAME.size + CODEC_AT]
-        if codec == RAW:
-            return block
-        load_bytes = FRAME.unpack_from(loads, at * FRAME.size)[2]
-        size, lossy = plan.sizes[at], self._lossy(space, number) if codec in LOSSY else None
-        return replace(block, coding=Decoding(codec, space.spec, size, load_bytes, lossy))
-
-    def _lossy(self, space: KnownSpace, number: int) -> Codec | None:
-        """Return the lossy codec of this block."""
-        (one,) = self._catalog.demotions.described(array("I", [number]).tobytes())
-        name = one.identity
-        return self.choice.lossy(name.space, space.spec, name.group, name.shard)
-
-    def _have_read(self, block: Incoming, code: int, waited: Sequence[Request]) -> None:
-        self._waiting_bytes -= block.load_bytes
-        ids, catalog = array("I", [block.id]).tobytes(), self._catalog
-        if not code:
-            catalog.promotions.promoted(ids, waited, self._clock())
-            self.counts["read"] += 1
-            self.bytes["read"] += block.payload_bytes
-        elif code in DAMAGED:
-            log.warning(
-                "cold: the frame in segment %d, page %d, is damaged; dropping it",
-                block.segment,
-                block.page,
-            )
-            catalog.promotions.spoilt(ids, errno.errorcode.get(code, str(code)))
-            self.counts["spoilt"] += 1
-        else:
-            catalog.promotions.unpromoted(ids, errno.errorcode.get(code, str(code)))
-            self.counts["not_read"] += 1
+            tasks.create_task(self.writes.run(), name=f"write {self._tenant}")
+            tasks.create_task(self.reclaimer.run(), name=f"reclaim {self._tenant}")

@@ -1,34 +1,38 @@
-"""A segment file: head and tombstones, its frames one after the other, and its footer once it is full.
+"""The format of a segment file: head, tombstones, consecutive frames, and a footer when it is full.
 
      0        4096         first_frame                        table            last page
      ┌────────┬────────────┬────────┬─────┬────────┬────────┬────────────────┬─────────┐
      │ head   │ tombstones │ frame  │ ... │ frame  │ free   │ spaces, entries│ trailer │
      └────────┴────────────┴────────┴─────┴────────┴────────┴────────────────┴─────────┘
 
-A segment is used again and again, each time with a new epoch, which is in the head, in every frame and in
-the trailer: what an earlier use left behind is of another epoch, and so is nothing. The head is on disk
-before the first frame is written; the frames are before the trailer. A segment with a good trailer of its
-head's epoch is sealed, and the table says all that is in it; without one it is open, and its frames are found
-by walking from the first page until one is no frame. Flag 1 of a trailer: nothing is added to this
-segment. Either a kill has left it open, and what was being written then may lie behind its last frame, of the
-same epoch; or frames of it were erased, and a walk would end at the first of them.
+A segment is reused many times, each time with a new epoch. The epoch is in the head, in every frame, in the
+tombstones and in the trailer, so bytes of an earlier use are recognized as invalid. The head is written
+before the first frame, and the frames before the trailer. A segment whose trailer is valid and has the epoch
+of the head is sealed: its table lists all frames. Otherwise it is open, and its frames are found by walking
+from the first page to the first page that is not a frame. Flag 1 of a trailer means that no frames are added
+to this segment: either a kill left it open, and unfinished writes of the same epoch may lie behind its last
+frame, or frames of it were erased, and a walk would end at the first of these.
 
 Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ owner 32
                   │ digest 16
 Trailer, "KVTe":  version u16 │ flags u16 │ entries u32 │ table at u64 │ table bytes u64 │ epoch u64
                   │ table digest 16 │ digest 16
 
-`number` is that in the file's name: a file of another name is a copy and not used, unless the file of that
-name is another segment. The owner is a digest of tenant, directory and the tenant's secret: without that
-secret nothing of the segment counts. Tombstones are drawn in tombstones.py. Head and trailer fill a page with
-zeros, and their digest, the last field, is the XXH3-128 of that page with it zero.
-The table is the identities and descriptions of the spaces (a length u32, then msgpack of [identity, KvSpec]
-pairs, up to a multiple of 8 bytes) and then 128 bytes for each frame, in the order in which they lie:
+Tombstone page, "KVTt":  version u16 │ zero u16 │ number u32 │ zero u32 │ epoch u64 │ bits 4032 │ digest 16
+
+`number` is the one in the file's name. A file with another name is a copy and is not used, unless the file
+with that name is a different segment. The owner is a digest of tenant, directory and the tenant's secret:
+without that secret the segment is not used. Each of these pages is filled with zeros; its digest, the last
+field, is the XXH3-128 of the page with a digest of zeros. A tombstone is a bit, set for the page where a
+forgotten frame begins. There is one tombstone page for each 126 MiB of the segment. They are on disk before a
+forget is answered. A start does not use frames whose tombstone page is damaged or has another epoch. The
+table contains the identities and descriptions of the spaces (a length u32, then msgpack of [identity, KvSpec]
+pairs, up to a multiple of 8 bytes) and then 128 bytes for each frame, in the order of the frames:
 
      key 32 │ parent 32 │ space u32 │ group u16 │ shard u16 │ page u32 │ pages u32 │ header pages u16
      │ codec u16 │ payload bytes u64 │ raw bytes u64 │ sequence u64 │ payload digest 16 │ flags u32
 
-`space` counts the spaces of this table, `page` is where the frame begins, in pages of 4096 bytes.
+`space` is an index into the spaces of this table; `page` is where the frame begins, in pages of 4096 bytes.
 """
 
 from __future__ import annotations
@@ -39,42 +43,150 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import add, le
+from typing import Any
 
 import msgspec
 
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec.frame import (
+    DIGEST_BYTES,
     HAS_PARENT,
     LOSSY,
     PAGE,
+    ZERO_DIGEST,
     Frame,
     Identity,
     pages,
 )
-from kvtier_daemon.tiers.cold.digested_page import VERSION, checked_page, digested_page, expect
-from kvtier_daemon.tiers.cold.tombstone_pages import tombstone_pages
 from kvtier_kernels import xxh3_128
 
+VERSION = 2  # of head, tombstones, table and trailer
 TORN = 1
+BITS_BYTES = 4032
+PAGES_EACH = 8 * BITS_BYTES  # of a segment, for one page of tombstones
 HEAD = struct.Struct("<4sHHIQQQ32s")
 TRAILER = struct.Struct("<4sHHIQQQ16s")
+MARKS = struct.Struct(f"<4sHHIIQ{BITS_BYTES}s")
 ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
-HEAD_MAGIC, TRAILER_MAGIC = b"KVTs", b"KVTe"
-LIMIT_SEQUENCE = 1 << 62  # numbers after it are to fit their field too
-CODEC_AT = 82  # in an entry; the field's low byte, and no codec has a number above 255
+HEAD_MAGIC, TRAILER_MAGIC, MARKS_MAGIC = b"KVTs", b"KVTe", b"KVTt"
+LIMIT_SEQUENCE = 1 << 62  # leaves room in the field for the numbers of later frames
+CODEC_AT = 82  # in an entry: the low byte of the field; no codec has a number above 255
 SPACES_LENGTH = struct.Struct("<I")
-ARRAY_BYTES = 5  # how msgpack begins a list, at most
+ARRAY_BYTES = 5  # the most that msgpack needs for the start of a list
 
-# In an entry, counted in words of 4 and halves of 2 bytes.
+# Positions in an entry, in words of 4 bytes and in halves of 2 bytes.
 ENTRY_WORDS, SPACE_WORD, PAGE_WORD, SIZE_WORD, HEADER_HALF = 32, 16, 18, 21, 40
 
 assert ENTRY.size == 4 * ENTRY_WORDS == 128
 
 
+def digested_page(fields: bytes) -> bytes:
+    """Return a page of these fields with its digest after them."""
+    page = fields.ljust(PAGE, b"\0")
+    digest = xxh3_128(page)
+    return page[: len(fields)] + digest + page[len(fields) + DIGEST_BYTES :]
+
+
+def checked_page(page: bytes, layout: struct.Struct, magic: bytes) -> tuple[Any, ...]:
+    """Return the fields after magic, version and flags. Raises FrameError if the page is damaged, or is
+    another kind of page."""
+    if len(page) != PAGE:
+        raise FrameError(f"the page is incomplete: {len(page)} bytes")
+    size = layout.size
+    digest = page[size : size + DIGEST_BYTES]
+    if xxh3_128(page[:size] + ZERO_DIGEST + page[size + DIGEST_BYTES :]) != digest:
+        raise FrameError("page digest mismatch")
+    found, version, *fields = layout.unpack_from(page)
+    if found != magic:
+        raise FrameError(f"found {found!r}, expected {magic!r}")
+    if version != VERSION:
+        raise FrameError(
+            f"segment version is {version}, this daemon reads version {VERSION} only; its "
+            "blocks are not used"
+        )
+    return tuple(fields)
+
+
+def tombstone_pages(nbytes: int) -> int:
+    """Return the number of tombstone pages of a segment of this size."""
+    return -(-nbytes // (PAGES_EACH * PAGE))
+
+
+class TombstonePages:
+    """The tombstones of a segment, as a set of pages. `dirty` has the numbers of the tombstone pages that
+    must be written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.count = tombstone_pages(nbytes)
+        self.dirty: set[int] = set()
+        self._bits = bytearray(self.count * BITS_BYTES)
+
+    def __contains__(self, page: int) -> bool:
+        at = page >> 3
+        return at >= len(self._bits) or bool(self._bits[at] >> (page & 7) & 1)
+
+    def __len__(self) -> int:
+        return int.from_bytes(self._bits, "little").bit_count()
+
+    def __bool__(self) -> bool:
+        return any(self._bits)
+
+    def add(self, page: int) -> None:
+        if page not in self:
+            self._bits[page >> 3] |= 1 << (page & 7)
+            self.dirty.add(page // PAGES_EACH)
+
+    def encode(self, epoch: int, first: int, count: int) -> bytes:
+        """Return `count` tombstone pages from number `first` on."""
+        bits = (
+            bytes(self._bits[number * BITS_BYTES : (number + 1) * BITS_BYTES])
+            for number in range(first, first + count)
+        )
+        return b"".join(
+            digested_page(MARKS.pack(MARKS_MAGIC, VERSION, 0, number, 0, epoch, part))
+            for number, part in enumerate(bits, first)
+        )
+
+    @classmethod
+    def decode(cls, text: bytes, epoch: int, nbytes: int) -> tuple[TombstonePages, list[int]]:
+        """Return the tombstones of a segment, and the numbers of damaged tombstone pages: all frames that
+        these cover count as forgotten."""
+        found, damaged = cls(nbytes), []
+        for number in range(found.count):
+            try:
+                bits = _bits_of(text[number * PAGE : (number + 1) * PAGE], epoch, number)
+            except FrameError:
+                damaged.append(number)
+                bits = b"\xff" * BITS_BYTES
+            found._bits[number * BITS_BYTES : (number + 1) * BITS_BYTES] = bits
+        return found, damaged
+
+    def take_dirty(self) -> tuple[int, int]:
+        """Return the first dirty page and the number of pages to the last one; they count as written."""
+        first, last = min(self.dirty), max(self.dirty)
+        self.dirty.clear()
+        return first, last + 1 - first
+
+
+def _bits_of(page: bytes, epoch: int, number: int) -> bytes:
+    _, found_number, _, found_epoch, bits = checked_page(page, MARKS, MARKS_MAGIC)
+    if (found_epoch, found_number) != (epoch, number):
+        raise FrameError(
+            f"tombstones are page {found_number} of epoch {found_epoch}, expected page {number} of "
+            f"{epoch}"
+        )
+    return bytes(bits)
+
+
+def without(rows: Sequence[bytes], pages: Sequence[int], forgotten: TombstonePages) -> list[bytes]:
+    """Return the rows of the frames that were not forgotten; `pages` are where the frames begin."""
+    return [row for row, page in zip(rows, pages, strict=True) if page not in forgotten]
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the first page says. `sequence` is its first frame's: segments follow each other by it."""
+    """The content of the first page. `sequence` is the one of the first frame, and orders the segments."""
 
     number: int
     nbytes: int
@@ -88,10 +200,8 @@ class Head:
 
     @classmethod
     def decode(cls, page: bytes) -> Head:
-        """Raises FrameError if this is no segment's first page, or damaged."""
-        magic, version, _, *fields = HEAD.unpack_from(checked_page(page, HEAD.size))
-        expect(magic, HEAD_MAGIC, version)
-        head = cls(*fields)
+        """Raises FrameError if this is not the first page of a segment, or is damaged."""
+        head = cls(*checked_page(page, HEAD, HEAD_MAGIC)[1:])
         if head.sequence > LIMIT_SEQUENCE:
             raise FrameError(f"sequence is {head.sequence}, at most {LIMIT_SEQUENCE} is possible")
         return head
@@ -99,7 +209,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class FooterEntry:
-    """A frame as the table lists it."""
+    """An entry of the table."""
 
     identity: Identity
     parent: bytes
@@ -123,37 +233,49 @@ class FooterEntry:
 
 
 def space_bytes(space: tuple[bytes, KvSpec]) -> int:
-    """What one space takes of a table."""
+    """Return the size of the description of one space in a table."""
     return len(msgspec.msgpack.encode(space))
 
 
 def described_bytes(spaces: int) -> int:
-    """The most that spaces take of a table that take so many bytes one by one."""
+    """Return the most bytes that the spaces of a table take, given the sum of their sizes."""
     return -(-(SPACES_LENGTH.size + ARRAY_BYTES + spaces) // 8) * 8
 
 
 def footer_bytes(described: int, frames: int) -> int:
-    """What table and trailer take of a segment with so many frames, in whole pages."""
+    """Return the size of table and trailer for this many frames, in whole pages."""
     return pages(described + frames * ENTRY.size) + PAGE
 
 
-def encode_row(one: FooterEntry, space: int) -> bytes:
-    """An entry of the table; `space` is the number that its space has there."""
-    name = one.identity
+def pack_row(
+    key: bytes, parent: bytes, space: int, group: int, shard: int, page: int, count: int,
+    header_pages: int, codec: int, payload_bytes: int, raw_bytes: int, sequence: int, digest: bytes,
+    lossy: bool,
+) -> bytes:  # fmt: skip
+    """Return an entry of the table; `space` is the index of its space."""
     return ENTRY.pack(
-        name.key, one.parent, space, name.group, name.shard, one.page, one.pages, one.header_pages,
-        one.codec, one.payload_bytes, one.raw_bytes, one.sequence, one.payload_digest,
-        (HAS_PARENT if one.parent else 0) | (LOSSY if one.lossy else 0),
+        key, parent, space, group, shard, page, count, header_pages, codec, payload_bytes, raw_bytes,
+        sequence, digest, (HAS_PARENT if parent else 0) | (LOSSY if lossy else 0),
+    )  # fmt: skip
+
+
+def encode_row(entry: FooterEntry, space: int) -> bytes:
+    """Return an entry of the table; `space` is the index of its space."""
+    name = entry.identity
+    return pack_row(
+        name.key, entry.parent, space, name.group, name.shard, entry.page, entry.pages, entry.header_pages,
+        entry.codec, entry.payload_bytes, entry.raw_bytes, entry.sequence, entry.payload_digest,
+        entry.lossy,
     )  # fmt: skip
 
 
 def first_frame(nbytes: int) -> int:
-    """Where the first frame of a segment of this size begins: after head and tombstones."""
+    """Return where the first frame of a segment of this size begins: after head and tombstones."""
     return PAGE + tombstone_pages(nbytes) * PAGE
 
 
 def end_of(rows: bytes, nbytes: int) -> int:
-    """Where the last frame of a table ends, in a segment of this size."""
+    """Return where the last frame of a table ends, in a segment of this size."""
     if not rows:
         return first_frame(nbytes)
     fields = ENTRY.unpack_from(rows, len(rows) - ENTRY.size)
@@ -161,28 +283,28 @@ def end_of(rows: bytes, nbytes: int) -> int:
 
 
 def split_rows(rows: bytes) -> list[bytes]:
-    """The entries of a table, one by one."""
+    """Return a list of the entries of a table."""
     return [rows[at : at + ENTRY.size] for at in range(0, len(rows), ENTRY.size)]
 
 
 def space_of(row: bytes) -> int:
-    """The number that an entry's space has in its table."""
+    """Return the index of an entry's space."""
     return int(ENTRY.unpack_from(row)[2])
 
 
 def pages_of(rows: bytes) -> array[int]:
-    """Where the frames of a table begin."""
+    """Return the first page of each frame of a table."""
     return _words(rows)[PAGE_WORD::ENTRY_WORDS]
 
 
 def one_space(rows: bytes) -> bool:
-    """Whether all frames of a table are of its first space."""
+    """Whether all frames of a table belong to its first space."""
     return not any(_words(rows)[SPACE_WORD::ENTRY_WORDS])
 
 
 def check_rows(rows: bytes, first: int, end: int) -> None:
-    """Raises FrameError unless the frames of a table lie one after the other from byte `first` to `end`, with
-    payloads that end there too."""
+    """Raise FrameError unless the frames of a table are in order between the bytes `first` and `end`, and
+    their payloads end before `end`."""
     if not rows:
         return
     words = _words(rows)
@@ -192,7 +314,7 @@ def check_rows(rows: bytes, first: int, end: int) -> None:
         raise FrameError("the table's frames are not in order, or are outside of the segment")
     sizes, above = words[SIZE_WORD::ENTRY_WORDS], words[SIZE_WORD + 1 :: ENTRY_WORDS]
     headers = array("H", rows)[HEADER_HALF :: 2 * ENTRY_WORDS]
-    # Of most frames it is enough to know that the longest payload would end in time.
+    # For most frames it suffices that the longest payload would end in time.
     near = bisect_right(starts, end // PAGE - max(headers) - pages(max(sizes)) // PAGE)
     payloads = zip(starts[near:], headers[near:], sizes[near:], strict=True)
     if any(above) or any((at + header) * PAGE + size > end for at, header, size in payloads):
@@ -201,7 +323,7 @@ def check_rows(rows: bytes, first: int, end: int) -> None:
 
 def _in_order(starts: array[int], counts: array[int]) -> bool:
     """Whether each of these frames ends where the next one begins, or before."""
-    # Most often each ends exactly there; to add them all as two long numbers takes a tenth of the time.
+    # Usually each ends exactly there. Adding all as two long integers takes a tenth of the time.
     ends = int.from_bytes(starts.tobytes(), "little") + int.from_bytes(counts.tobytes(), "little")
     size = len(starts) * starts.itemsize
     if ends.bit_length() <= 8 * size and (
@@ -216,14 +338,14 @@ def _words(rows: bytes) -> array[int]:
 
 
 def page_of(row: bytes) -> int:
-    """Where the frame of an entry begins."""
+    """Return the first page of an entry's frame."""
     return int(ENTRY.unpack_from(row)[5])
 
 
 def rows_of_pages(
     spaces: Sequence[tuple[bytes, KvSpec]], rows: bytes, pages: Collection[int]
 ) -> tuple[list[tuple[bytes, KvSpec]], bytes]:
-    """The entries whose frames begin at these pages, and the spaces that they are of."""
+    """Return the entries whose frames begin at these pages, and their spaces."""
     kept = [list(fields) for fields in ENTRY.iter_unpack(rows) if fields[5] in pages]
     numbers = {old: new for new, old in enumerate(sorted({fields[2] for fields in kept}))}
     for fields in kept:
@@ -232,7 +354,7 @@ def rows_of_pages(
 
 
 def codecs_of(rows: bytes) -> set[int]:
-    """The codecs of a table's frames."""
+    """Return the codecs of a table's frames."""
     return set(rows[CODEC_AT :: ENTRY.size])
 
 
@@ -243,8 +365,8 @@ def encode_footer(
     end: int,
     torn: bool = False,
 ) -> tuple[int, bytes]:
-    """Where the table goes, and the bytes from there to the segment's end; its frames go up to `end`. `torn`
-    says that a kill has left it open."""
+    """Return the offset of the table, and the bytes from there to the end of the segment, whose frames end at
+    `end`. `torn`: a kill left the segment open."""
     table = _described(spaces) + rows
     at = head.nbytes - PAGE - pages(len(table))
     assert end <= at, "no room was left for the footer"
@@ -257,7 +379,7 @@ def encode_footer(
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What the last page says: how long the table is and where."""
+    """The content of the last page: size and offset of the table."""
 
     entries: int
     table_at: int
@@ -268,10 +390,8 @@ class Trailer:
 
     @classmethod
     def decode(cls, page: bytes, head: Head) -> Trailer:
-        """Raises FrameError unless this seals the segment that has this head."""
-        fields = TRAILER.unpack_from(checked_page(page, TRAILER.size))
-        magic, version, flags, entries, at, nbytes, epoch, digest = fields
-        expect(magic, TRAILER_MAGIC, version)
+        """Raises FrameError unless this is the trailer of the segment that has this head."""
+        flags, entries, at, nbytes, epoch, digest = checked_page(page, TRAILER, TRAILER_MAGIC)
         if epoch != head.epoch:
             raise FrameError("the trailer is of another epoch: the segment was reused")
         if at % PAGE or at < first_frame(head.nbytes) or at + pages(nbytes) != head.nbytes - PAGE:
@@ -281,7 +401,7 @@ class Trailer:
         return cls(entries, at, nbytes, epoch, digest, bool(flags & TORN))
 
     def split(self, table: bytes) -> tuple[list[tuple[bytes, KvSpec]], bytes]:
-        """The spaces of the table, and its entries as they are. Raises FrameError if a bit is wrong."""
+        """Return the spaces of the table, and its packed entries. Raises FrameError if a bit is wrong."""
         table = table[: self.table_bytes]
         if len(table) != self.table_bytes or xxh3_128(table) != self.table_digest:
             raise FrameError("table digest mismatch")
@@ -297,7 +417,7 @@ class Trailer:
 
 
 def decode_entries(spaces: Sequence[tuple[bytes, KvSpec]], rows: bytes) -> list[FooterEntry]:
-    """What a table lists, one by one."""
+    """Return the entries of a table, unpacked."""
     listed = []
     for fields in ENTRY.iter_unpack(rows):
         (

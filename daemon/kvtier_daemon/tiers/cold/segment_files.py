@@ -52,7 +52,7 @@ class SegmentFiles:
         """Start to create a file of the configured size; the future has its descriptor."""
         number, self._next_number = self._next_number, self._next_number + 1
         path = self._directory.segment_path(self._tenant, number)
-        return path, self._disk.run_in_thread(self._directory.make, path, self.segment_bytes)
+        return path, self._disk.files.run(self._directory.make, path, self.segment_bytes)
 
     def remove(self, segment: Segment) -> None:
         """Close and remove the file of a segment, in the thread that also creates files."""
@@ -63,7 +63,7 @@ class SegmentFiles:
             os.close(fd)
             self._unlink(Path(segment.path))
 
-        self._disk.run_in_thread(remove)
+        self._disk.files.run(remove)
 
     def lose_room(self, path: Path | None = None) -> None:
         """Count a file that takes room and cannot be used."""
@@ -76,32 +76,32 @@ class SegmentFiles:
 
     async def scan(self) -> list[Recovered]:
         """Return the content of the files that fit, oldest first; remove the other files."""
-        described = await self._disk.run_in_thread(spaces_of, self._directory, self._tenant)
+        described = await self._disk.files.run(spaces_of, self._directory, self._tenant)
         found = []
-        for path in await self._disk.run_in_thread(self._directory.files, self._tenant):
+        for path in await self._disk.files.run(self._directory.files, self._tenant):
             self._next_number = max(self._next_number, int(path.name) + 1)
-            if (one := await self._scan_file(path, None)) is not None:
-                found.append(one)
+            if (file := await self._scan_file(path, None)) is not None:
+                found.append(file)
         found = refuse_copies(found)
         # A footer may describe a space whose description the index has lost.
-        footers = {identity: spec for one in found for identity, spec in one.spaces}
-        for at, one in enumerate(found):
-            if one.head is not None and not one.sealed:
-                found[at] = await self._scan_file(one.path, footers | described) or one
-        found.sort(key=lambda one: one.head.sequence if one.head else -1)
+        footers = {identity: spec for file in found for identity, spec in file.spaces}
+        for at, file in enumerate(found):
+            if file.head is not None and not file.sealed:
+                found[at] = await self._scan_file(file.path, footers | described) or file
+        found.sort(key=lambda file: file.head.sequence if file.head else -1)
         kept = self._select_fitting(found)
-        paths = {one.path for one in kept}
-        if others := sum(one.nbytes != self.segment_bytes for one in kept):
+        paths = {file.path for file in kept}
+        if others := sum(file.nbytes != self.segment_bytes for file in kept):
             log.warning(
                 "cold: %s: %d segments of tenant %s have another size than cold.segment (%d "
                 "bytes): each is used until it would be reused, then replaced",
                 self._directory.path, others, self._tenant, self.segment_bytes,
             )  # fmt: skip
-        for one in found:
-            if one.warning:
-                log.warning("cold: %s: %s", one.path, one.warning)
-            if one.path not in paths:
-                await self._disk.run_in_thread(self._unlink, one.path)
+        for file in found:
+            if file.warning:
+                log.warning("cold: %s: %s", file.path, file.warning)
+            if file.path not in paths:
+                await self._disk.files.run(self._unlink, file.path)
         self.described = self._drop_unused(described, kept)
         return kept
 
@@ -109,12 +109,12 @@ class SegmentFiles:
         """Return the newest files that fit. A file of another size is kept for its blocks, unless fewer than
         three of that size fit: then it could never be reclaimed."""
         kept, room = [], self.most_bytes
-        for one in reversed(found):
-            other = one.nbytes != self.segment_bytes
-            unfit = other and (one.head is None or one.nbytes > self.most_bytes // LEAST_SEGMENTS)
-            if not (one.foreign or unfit) and one.nbytes <= room:
-                kept.append(one)
-                room -= one.nbytes
+        for file in reversed(found):
+            other = file.nbytes != self.segment_bytes
+            unfit = other and (file.head is None or file.nbytes > self.most_bytes // LEAST_SEGMENTS)
+            if not (file.foreign or unfit) and file.nbytes <= room:
+                kept.append(file)
+                room -= file.nbytes
         return kept[::-1]
 
     async def _scan_file(
@@ -122,27 +122,27 @@ class SegmentFiles:
     ) -> Recovered | None:
         """Return the content of a file; None if it cannot be read."""
         try:
-            return await self._disk.run_in_thread(self._recover, path, described)
+            return await self._disk.files.run(self._recover, path, described)
         except TierError as error:
             log.error("cold: %s", error)
             self.lose_room(path)
             return None
 
     def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
-        one = recover(path, self._owner, described)
-        if one.head is not None:
-            one.used = self._directory.uses.pages(one.head.epoch)
-            one.split()
-        return one
+        file = recover(path, self._owner, described)
+        if file.head is not None:
+            file.used = self._directory.access_log.pages(file.head.epoch)
+            file.split()
+        return file
 
     def _drop_unused(
         self, described: Mapping[bytes, KvSpec], found: Sequence[Recovered]
     ) -> dict[bytes, KvSpec]:
         """Return the descriptions of spaces that have frames, and drop the others from the index. Drops none
         if more frames may be found later: in an unreadable file, or behind a damaged frame."""
-        if self.unreadable or not all(one.sealed for one in found if one.head is not None):
+        if self.unreadable or not all(file.sealed for file in found if file.head is not None):
             return dict(described)
-        used = {identity for one in found for identity, _ in one.spaces}
+        used = {identity for file in found for identity, _ in file.spaces}
         for identity in described.keys() - used:
             self._directory.index.drop(b"spaces", space_key(self._tenant, identity))
         return {identity: spec for identity, spec in described.items() if identity in used}

@@ -11,31 +11,33 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
 from kvtier_daemon.codec.block_parts import entries
-from kvtier_daemon.codec.frame import GENERATION_AT, PAGE, RAW, Identity, Template, pages, stamp
+from kvtier_daemon.codec.frame import GENERATION_AT, LOSSY, PAGE, RAW, Template, pages, stamp
 from kvtier_daemon.codec.framing import ONCE
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
-from kvtier_daemon.tiers.cold.disk import DirectoryDisk, Over
+from kvtier_daemon.tiers.cold.disk import Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.eraser import erase
+from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
 from kvtier_daemon.tiers.cold.recovery import Recovered, entries_of, free_bytes
 from kvtier_daemon.tiers.cold.segment import (
-    FooterEntry,
     described_bytes,
     encode_footer,
-    encode_row,
     first_frame,
     footer_bytes,
+    pack_row,
     space_bytes,
 )
 from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS, SegmentFiles
-from kvtier_daemon.tiers.cold.segment_log import Segment, SegmentLog, Stage, Taken
-from kvtier_daemon.tiers.cold.segment_tombstones import SegmentTombstones
-from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing, WriteBatch, Wrote
+from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment, SegmentLog, Stage, Taken
+from kvtier_kernels import Mapping as MappedExtent
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,25 @@ ERASE_POLL_S = 0.005
 RESUME_SHARE = 4  # writing to a segment is resumed if a fourth of it is free
 
 
-class SegmentNumbers:
-    """Numbers the segments and frames of all stores of a daemon, and caches the headers of frames."""
+@dataclass(slots=True, eq=False)
+class WriteBatch:
+    """Writes that one sync makes durable."""
+
+    segment: Segment
+    done: Wrote
+    settled: asyncio.Future[None]
+    ops: int = 0
+    # Of the blocks whose frames were written so far.
+    ids: array[int] = field(default_factory=lambda: array("I"))
+    frames: bytearray = field(default_factory=bytearray)
+    digests: bytearray = field(default_factory=bytearray)
+    rows: list[tuple[int, bytes]] = field(default_factory=list)  # position in the table, and entry
+    failed: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)  # a client removed the page behind their slot
+
+
+class SegmentTable:
+    """The segments of all stores by their numbers, and the headers that frames of one kind share."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -63,6 +82,31 @@ class SegmentNumbers:
         segment.number = len(self.segments)
         self.segments.append(segment)
         self.stores.append(store)
+
+    @property
+    def reclaiming(self) -> int:
+        """Number of segments that are being reclaimed."""
+        return sum(segment.stage in NOT_FREE_YET for segment in self.segments)
+
+    def tombstone(self, places: bytes) -> None:
+        """Set and write the tombstones of these frames, given by segment and page."""
+        touched = set()
+        for number, page in PLACE.iter_unpack(places):
+            store = self.stores[number]
+            store.tombstones.add(self.segments[number], page)
+            touched.add(store)
+        for store in touched:
+            store.tombstones.write()
+
+    def note_access(self, places: bytes) -> None:
+        """Note the first use of the blocks of these frames, given by segment and page."""
+        pages: dict[int, array[int]] = {}
+        for number, page in PLACE.iter_unpack(places):
+            if number not in pages:
+                head = self.segments[number].head
+                assert head is not None, "a frame of a segment without a head"
+                pages[number] = self.stores[number].directory.access_log.add(head.epoch)
+            pages[number].append(page)
 
     def template(self, block: Outgoing) -> Template:
         """Return the header that all frames of this kind share."""
@@ -97,24 +141,95 @@ class SegmentNumbers:
                 os.close(segment.fd)
 
 
+class SegmentTombstones:
+    """Writes the tombstones of a store's segments. `unused` is called with a segment whenever a write to it
+    has ended."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, disk: DirectoryDisk, unused: Callable[[Segment], None],
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._disk = disk
+        self._unused = unused
+        self._clock = clock
+        self._writing: dict[Segment, asyncio.Future[None]] = {}
+        self._dirty: dict[Segment, None] = {}  # tombstones that are not written yet
+        self._failed: dict[Segment, str] = {}  # why the last write failed
+        self._retry_at = 0.0
+
+    def add(self, segment: Segment, page: int) -> None:
+        """Set the tombstone of this frame in memory; `write` writes it."""
+        if segment.head is not None:
+            segment.tombstones.add(page)
+            self._dirty[segment] = None
+
+    def write(self) -> None:
+        """Start to write all dirty tombstones, except of segments whose head is being zeroed: those need
+        none, unless that fails."""
+        for segment in list(self._dirty):
+            if segment not in self._writing and segment.stage is not Stage.FREEING:
+                self._write_segment(segment)
+
+    def retry(self) -> None:
+        """Write again what failed, once per `RETRY_S`."""
+        if self._dirty and self._disk.writes.is_on and self._clock() >= self._retry_at:
+            self.write()
+
+    async def flush(self) -> str:
+        """Wait until all tombstones are on disk; return the failure, or an empty text."""
+        self.write()
+        for segment in list(self._writing):
+            # The write in progress may lack the last tombstone; the next write has it.
+            for _ in range(2):
+                if writing := self._writing.get(segment):
+                    await asyncio.shield(writing)
+        return next(iter(self._failed.values()), "")
+
+    def drop(self, segment: Segment) -> None:
+        """Forget the tombstones of a segment that is reused."""
+        self._dirty.pop(segment, None)
+        self._failed.pop(segment, None)
+
+    def _write_segment(self, segment: Segment) -> None:
+        del self._dirty[segment]
+        marks, head = segment.tombstones, segment.head
+        if not marks.dirty or head is None:
+            return
+        first, count = marks.take_dirty()
+        done = self._writing[segment] = self._loop.create_future()
+        segment.noting = True
+
+        def written(code: int, _: bytes | None) -> None:
+            segment.noting = False
+            del self._writing[segment]
+            self._failed.pop(segment, None)
+            if code:
+                what = f"{segment.path}: cannot write its tombstones"
+                self._disk.writes.fault(what, code)
+                self._failed[segment] = f"{what}: {os.strerror(code)}"
+                marks.dirty.update(range(first, first + count))
+                self._dirty[segment] = None
+                self._retry_at = self._clock() + RETRY_S
+            elif segment in self._dirty:
+                self._write_segment(segment)
+            done.set_result(None)
+            self._unused(segment)
+
+        text = marks.encode(head.epoch, first, count)
+        self._disk.write_text(segment.fd, PAGE + first * PAGE, text, written)
+
+
 class SegmentStore:
     """`reclaim(store, segment)` is called when the oldest segment is to be reused: the callee copies the
     blocks that were requested again, then calls `release_segment`."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tenant: str,
-        directory: ColdDirectory,
-        disk: DirectoryDisk,
-        numbering: SegmentNumbers,
-        segment_bytes: int,
-        most: int,
-        reclaim: Callable[[SegmentStore, Segment], None],
-        is_lost: Callable[[int], bool],
-        clock: Callable[[], float] = time.monotonic,
-        secret: bytes = b"",
-    ) -> None:
+        self, loop: asyncio.AbstractEventLoop, tenant: str, directory: ColdDirectory, disk: DirectoryDisk,
+        table: SegmentTable, segment_bytes: int, most: int,
+        reclaim: Callable[[SegmentStore, Segment], None], mappings: Mapping[int, MappedExtent],
+        clock: Callable[[], float] = time.monotonic, secret: bytes = b"",
+    ) -> None:  # fmt: skip
         self.tenant = tenant
         self.owner = directory.owner(tenant, secret)
         self.directory = directory
@@ -127,9 +242,9 @@ class SegmentStore:
         self.files = SegmentFiles(tenant, directory, disk, segment_bytes, most, self.owner)
         self.tombstones = SegmentTombstones(loop, disk, self._free_if_unused, clock)
         self._loop = loop
-        self._numbering = numbering
+        self._table = table
         self._reclaim = reclaim
-        self._is_lost = is_lost
+        self._mappings = mappings
         self._clock = clock
         self._creating = False
         self._full = False  # a segment is being reclaimed
@@ -139,7 +254,7 @@ class SegmentStore:
     # --- writing -----------------------------------------------------------------------------
 
     def has_place(self) -> bool:
-        """Whether the open segment accepts a batch now. Prepares a segment if none is open."""
+        """Whether the open segment accepts a batch now. Without an open segment, prepares one."""
         if self.log.open is None:
             self.prepare()
             return False
@@ -153,20 +268,21 @@ class SegmentStore:
         batch = WriteBatch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
         for block in blocks:
-            kind, coded, nbytes = self._numbering.template(block), block.coded, block.payload_bytes
+            kind, nbytes = self._table.template(block), block.payload_bytes
             frame_bytes = kind.header_bytes + pages(nbytes)
             taken = segment.take(frame_bytes, (block.space, block.spec))
             if taken is None:
                 full = True
                 break
-            sequence = self._numbering.sequence
-            self._numbering.sequence += 1
-            header = bytearray(coded.header) if coded is not None else self._numbering.blank(block)
+            sequence = self._table.sequence
+            self._table.sequence += 1
+            header = bytearray(block.header) if block.header else self._table.blank(block)
             lossy = header[GENERATION_AT] > 0
             stamp(header, block.key, block.parent, segment.head.epoch, sequence)
             ops += self.disk.frame_op(
-                segment.fd, taken.page * PAGE, nbytes, *block.place, (len(headers), len(header)),
-                _frame_done(batch, block, kind, taken, sequence, lossy, self._is_lost),
+                segment.fd, taken.page * PAGE, nbytes, *(block.encoded_at or (block.extent, block.offset)),
+                (len(headers), len(header)),
+                _frame_done(batch, block, kind, taken, sequence, lossy, self._mappings),
             )  # fmt: skip
             headers += header
             batch.ops += 1
@@ -178,15 +294,16 @@ class SegmentStore:
             self.seal()
         return batch.ops
 
-    def _wrote_all(self, batch: WriteBatch) -> Over:
-        def over(code: int, _: bytes | None) -> None:
+    def _wrote_all(self, batch: WriteBatch) -> Callback:
+        def written(code: int, _: bytes | None) -> None:
             segment = batch.segment
             segment.writing -= 1
+            landed = FramedBlocks(batch.ids.tobytes(), bytes(batch.frames), bytes(batch.digests))
             if code or batch.failed:
                 if code != errno.EFAULT:  # that is a page of the slot, not the disk
-                    self.disk.write_fault(f"{segment.path}: write failed", code or errno.EIO)
-                batch.failed += [one.id for one in batch.landed]
-                batch.landed = []
+                    self.disk.writes.fault(f"{segment.path}: write failed", code or errno.EIO)
+                batch.failed += batch.ids
+                landed = FramedBlocks()
                 segment.failed = True
                 if segment.stage is Stage.OPEN:
                     self.log.failed(segment)
@@ -195,7 +312,7 @@ class SegmentStore:
                     segment.list_frame(at, row)
             self.in_flight.discard(batch)
             try:
-                batch.done(batch.landed, batch.failed + batch.lost)
+                batch.done(landed, batch.failed + batch.lost)
             finally:
                 batch.settled.set_result(None)
             self.prepare()
@@ -203,7 +320,7 @@ class SegmentStore:
             if segment.stage is Stage.SEALING and not segment.writing:
                 self._write_footer(segment)
 
-        return over
+        return written
 
     # --- segments ----------------------------------------------------------------------------
 
@@ -223,56 +340,55 @@ class SegmentStore:
             segment.fd, at, text, self._stage_done(segment, self.log.now_sealed, what)
         )
 
-    def _stage_done(self, segment: Segment, good: Callable[[Segment], None], what: str) -> Over:
+    def _stage_done(self, segment: Segment, good: Callable[[Segment], None], what: str) -> Callback:
         """Return the callback of a write after which the segment has its next stage."""
 
-        def over(code: int, _: bytes | None) -> None:
+        def written(code: int, _: bytes | None) -> None:
             if code:
-                self.disk.write_fault(what, code)
+                self.disk.writes.fault(what, code)
                 self.log.failed(segment)
             else:
                 good(segment)
             self.prepare()
 
-        return over
+        return written
 
     def prepare(self) -> None:
-        """Begin a segment if none is open, and get one more free segment: a new file, or the oldest
+        """Begin a segment unless one is open, and get one more free segment: a new file, or the oldest
         segment."""
-        books = self.log
         if self.closing or not self.ready or not self.disk.writes.is_on:
             return  # the next write calls it again
         if self._clock() < self._tries_at:
             return
         for releasing in list(self.releasing):
             self._free_if_unused(releasing)
-        beginning = any(one.stage is Stage.BEGINNING for one in books.others)
-        if books.free and books.open is None and not beginning:
+        beginning = any(segment.stage is Stage.BEGINNING for segment in self.log.others)
+        if self.log.free and self.log.open is None and not beginning:
             self._begin()
-        if books.free or self._creating or self._full:
+        if self.log.free or self._creating or self._full:
             return
         if self.files.has_room and self._clock() >= self._grows_at:
             self._create()
-        elif len(books) >= LEAST_SEGMENTS and (segment := books.reclaim()) is not None:
+        elif len(self.log) >= LEAST_SEGMENTS and (segment := self.log.reclaim()) is not None:
             self._full = True
             self._reclaim(self, segment)
 
     def _begin(self) -> None:
         epoch = secrets.randbits(64)
-        segment = self.log.begin(epoch, self._numbering.sequence, self.owner)
+        segment = self.log.begin(epoch, self._table.sequence, self.owner)
         assert segment.head is not None
         marks = segment.tombstones
 
-        def over(code: int, _: bytes | None) -> None:
+        def written(code: int, _: bytes | None) -> None:
             if code:
-                self.disk.write_fault(f"{segment.path}: cannot write its head", code)
+                self.disk.writes.fault(f"{segment.path}: cannot write its head", code)
                 self.log.not_begun(segment)
             else:
                 self._begun(segment)
                 self.prepare()
 
         text = segment.head.encode() + marks.encode(epoch, 0, marks.count)
-        self.disk.write_text(segment.fd, 0, text, over)
+        self.disk.write_text(segment.fd, 0, text, written)
 
     def _begun(self, segment: Segment) -> None:
         self.log.begun(segment)
@@ -300,7 +416,7 @@ class SegmentStore:
                     0, str(path), future.result(), self.files.segment_bytes, leftover=False
                 )
                 self.files.hold(new)
-                self._numbering.add(self, new)
+                self._table.add(self, new)
                 self.log.add(new)
             self.prepare()
 
@@ -310,16 +426,13 @@ class SegmentStore:
         """Retry later. Without room, the existing segments are reused until then."""
         what = f"cannot create {path}"
         if code in NO_ROOM:
-            self.disk.faults += 1
+            self.disk.writes.faults += 1
             self.disk.short = f"{what}: {os.strerror(code)}"
-            log.error(
-                "cold: %s; reusing existing segments, retrying in %.0f s",
-                self.disk.short,
-                RETRY_GROW_S,
-            )
+            text = "cold: %s; reusing existing segments, retrying in %.0f s"
+            log.error(text, self.disk.short, RETRY_GROW_S)
             self._grows_at = self._clock() + RETRY_GROW_S
         else:
-            self.disk.write_fault(what, code)
+            self.disk.writes.fault(what, code)
             self._tries_at = self._clock() + RETRY_S
 
     def release_segment(self, segment: Segment) -> None:
@@ -337,10 +450,10 @@ class SegmentStore:
             return
         self.log.freeing(segment)
 
-        def over(code: int, _: bytes | None) -> None:
+        def cleared(code: int, _: bytes | None) -> None:
             if code:
                 # A start would still find its frames, so it is not free.
-                self.disk.write_fault(
+                self.disk.writes.fault(
                     f"{segment.path}: cannot clear its head, so it cannot be reused yet", code
                 )
                 self._tries_at = self._clock() + RETRY_S
@@ -349,13 +462,13 @@ class SegmentStore:
             self._recycle(segment)
 
         # Otherwise a start would find its frames, also those that were forgotten.
-        self.disk.write_text(segment.fd, 0, bytes(PAGE), over)
+        self.disk.write_text(segment.fd, 0, bytes(PAGE), cleared)
 
     def _recycle(self, segment: Segment) -> None:
         """Use the file again; replace it if new files have another size."""
         assert segment.head is not None
         self.tombstones.drop(segment)
-        self.directory.uses.drop(segment.head.epoch)
+        self.directory.access_log.drop(segment.head.epoch)
         if segment.nbytes == self.files.segment_bytes:
             self.log.freed(segment)
         else:
@@ -387,12 +500,12 @@ class SegmentStore:
         else:
             segment.reading += 1
         head, pages_of = (None, {}) if was_free else (segment.head, live(segment.number))
-        job = self.disk.run_in_thread(
+        job = self.disk.files.run(
             erase, Path(segment.path), segment.fd, head, pages_of,
             partial(spaces_of, self.directory, self.tenant),
         )  # fmt: skip
 
-        def over(done: asyncio.Future[None]) -> None:
+        def erased(done: asyncio.Future[None]) -> None:
             if not was_free:
                 self.read_ended(segment)
                 return
@@ -400,7 +513,7 @@ class SegmentStore:
             segment.leftover = done.cancelled() or done.exception() is not None
             self.prepare()
 
-        job.add_done_callback(over)
+        job.add_done_callback(erased)
         await asyncio.shield(job)  # the caller may time out; the writes go on
 
     # --- start -------------------------------------------------------------------------------
@@ -409,15 +522,13 @@ class SegmentStore:
         """Add a segment that the scan found; `fd` is its file."""
         segment = Segment(0, str(one.path), fd, one.nbytes)
         self.files.hold(segment)
-        self._numbering.add(self, segment)
+        self._table.add(self, segment)
         if one.head is None:
             self.log.add(segment)
             return segment
         segment.head = one.head
         self.log.add_sealed(segment)
-        self._numbering.sequence = max(
-            self._numbering.sequence, one.head.sequence + entries_of(one) + 1
-        )
+        self._table.sequence = max(self._table.sequence, one.head.sequence + entries_of(one) + 1)
         segment.tombstones = one.tombstones
         if not one.sealed:
             self._write_late_footer(segment, one)
@@ -432,13 +543,13 @@ class SegmentStore:
         at, text = encode_footer(one.head, one.spaces, one.table, one.end, torn=True)
         segment.writing += 1
 
-        def over(code: int, _: bytes | None) -> None:
+        def written(code: int, _: bytes | None) -> None:
             segment.writing -= 1
             if code:
-                self.disk.write_fault(f"{segment.path}: cannot write its footer", code)
+                self.disk.writes.fault(f"{segment.path}: cannot write its footer", code)
             self._free_if_unused(segment)
 
-        self.disk.write_text(segment.fd, at, text, over)
+        self.disk.write_text(segment.fd, at, text, written)
 
     def resume(self, found: Sequence[Recovered]) -> None:
         """Continue to write to the newest segment, if a fourth of it is free. Never to one that a killed
@@ -467,27 +578,33 @@ def _is_clean(segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
 
 def _frame_done(
     batch: WriteBatch, block: Outgoing, kind: Template, taken: Taken, sequence: int, lossy: bool,
-    is_lost: Callable[[int], bool],
-) -> Over:  # fmt: skip
+    mappings: Mapping[int, MappedExtent],
+) -> Callback:  # fmt: skip
     """Return the callback of one frame's write, which notes the frame in the batch."""
 
-    def over(code: int, digest: bytes | None) -> None:
+    def written(code: int, digest: bytes | None) -> None:
         if code or digest is None:
             batch.failed.append(block.id)
             return
-        if is_lost(block.extent):
-            batch.lost.append(block.id)  # the frame is not the block: no entry names it
+        if mappings[block.extent].lost:  # a client removed pages: the frame is not the block
+            batch.lost.append(block.id)
             return
         header_pages, nbytes = kind.header_bytes // PAGE, block.payload_bytes
-        entry = FooterEntry(
-            Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
+        row = pack_row(
+            block.key, block.parent, taken.space, block.group, block.shard, taken.page,
             header_pages + pages(nbytes) // PAGE, header_pages, block.codec, nbytes, kind.raw_bytes,
             sequence, digest, lossy,
         )  # fmt: skip
-        batch.rows.append((taken.at, encode_row(entry, taken.space)))
-        number = batch.segment.number
-        batch.landed.append(
-            Landed(block.id, number, taken.page, header_pages, nbytes, digest, block.codec, lossy)
+        batch.rows.append((taken.at, row))
+        batch.ids.append(block.id)
+        batch.frames += FRAME.pack(
+            batch.segment.number,
+            taken.page,
+            nbytes,
+            block.codec,
+            header_pages,
+            LOSSY if lossy else 0,
         )
+        batch.digests += digest
 
-    return over
+    return written

@@ -1,4 +1,4 @@
-"""What may be written to the disks in a day, for their sake. No I/O; its clock is handed in."""
+"""Limits the bytes that are written in a day, because writes wear disks out. No I/O, no clock of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOUR_S = 3600.0
 
 
 class WriteBudget:
-    """Bytes that may be written, by the day; nothing is saved up for longer than an hour."""
+    """The bytes that may be written per day. Unused bytes add up for at most an hour."""
 
     def __init__(self, daily_bytes: int, clock: Callable[[], float]) -> None:
         self._rate = daily_bytes / DAY_S
@@ -22,7 +22,7 @@ class WriteBudget:
         self._hours: deque[tuple[int, int]] = deque()  # number of the hour, bytes
 
     def limit(self, daily_bytes: int) -> None:
-        """So much may be written in a day from now on; what this hour has left stays, as far as it fits."""
+        """Set the limit. The bytes left for this hour stay, as far as the new limit permits."""
         before = self._most
         left = self.left() if before else float("inf")
         self._rate, self._most = daily_bytes / DAY_S, daily_bytes / 24
@@ -30,7 +30,7 @@ class WriteBudget:
         self._at = self._clock()
 
     def inherit(self, other: WriteBudget) -> None:
-        """Go on where another one ended."""
+        """Continue the account of an earlier budget."""
         self._left, self._at = min(other._left, self._most), other._at
         self._hours = other._hours
 
@@ -40,7 +40,7 @@ class WriteBudget:
 
     @property
     def scarce(self) -> float:
-        """With fewer bytes left than this, not everything should be written."""
+        """If fewer bytes than this are left, only some blocks should be written."""
         return self._most * SCARCE
 
     def left(self) -> float:
