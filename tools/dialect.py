@@ -35,6 +35,7 @@ BUDGETS = {
     "kvtier": 1.0,
     "plugins": 1.0,
     "kernels": 1.0,
+    "daemon": 1.0,
     "tests": 1.0,
     "benchmarks": 1.0,
 }
