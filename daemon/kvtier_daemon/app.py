@@ -234,7 +234,8 @@ class App:
                     "manager: %s",
                     error,
                 )
-        mappings = [*self._cold.mappings(), *(extent.table for extent in self.warm.extents)]
+        on_disks = self.cold.memory.mappings.values() if self.cold is not None else ()
+        mappings = [*on_disks, *(extent.table for extent in self.warm.extents)]
         self.warm.close()
         shutdown.unmap(mappings)
         logging.shutdown()
@@ -309,7 +310,7 @@ class App:
         while True:
             if self._unforeseen.tried("watchdog probe of memory", probe.put_and_get):
                 self._notifier.alive()
-            if self.cold is not None and self._cold.is_there:
+            if self.cold is not None and self._cold.is_open:
                 self._unforeseen.tried("watchdog probe of disks", on_disks.begin, self.cold)
             await asyncio.sleep(every_s)
 
@@ -350,7 +351,7 @@ class App:
             for name, tenant in self.tenants.items():
                 tried(f"leases of tenant {name}", tenant.catalog.expire_leases, now)
                 tried(f"expired blocks of tenant {name}", tenant.catalog.forget_expired, now)
-            self._cold.tend()
+            self._cold.run_periodic()
             tried("clients", self._server.check_clients)
             tried("events", events.sample, self.tenants.values(), self.cold)
 
@@ -366,7 +367,7 @@ class App:
         for extent in self.warm.ready():
             tenant = self.tenants[extent.tenant]
             tenant.add(extent)
-            self._cold.map(tenant, extent)
+            self._cold.map(extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         self._update_growing()

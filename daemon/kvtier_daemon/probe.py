@@ -80,7 +80,8 @@ class DiskProbe:
     def begin(self, cold: ColdTier) -> None:
         """Begin to write and read a page in each directory that accepts writes and has no probe running. The
         results count as those of other writes and reads."""
-        for directory, drive in cold.probed():
+        for one in cold.directories.attached:
+            directory, drive = one.directory.path, one.disk
             if drive not in self._asked and drive.writes.is_on and drive.reads.is_on:
                 self._asked.add(drive)
                 opening = drive.run_in_thread(open_direct, str(directory), os.O_TMPFILE)

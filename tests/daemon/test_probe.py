@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,11 +51,9 @@ def test_a_block_that_does_not_come_back_as_it_went_is_no_life(
 
 
 class Disks:
-    def __init__(self, directory: Path, drive: DirectoryDisk) -> None:
-        self._all = [(directory, drive)]
-
-    def probed(self) -> list[tuple[Path, DirectoryDisk]]:
-        return self._all
+    def __init__(self, path: Path, drive: DirectoryDisk) -> None:
+        attached = SimpleNamespace(directory=SimpleNamespace(path=path), disk=drive)
+        self.directories = SimpleNamespace(attached=[attached])
 
 
 def probed(folder: Path, work: Callable[[DiskProbe, Any, DirectoryDisk], None]) -> DirectoryDisk:

@@ -43,7 +43,9 @@ def test_what_is_looked_after_now_and_then_may_fail(
         monkeypatch.setattr(owner, name, planted)
         while app._server.failures["internal"] < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert app.cold.given_up == (owner is ReadQueue), "what can't be looked after is off"
+        assert app.cold.directories.given_up == (owner is ReadQueue), (
+            "what can't be looked after is off"
+        )
         monkeypatch.undo()
 
     served(tmp_path, work)
@@ -77,7 +79,7 @@ def test_what_fails_of_one_tenant_is_done_for_the_others(
             while calls["first"] < 6:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 5
-        assert not app.cold.given_up
+        assert not app.cold.directories.given_up
         monkeypatch.undo()
 
     tenants = "".join(
@@ -116,7 +118,8 @@ def test_memory_that_could_not_be_mapped_once_is_mapped_for_the_next_cold_tier(
     tmp_path: Path,
 ) -> None:
     async def work(app: App) -> None:
-        app._cold._unmapped = True
+        assert app._cold.extents is not None
+        app._cold.extents.failed = True
         await app.tier("cold", "off")
         while (await app.tier("cold", "status"))["state"] != "off":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -124,7 +127,7 @@ def test_memory_that_could_not_be_mapped_once_is_mapped_for_the_next_cold_tier(
         while (await app.tier("cold", "status"))["state"] != "on":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         (tenant,) = app.tenants.values()
-        assert len(app._cold._movers[tenant.name].extents) == len(app.warm.extents) > 0
+        assert len(tenant.tier.extents) == len(app.warm.extents) > 0
 
     served(tmp_path, work)
 
@@ -133,7 +136,7 @@ def test_what_is_wanted_of_one_tenant_may_fail_to_be_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was the end of the cold tier, for all of them."""
-    monkeypatch.setattr(lifecycle, "USE_S", 0.01)
+    monkeypatch.setattr(lifecycle, "ACCESS_LOG_S", 0.01)
     calls = Counter[str]()
 
     async def work(app: App) -> None:
@@ -151,7 +154,7 @@ def test_what_is_wanted_of_one_tenant_may_fail_to_be_noted(
             while calls["first"] < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 2
-        assert not app.cold.given_up and app.cold.is_on
+        assert not app.cold.directories.given_up and app.cold.reader.is_on
         monkeypatch.undo()
 
     tenants = "".join(

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def test_the_index_knows_what_was_wanted_before_the_end(
         time.sleep(after_s)
     daemon.process.send_signal(way)
     daemon.process.wait(60)
-    with Index(disk / "index", 16 << 20) as index:
+    with closing(Index(disk / "index", 16 << 20)) as index:
         assert sum(len(pages) for _, pages in index.entries(b"segments")) == 4 * CHAIN
 
 

@@ -34,7 +34,7 @@ def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "")
                 if serving.done():
                     await serving  # it has failed
                 await asyncio.sleep(0.01)
-            await app.cold.recovered.wait()
+            await app.cold.recovery.complete.wait()
             await work(app)
             assert not serving.done()
             os.kill(os.getpid(), signal.SIGTERM)

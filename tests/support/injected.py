@@ -58,7 +58,9 @@ class Telling(Bench):
         one = self.on_disk.pop(number)
         assert self.tell is not None
         self.tell.send(("lost", [number]))
-        self.tier.tombstone(one.segment.to_bytes(4, "little") + one.page.to_bytes(4, "little"))
+        self.tier.table.tombstone(
+            one.segment.to_bytes(4, "little") + one.page.to_bytes(4, "little")
+        )
         if not await self.tier.flush():
             self.tell.send(("forgotten", [number]))
 

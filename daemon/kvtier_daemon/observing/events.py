@@ -115,7 +115,7 @@ class EventFeed:
             failed = {why: n for why, n in tenant.catalog.promotions.failed.items() if n}
             self._grown("fault", tenant.name, failed)
         if cold is not None:
-            self._grown("fault", "", {"cold": cold.faults}, why=cold.failure)
+            self._grown("fault", "", {"cold": cold.directories.faults}, why=cold.failure)
 
     def _grown(self, kind: str, tenant: str, counts: Mapping[str, int], **more: Any) -> None:
         before = self._counted.get((kind, tenant))

@@ -68,10 +68,11 @@ class StatusFigures:
         parts = [f"warm {format_bytes(used)} of {format_bytes(self._warm.capacity_bytes)}"]
         if not self._warm.complete:
             parts[0] += f" ({format_bytes(self._warm.allocated_bytes)} allocated so far)"
-        if (tier := self._cold.tier) is not None:
+        tier, config = self._cold.tier, self._settings.config.cold
+        if tier is not None and config is not None:
             framed = sum(count["framed_bytes"] for count in counts)
             state = self._cold.state("cold")
-            parts.append(f"cold {format_bytes(framed)} of {format_bytes(tier.size_bytes)}")
+            parts.append(f"cold {format_bytes(framed)} of {format_bytes(config.size_bytes)}")
             if state != "on":
                 parts[-1] += f" ({state})"
             if tier.failure:
@@ -196,8 +197,10 @@ class StatusFigures:
         assert config.cold is not None
         stats = [tenant.tier.stats() for tenant in tenants]
         share = sum(each.quota_bytes for each in tenants) / config.warm.size_bytes
+        keeper, attached = self._cold.keeper, tier.directories.attached
+        assert keeper is not None
         return {
-            "capacity_bytes": int(tier.size_bytes * share),
+            "capacity_bytes": int(config.cold.size_bytes * share),
             "used_bytes": sum(count["framed_bytes"] for count in counts),
             "blocks": sum(count["framed_blocks"] for count in counts),
             "states": _sum(each.counts for each in stats),
@@ -205,14 +208,14 @@ class StatusFigures:
             "day_bytes": sum(each.day_bytes for each in stats),
             "day_limit_bytes": int(config.cold.daily_bytes * share),
             "loads": _sum(each.verdicts for each in stats),
-            "unasked": sum(self._cold.unasked[tenant.name] for tenant in tenants),
+            "unasked": sum(keeper.unfindable[tenant.name] for tenant in tenants),
             "unwritten": _sum(tenant.catalog.blocks.unwritten for tenant in tenants),
             "not_read": _sum(tenant.catalog.promotions.failed for tenant in tenants),
             "reading": sum(tenant.catalog.promotions.reading for tenant in tenants),
             "writing": sum(tenant.catalog.demotions.writing for tenant in tenants),
-            "leaving": tier.leaving,
+            "leaving": tier.table.reclaiming,
             "coding": {
-                "link_bytes_s": [round(link) for link in tier.bandwidths(tenants[0].name)],
+                "link_bytes_s": [round(link) for link in tier.reader.bandwidths()],
                 "failures": tier.coding.failures,
                 "staged_bytes": tier.coding.staging.used,
                 "staged_limit_bytes": tier.coding.staging.most,
@@ -220,11 +223,11 @@ class StatusFigures:
                 "refused": tier.coding.staging.refused,
                 "spaces": [one for each in tenants for one in each.tier.codec_report()],
             },
-            "engine": tier.engine,
-            "on": tier.is_on and tier.takes,
+            "engine": attached[0].disk.engine if attached else config.cold.engine,
+            "on": tier.reader.is_on and tier.writer.is_on,
             "state": self._cold.state("cold"),
-            "given_up": tier.given_up,
-            "faults": tier.faults,
+            "given_up": tier.directories.given_up,
+            "faults": tier.directories.faults,
             "failure": tier.failure,
             "scrub": self._cold.scrub.stats() if self._cold.scrub is not None else None,
         }

@@ -3,7 +3,7 @@
 cold   drain  refuse new writes; finish those in progress; continue to read
        off    close the files, so that the disk can be removed; its blocks are misses and stay known
        on     open the directories again, scan them as at a start, and use them
-warm   drain  write all blocks that are only in memory, and all that are saved from then on, at once
+warm   drain  write all blocks that are only in memory, and later saves at once
        on     end the drain
 """
 
@@ -30,10 +30,10 @@ from kvtier_daemon.tiers.states import (
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.02
+POLL_S = 0.02
 CLOSE_S = SETTLE_S = 10.0
 USED_BLOCKS = 65_536
-DROP_SEGMENTS = 8  # in one go
+DROP_SEGMENTS = 8  # per iteration of the loop
 
 
 class Switching:
@@ -42,14 +42,10 @@ class Switching:
     returns whether that succeeded."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tenants: Mapping[str, Tenant],
-        cold: ColdTier,
-        open_cold: Callable[[], Awaitable[ColdTier]],
-        take: Callable[[ColdTier], None],
+        self, loop: asyncio.AbstractEventLoop, tenants: Mapping[str, Tenant], cold: ColdTier,
+        open_cold: Callable[[], Awaitable[ColdTier]], take: Callable[[ColdTier], None],
         stop: Callable[[ColdTier, float], Awaitable[bool]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._loop = loop
         self._tenants = tenants
         self._cold = cold
@@ -62,7 +58,7 @@ class Switching:
         self._hangs = False  # a disk still holds files that were to be closed
 
     @property
-    def cold_is_there(self) -> bool:
+    def cold_is_open(self) -> bool:
         """Whether its files are open."""
         return self._states["cold"] not in (CLOSING, OFF, OPENING)
 
@@ -79,7 +75,7 @@ class Switching:
 
     @property
     def _is_recovering(self) -> bool:
-        return self._cold.recovering > 0 and not self._cold.given_up
+        return self._cold.recovery.scanning > 0 and not self._cold.directories.given_up
 
     def report(self, tier: str) -> dict[str, Any]:
         """Return the state of a tier, and how many blocks its last order has yet to move."""
@@ -144,7 +140,7 @@ class Switching:
     # --- warm --------------------------------------------------------------------------------
 
     def _drain_warm(self, state: str) -> None:
-        if not (self.cold_is_there and self._cold.takes):
+        if not (self.cold_is_open and self._cold.writer.is_on):
             why = self._cold.failure or f"it is {self.state('cold')}"
             raise TierError(
                 f"warm: cannot be drained, because the cold tier does not accept writes ({why})"
@@ -154,7 +150,7 @@ class Switching:
 
         async def drained() -> None:
             while not self._is_drained():  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             self._over("warm", DRAINED)
 
         self._begin("warm", DRAINING, drained)
@@ -175,14 +171,14 @@ class Switching:
     def _drain_cold(self, state: str) -> None:
         if state == OFF:
             raise TierError("cold: is off, so it cannot be drained")
-        self._cold.accepts = False
+        self._cold.writer.accepts = False
 
         async def drained() -> None:
             for name in self._tenants:
-                await self._cold.settled(name)
+                await self._cold.writer.settled(name)
             catalogs = [tenant.catalog for tenant in self._tenants.values()]
             while any(catalog.demotions.writing for catalog in catalogs):  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             self._failures["cold"] = await self._cold.flush()
             self._over("cold", DRAINED)
 
@@ -196,14 +192,14 @@ class Switching:
 
         async def close() -> None:
             cold = self._cold
-            cold.recovered.clear()  # later forgets are repeated after the next scan
+            cold.recovery.complete.clear()  # later forgets are repeated after the next scan
             cold.off_reason = SWITCHED_OFF
             self._hangs = True  # until its files are closed
             closed = await self._stop(cold, CLOSE_S)
             until = self._loop.time() + SETTLE_S
             # Transfers of a disk that hangs never complete.
             while closed and not self._nothing_moves() and self._loop.time() < until:  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             # A transfer may still complete, and use files and memory of the daemon.
             self._hangs = not (closed and self._nothing_moves())
             if self._hangs:
@@ -217,7 +213,7 @@ class Switching:
     def _on_cold(self, state: str) -> None:
         if state in (DRAINING, DRAINED):
             self._tasks.pop("cold").cancel()
-            self._cold.accepts = True
+            self._cold.writer.accepts = True
             self._over("cold", ON)
         if state != OFF:
             return
@@ -245,7 +241,7 @@ class Switching:
             self._over("cold", ON)
 
         async def use(cold: ColdTier) -> None:
-            for number in range(len(self._cold.segments)):
+            for number in range(len(self._cold.table.segments)):
                 for tenant in self._tenants.values():
                     tenant.catalog.segments.drop_segment(number)
                 if number % DROP_SEGMENTS == 0:

@@ -25,7 +25,7 @@ from kvtier.units import GIB, MIB, format_bytes
 from kvtier_daemon.config import preflight
 from kvtier_daemon.config.schema import Config, LoadedConfig
 from kvtier_daemon.observing.hints import LOST
-from kvtier_daemon.tiers.cold.ownership import distrust_cold
+from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
 from kvtier_daemon.tiers.states import is_away, is_drained, meaning, remedy
 
 PROBE_BYTES: Final = 64 * 1024

@@ -24,8 +24,7 @@ from kvtier_daemon.serving import deferred_answers
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.requests import Requests
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold import read_queue
-from kvtier_daemon.tiers.cold import tier as cold
+from kvtier_daemon.tiers.cold import attached, read_queue
 
 COUNT = 20
 TOKENS = 16
@@ -232,9 +231,9 @@ def test_a_prefetch_and_a_match_of_the_same_are_two_that_ask(tmp_path: Path) -> 
         begun = len(client.held.read)
         assert begun < COUNT
         planner = client.held.reads.planner
-        assert planner.order._urgent[client.held.bench.tier.disks[0].link] == COUNT
+        assert planner.order._urgent[client.held.bench.first.disk.link] == COUNT
         client.mover.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
-        assert not planner.order._urgent[client.held.bench.tier.disks[0].link]
+        assert not planner.order._urgent[client.held.bench.first.disk.link]
         assert client.catalog.promotions.reading == COUNT, "the prefetch goes on"
 
     with_client(tmp_path, work)
@@ -285,7 +284,7 @@ def test_what_is_computed_is_a_miss_by_the_name_of_its_reason(
 def test_what_can_not_be_read_is_no_hit(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         before, tier = client.counted, client.held.bench.tier
-        nowhere = frozenset(segment.number for segment in tier.segments)
+        nowhere = frozenset(segment.number for segment in tier.table.segments)
         tier.unreadable_segments = lambda: nowhere  # type: ignore[method-assign]
         reply = client.load()
         assert (reply.coming, reply.why) == (0, "not_read")
@@ -367,8 +366,8 @@ def test_who_waits_for_what_will_not_come_is_told_at_once(
             elif why == "shut":
                 tier.shut()
         if why == "off":
-            tier.disks[0].give_up("gone")
-            client.held.reads._pump_soon(tier.disks[0])
+            tier.directories.attached[0].disk.give_up("gone")
+            client.held.reads._pump_soon(tier.directories.attached[0].disk)
         for _ in range(20):
             await client.held.turn()
         told = client.last()
@@ -563,7 +562,7 @@ def test_blocks_that_are_looked_for_too_long_are_a_miss(
 ) -> None:
     """Longer than the client waits, or than computing takes."""
     monkeypatch.setattr(deferred_answers, "LONGEST_S", 600.0)
-    monkeypatch.setattr(cold, "FIND_S", 600.0)
+    monkeypatch.setattr(attached, "FIND_S", 600.0)
 
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)
@@ -587,10 +586,11 @@ def test_blocks_that_are_looked_for_too_long_are_a_miss(
 def test_nobody_waits_for_a_search_that_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cold, "FIND_S", 0.0)
+    monkeypatch.setattr(attached, "FIND_S", 0.001)
 
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)
+        await asyncio.sleep(0.01)
         restarted.ask()
         told = restarted.client.last()
         assert (told.id, told.ready, told.coming) == (2, 0, 0)

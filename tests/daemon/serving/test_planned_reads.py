@@ -39,7 +39,7 @@ class Held(Tenant):
         self.read: list[Incoming] = []
         self.held: list[tuple[Sequence[Incoming], Read]] = []
         self.reads = self.bench.tier.reads
-        self.to_disk, self.bench.tier.read = self.bench.tier.read, self.hold  # type: ignore[method-assign]
+        self.to_disk, self.bench.tier.reader.read = self.bench.tier.reader.read, self.hold  # type: ignore[method-assign]
 
     def hold(self, blocks: Sequence[Incoming], done: Read, urgent: bool = True) -> None:
         self.read += blocks
@@ -59,7 +59,7 @@ class Held(Tenant):
     async def end(self) -> None:
         await self.let_go()
         await asyncio.sleep(0)
-        assert not any(one.reading for one in self.bench.tier.segments), (
+        assert not any(one.reading for one in self.bench.tier.table.segments), (
             "a segment is held for ever"
         )
         assert self.running is not None
@@ -134,7 +134,7 @@ def test_what_computing_beats_again_is_brought_while_nobody_waits(tmp_path: Path
         assert tenant.catalog.promotions.reading == 0, "once is not enough"
         tenant.mover.recomputes(2, tenant.space, keys(20), 2, 18)
         assert tenant.catalog.promotions.reading == 12
-        link = tenant.bench.tier.disks[0].link
+        link = tenant.bench.first.disk.link
         assert tenant.reads.planner.order.may_write(link), "others wait for none of it"
         await tenant.let_go()
         assert tenant.catalog.match(tenant.space, keys(20)) == Found(12, 8)
@@ -220,8 +220,8 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
         folder.mkdir()
         tenant = Held(folder)
         await tenant.on_disk_alone(24)
-        planner, segments = tenant.reads.planner, tenant.bench.tier.segments
-        link = tenant.bench.tier.disks[0].link
+        planner, segments = tenant.reads.planner, tenant.bench.tier.table.segments
+        link = tenant.bench.first.disk.link
         link.wrote(1 << 30)  # they have had their share
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
         assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / links.GUESS_BYTES_S)
@@ -282,7 +282,7 @@ def test_who_goes_takes_nothing_from_another_tenant(
         assert (goes.mover.counts["not_read"], stays.mover.counts["not_read"]) == (24, 0)
         assert stays.catalog.promotions.reading == 24
         monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
-        goes.reads._pump_soon(bench.tier.disks[0])
+        goes.reads._pump_soon(bench.first.disk)
         while stays.catalog.promotions.reading:
             await goes.let_go()
             await asyncio.sleep(0)
@@ -316,9 +316,9 @@ def test_one_that_cannot_be_given_back_is_counted_and_keeps_no_other(
         tenant.bench.loop.set_exception_handler(lambda _, said: failures.append(said["message"]))
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
         if how == "off":
-            tenant.bench.tier.disks[0].reads.give_up("the test says so")
+            tenant.bench.first.disk.reads.give_up("the test says so")
             monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
-            tenant.reads._pump_soon(tenant.bench.tier.disks[0])
+            tenant.reads._pump_soon(tenant.bench.first.disk)
         else:
             tenant.mover.cancel((1, 1))
         for _ in range(40):
@@ -337,7 +337,7 @@ def test_writes_wait_while_somebody_waits_for_reads(tmp_path: Path) -> None:
     async def wait() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
-        link = tenant.bench.tier.disks[0].link
+        link = tenant.bench.first.disk.link
         link.wrote(1 << 30)  # they have had their share
         assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
         await tenant.turn()
@@ -357,7 +357,7 @@ def test_a_disk_that_is_off_gives_back_what_it_was_to_read(tmp_path: Path) -> No
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
         assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
-        tenant.bench.tier.disks[0].reads.give_up("the test says so")
+        tenant.bench.first.disk.reads.give_up("the test says so")
         async with asyncio.timeout(60):
             while tenant.catalog.promotions.reading:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -375,12 +375,12 @@ def test_what_is_to_be_read_is_summed_whether_blocks_are_alike_or_not(
     async def summed() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
-        used = [one.number for one in tenant.bench.tier.segments if one.head][:2]
+        used = [one.number for one in tenant.bench.tier.table.segments if one.head][:2]
         assert len(used) == 2
         frames = b"".join(
             FRAME.pack(used[at % 2], at, nbytes, 0, 1, 0, 0) for at, nbytes in enumerate(sizes)
         )
-        link = tenant.bench.tier.disks[0].link
+        link = tenant.bench.first.disk.link
         assert tenant.reads.bytes_of(frames) == ({link: sum(sizes)} if sizes else {})
         await tenant.end()
 

@@ -13,11 +13,13 @@ import pytest
 from kvtier.errors import TierError
 from kvtier_daemon.codec.choice import Choice
 from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.tiers.cold.attached import AttachedDirectory, StoreOptions, open_directory
+from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment import decode_entries
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.cold.transfers import Decoding, Incoming, Landed, Outgoing
 from kvtier_kernels import Mapping, views
 from support.specs import pattern, spec_of
@@ -34,6 +36,11 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
+def open_directories(folders: list[Path], size: int) -> list[ColdDirectory]:
+    """Open directories that share `size`."""
+    return [open_directory(folder, size // len(folders)) for folder in folders]
+
+
 class Bench:
     """A cold tier with some memory to write from and read to, and nothing that decides."""
 
@@ -47,9 +54,8 @@ class Bench:
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         shares = dict.fromkeys(tenants, share / len(tenants))
-        self.tier = ColdTier(
-            self.loop, open_directories(folders, size), size, SEGMENT, shares, self.leave, engine
-        )
+        options = StoreOptions(SEGMENT, shares, engine)
+        self.tier = ColdTier(self.loop, open_directories(folders, size), options, self.leave)
         self.choice = Choice(self.tier.coding.rates, codec)  # of every other block
         self.memory, self.extent = self.arena()
 
@@ -59,7 +65,11 @@ class Bench:
         os.ftruncate(fd, 64 * BLOCK)
         memory = Mapping(fd, 64 * BLOCK, True)
         os.close(fd)
-        return memory, self.tier.register(memory)
+        return memory, self.tier.memory.register(memory)
+
+    @property
+    def first(self) -> AttachedDirectory:
+        return self.tier.directories.attached[0]
 
     def leave(self, shelf: SegmentStore, segment: Segment) -> None:
         for number in [n for n, one in self.on_disk.items() if one.segment == segment.number]:
@@ -99,7 +109,7 @@ class Bench:
                 failed.extend(bad)
                 done.set()
 
-            count = self.tier.write("t", going, wrote)
+            count = self.tier.writer.write("t", going, wrote)
             todo = todo[count:]
             if count:
                 await asyncio.wait_for(waiting.wait(), 20)
@@ -118,7 +128,7 @@ class Bench:
             waiting.set()
 
         self.slot(0)[:] = bytes(BLOCK)
-        self.tier.read(
+        self.tier.reader.read(
             [
                 Incoming(
                     number, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest,
@@ -144,8 +154,8 @@ class Bench:
                     row.codec,
                 )
 
-        await self.tier.recover(restored)
-        await self.tier.describe("t", SPACE, SPEC)
+        await self.tier.directories.recover(restored)
+        await self.tier.writer.describe("t", SPACE, SPEC)
 
     async def all_read(self) -> None:
         for number in self.on_disk:
@@ -230,8 +240,8 @@ def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
         await bench.recover()
         await bench.write(range(40))
         one, other = bench.on_disk[7], bench.on_disk[8]
-        fd = bench.tier.segments[one.segment].fd
-        path = bench.tier.segments[one.segment].path
+        fd = bench.tier.table.segments[one.segment].fd
+        path = bench.tier.table.segments[one.segment].path
         plain = os.open(path, os.O_RDWR)
         os.pwrite(plain, bytes(64), (one.page + one.header_pages) * PAGE + 1000)
         text = os.pread(plain, (other.header_pages * PAGE + BLOCK), bench.on_disk[9].page * PAGE)
@@ -243,7 +253,9 @@ def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
         assert await bench.read(7) == errno.EBADMSG
         assert await bench.read(8) == errno.EBADMSG
         assert await bench.read(9) == pattern(key(9), BLOCK)
-        assert bench.tier.is_on and not bench.tier.faults, "damage is no fault of the disk"
+        assert bench.tier.reader.is_on and not bench.tier.directories.faults, (
+            "damage is no fault of the disk"
+        )
         os.truncate(path, PAGE)
         assert await bench.read(9) == errno.ENODATA
         await bench.tier.close()
@@ -287,7 +299,7 @@ def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> No
         bench = Bench([tmp_path])
         await bench.recover()
         assert sorted(bench.on_disk) == list(range(40))
-        await bench.tier.settled("t")
+        await bench.tier.writer.settled("t")
         await asyncio.sleep(0.1)
         await bench.all_read()
         await bench.tier.close()
@@ -301,11 +313,10 @@ def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> No
 
 def kill(bench: Bench) -> None:
     """End as it is."""
-    for drive in bench.tier.disks:
-        drive.stop(5)
-    for volume in bench.tier._directories:
-        bench.loop.remove_reader(volume.index.event_fd)
-        volume.close()
+    for one in bench.tier.directories.attached:
+        one.descriptions.close()
+        one.disk.stop(5)
+        one.directory.close()
 
 
 def test_what_was_being_written_at_a_kill_does_not_come_with_what_is_written_later(

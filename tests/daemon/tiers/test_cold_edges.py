@@ -16,11 +16,12 @@ from daemon.tiers.test_cold import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files
 from kvtier.errors import TierError
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import segment_files as files
+from kvtier_daemon.tiers.cold.attached import StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
 
 
 def filled(folder: Path, count: int = 100) -> None:
@@ -61,7 +62,7 @@ def test_a_file_that_can_not_be_read_costs_its_blocks_and_counts_for_the_cap(
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert bench.tier.faults == 1
+        assert bench.tier.directories.faults == 1
         assert set(bench.on_disk) == set(range(100)) - lost
         for first in range(1000, 1800, 64):
             assert not await bench.write(range(first, first + 64))
@@ -85,7 +86,7 @@ def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> 
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.directories.faults
         await bench.all_read()
         await bench.tier.close()
 
@@ -125,7 +126,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "segments")
         assert not await bench.write(range(30, 130))
         await bench.all_read()
-        assert files_of(tmp_path) and bench.tier.is_on and not bench.tier.faults
+        assert files_of(tmp_path) and bench.tier.reader.is_on and not bench.tier.directories.faults
         await bench.tier.close()
 
     run(work())
@@ -147,7 +148,7 @@ def test_a_first_file_that_can_not_be_made_is_tried_again_after_a_while(
 
     async def work() -> None:
         bench = Bench([tmp_path])
-        (one,) = bench.tier.stores["t"]
+        one = bench.first.stores["t"]
         now = 100.0
         one._clock = lambda: now
         monkeypatch.setattr(ColdDirectory, "make", refusing)
@@ -156,7 +157,7 @@ def test_a_first_file_that_can_not_be_made_is_tried_again_after_a_while(
             assert one.write([], lambda *_: None) == 0
             await asyncio.sleep(0.005)
         assert tries == 1 and os.strerror(code) in bench.tier.failure
-        assert bench.tier.is_on, "what there is may be read"
+        assert bench.tier.reader.is_on, "what there is may be read"
         monkeypatch.setattr(ColdDirectory, "make", made)
         now += RETRY_GROW_S + 1
         assert not await bench.write(range(8))
@@ -188,7 +189,7 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(40))
-        first = bench.tier.segments[bench.on_disk[0].segment]
+        first = bench.tier.table.segments[bench.on_disk[0].segment]
         first.reading += 1  # a slow reader
         before = bytes_of(first.path)
         writing = asyncio.create_task(bench.write(range(40, 1000)))
@@ -199,7 +200,7 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
         await asyncio.sleep(0.3)
         assert first.stage is Stage.LEAVING and not writing.done()
         assert bytes_of(first.path) == before
-        bench.tier.stores["t"][0].read_ended(first)
+        bench.first.stores["t"].read_ended(first)
         assert not await writing
         assert first.head is not None and bytes_of(first.path) != before
         await bench.all_read()
@@ -214,7 +215,7 @@ def test_a_segment_that_is_free_again_has_no_head(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        at, log = 0, bench.tier.stores["t"][0].log
+        at, log = 0, bench.first.stores["t"].log
         while not bench.lost or not log.free:
             assert at < 5000
             await bench.write(range(at, at + 8))
@@ -244,7 +245,7 @@ def test_files_that_are_no_segments_are_left_alone(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.directories.faults
         await bench.tier.close()
 
     run(work())
@@ -271,10 +272,11 @@ def test_what_one_tenant_has_too_much_goes_before_another_has_more(
     async def work() -> None:
         loop = asyncio.get_running_loop()
         tier = ColdTier(
-            loop, open_directories([tmp_path], size), size, SEGMENT, {"a": 0.8, "b": 0.2}, lambda *_: None
+            loop, [open_directory(tmp_path, size)], StoreOptions(SEGMENT, {"a": 0.8, "b": 0.2}),
+            lambda *_: None,
         )  # fmt: skip
-        await tier.recover(nothing)
-        while not tier.stores["a"][0].log.open:  # noqa: ASYNC110
+        await tier.directories.recover(nothing)
+        while not tier.directories.attached[0].stores["a"].log.open:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await tier.close()
 
@@ -306,7 +308,7 @@ def test_a_size_that_the_file_system_has_not_is_said_at_the_start(
     room = there + free.f_frsize * free.f_bavail
     for size, said in ((SIZE, False), (room * 2, True)):
         caplog.clear()
-        (volume,) = open_directories([tmp_path], size)
+        volume = open_directory(tmp_path, size)
         assert ("less than its part of cold.size" in caplog.text) == said
         assert said == (volume.lacks_bytes() > 0)
         assert volume.close()
@@ -316,7 +318,7 @@ def test_what_it_has_already_is_no_room_that_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(tmp_path)
-    (volume,) = open_directories([tmp_path], SIZE)
+    volume = open_directory(tmp_path, SIZE)
     there = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segments/*/*"))
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((PAGE,) * 2 + (0,) * 8))
     assert there and volume.lacks_bytes() == volume.segments_bytes - there

@@ -30,15 +30,14 @@ from daemon.tiers.test_forget import ONE, SLOTS, Tenant, after_a_start
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.tiers.cold import attached, lifecycle
 from kvtier_daemon.tiers.cold import disk as drives
 from kvtier_daemon.tiers.cold import frames as moving_blocks
-from kvtier_daemon.tiers.cold import lifecycle
 from kvtier_daemon.tiers.cold import segment_files as files
-from kvtier_daemon.tiers.cold import tier as cold_tier
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, open_direct
 from kvtier_daemon.tiers.cold.disk import FAULTS_TO_OFF, DiskLane
 from kvtier_daemon.tiers.cold.index import Index
-from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
+from kvtier_daemon.tiers.cold.lifecycle import DirectoryKeeper, ExtentMaps
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import recover
 from kvtier_daemon.tiers.cold.segment import first_frame
@@ -53,7 +52,7 @@ def test_a_forget_asked_for_again_after_its_tombstone_failed_holds(tmp_path: Pat
         await tenant.start()
         tenant.save(0)
         await tenant.on_disk(1)
-        drive = tenant.bench.tier.disks[0]
+        drive = tenant.bench.first.disk
         write_text, failures = drive.write_text, [errno.EIO]
 
         def failing(fd: int, at: int, text: bytes, over: drives.Over) -> None:
@@ -90,7 +89,7 @@ def test_a_place_that_was_forgotten_is_not_so_for_who_comes_next(tmp_path: Path)
         assert not await bench.write(new)
         if bury is not None:
             one = bench.on_disk[bury]
-            bench.tier.tombstone(struct.pack("<II", one.segment, one.page))
+            bench.tier.table.tombstone(struct.pack("<II", one.segment, one.page))
         await bench.tier.close()
         return found
 
@@ -120,8 +119,8 @@ def test_blocks_of_a_file_that_was_unreadable_at_one_start_are_found_at_the_next
 
     async def without_the_file() -> None:
         bench = Bench([tmp_path])
-        await bench.tier.recover(nothing)
-        assert bench.tier.stores["t"][0].files.unreadable == 1
+        await bench.tier.directories.recover(nothing)
+        assert bench.first.stores["t"].files.unreadable == 1
         await bench.tier.close()
 
     async def with_it() -> None:
@@ -153,11 +152,11 @@ def test_tombstones_hide_no_frame_that_is_written_when_their_segment_is_used_aga
             assert not await bench.write(range(first, first + blocks))
             for number in [n for n in bench.on_disk if n < last[0]]:
                 one = bench.on_disk.pop(number)
-                bench.tier.tombstone(struct.pack("<II", one.segment, one.page))
-            await bench.tier.settled("t")
+                bench.tier.table.tombstone(struct.pack("<II", one.segment, one.page))
+            await bench.tier.writer.settled("t")
             assert not await bench.tier.flush()
         assert sorted(bench.on_disk) == list(last)
-        assert len(bench.tier.segments) < rounds, "none was used again"
+        assert len(bench.tier.table.segments) < rounds, "none was used again"
         await bench.tier.close()
         bench = Bench([tmp_path], share=0.17)
         await bench.recover()
@@ -187,7 +186,7 @@ def test_a_file_that_can_not_be_taken_up_counts_for_the_cap(
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
         return open_direct(path)
 
-    monkeypatch.setattr(cold_tier, "open_direct", refusing)
+    monkeypatch.setattr(attached, "open_direct", refusing)
     run(fill(1000))
 
 
@@ -213,7 +212,7 @@ class TwoDisks(Tenant):
         self.memory, self.extent = self.bench.memory, self.bench.extent
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover("t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
-        for shelf in self.bench.tier.stores["t"]:
+        for shelf in self.bench.tier.directories.stores():
             shelf._reclaim = self.mover.reclaim
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running = None
@@ -221,7 +220,7 @@ class TwoDisks(Tenant):
 
 async def tend(tenant: Tenant) -> None:
     while True:
-        tenant.bench.tier.tend()
+        tenant.bench.tier.run_periodic()
         await asyncio.sleep(0.02)
 
 
@@ -245,7 +244,7 @@ def test_a_disk_whose_writes_hang_takes_no_other_one_along(
         for number in range(4):
             tenant.save(number)
         await tenant.on_disk(4)
-        bad = tenant.bench.tier.disks[0]
+        bad = tenant.bench.first.disk
         bad.worker = Hung(bad.worker)  # type: ignore[assignment]
         for number in range(4, 12):
             tenant.save(number)
@@ -272,7 +271,7 @@ def test_an_index_that_hangs_lets_new_spaces_be_written_to_the_other_disk(tmp_pa
     async def work() -> None:
         tenant = TwoDisks(two(tmp_path))
         await tenant.start()
-        tenant.bench.tier._directories[0].index.flush = lambda token: None  # type: ignore[method-assign]
+        tenant.bench.first.directory.index.flush = lambda token: None  # type: ignore[method-assign]
         tenant.save(0)
         try:
             await asyncio.wait_for(tenant.on_disk(1), 6)
@@ -365,12 +364,12 @@ def test_the_spaces_of_one_tenant_leave_room_in_the_index_for_others(tmp_path: P
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        bench.tier._directories[0].index_bytes = 64 << 10
-        known = [await bench.tier.describe("t", os.urandom(32), SPEC) for _ in range(100)]
+        bench.first.directory.index_bytes = 64 << 10
+        known = [await bench.tier.writer.describe("t", os.urandom(32), SPEC) for _ in range(100)]
         assert 10 < known.count(True) < 64
         assert not known[-1]
-        assert await bench.tier.describe("other", os.urandom(32), SPEC)
-        assert await bench.tier.describe("t", SPACE, SPEC), "what is known stays so"
+        assert await bench.tier.writer.describe("other", os.urandom(32), SPEC)
+        assert await bench.tier.writer.describe("t", SPACE, SPEC), "what is known stays so"
         await bench.tier.close()
 
     run(work())
@@ -382,12 +381,12 @@ def test_descriptions_that_could_not_be_written_take_no_room(
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        bench.tier._directories[0].index_bytes = 64 << 10
+        bench.first.directory.index_bytes = 64 << 10
         with monkeypatch.context() as now:
             now.setattr(Index, "_commit", lambda *_: "no room")
             for _ in range(100):
-                assert not await bench.tier.describe("t", bytes(32), SPEC)
-        assert await bench.tier.describe("t", bytes(32), SPEC)
+                assert not await bench.tier.writer.describe("t", bytes(32), SPEC)
+        assert await bench.tier.writer.describe("t", bytes(32), SPEC)
         await bench.tier.close()
 
     run(work())
@@ -397,10 +396,10 @@ def test_spaces_that_nothing_is_left_of_make_room_at_a_start(tmp_path: Path) -> 
     async def life() -> int:
         bench = Bench([tmp_path])
         await bench.recover()
-        await bench.tier._flushed(bench.tier._directories[0], bench.tier.disks[0])
-        there = len(bench.tier._directories[0].index.entries(b"spaces"))
+        await bench.first.descriptions.flush()
+        there = len(bench.first.directory.index.entries(b"spaces"))
         for _ in range(20):
-            await bench.tier.describe("t", os.urandom(32), SPEC)
+            await bench.tier.writer.describe("t", os.urandom(32), SPEC)
         if not bench.on_disk:
             await bench.write(range(4))
         await bench.tier.close()
@@ -426,8 +425,8 @@ def test_a_stop_while_a_segment_is_begun_leaves_it_with_a_footer(tmp_path: Path)
         await first.write(range(4))
         await first.tier.close()
         second = Bench([tmp_path])
-        await second.tier.recover(nothing)
-        (shelf,) = second.tier.stores["t"]
+        await second.tier.directories.recover(nothing)
+        shelf = second.first.stores["t"]
         assert [one.stage for one in shelf.log.others] == [Stage.BEGINNING]
         await second.tier.close()
         files = [recover(path, None, {}) for path in files_of(tmp_path)]
@@ -448,7 +447,7 @@ def test_what_no_start_has_found_does_not_come_back_later(
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(3))
-        torn, path = bench.on_disk[1], bench.tier.segments[bench.on_disk[1].segment].path
+        torn, path = bench.on_disk[1], bench.tier.table.segments[bench.on_disk[1].segment].path
         kill(bench)
         fd = os.open(path, os.O_RDWR)
         os.pwrite(fd, b"torn" * 1024, (torn.page + torn.header_pages) * 4096)
@@ -538,11 +537,11 @@ def test_a_damaged_index_that_was_put_aside_counts_for_the_cap(tmp_path: Path) -
     async def fill(first: int) -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        index = bench.tier._directories[0].index
+        index = bench.first.directory.index
         for number in range(13):
             for at in range(250):
                 index.put(b"segments", struct.pack(">QI", number, at), bytes(4000))
-            await bench.tier._flushed(bench.tier._directories[0], bench.tier.disks[0])
+            await bench.first.descriptions.flush()
         for at in range(first, first + 800, 64):
             await bench.write(range(at, at + 64))
         assert used(tmp_path) <= SIZE, sorted(
@@ -612,16 +611,6 @@ def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
 def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Extents have numbers by their order: where one is missing, the next must not have its number."""
 
-    class Whatever:
-        extents: list[int]
-        said_off = ""
-
-        def __init__(self) -> None:
-            self.extents = []
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: 7
-
     answers = iter([OSError(errno.ENOMEM, "no memory"), object()])
 
     def mapping(*_: object) -> object:
@@ -631,11 +620,16 @@ def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.Mo
         return answer
 
     monkeypatch.setattr(lifecycle, "MappedExtent", mapping)
-    life = ColdLifecycle(*[Whatever()] * 5)  # type: ignore[arg-type]
-    mover, tenant = Whatever(), SimpleNamespace(name="t")
-    life.tier, life._movers = Whatever(), {"t": mover}  # type: ignore[assignment, dict-item]
+    mover: Any = SimpleNamespace(extents=[])
+    tier: Any = SimpleNamespace(
+        off_reason="",
+        memory=SimpleNamespace(register=lambda _: 7),
+        directories=SimpleNamespace(give_up=lambda _: None),
+    )
+    maps = ExtentMaps(tier, {"t": mover})
+    extent: Any = SimpleNamespace(tenant="t", fd=-1, nbytes=4096)
     for _ in range(2):
-        life.map(tenant, SimpleNamespace(fd=-1, nbytes=4096))  # type: ignore[arg-type]
+        maps.map(extent)
     assert next(answers, None) is not None, "after one that could not be mapped none is tried"
     assert mover.extents == [], f"extent 0 is read to where {mover.extents[0]} is"
 
@@ -648,26 +642,25 @@ def test_a_directory_that_is_lost_whenever_it_is_looked_into_is_tried_less_often
     class Ended(Exception):  # noqa: N818
         pass
 
-    class Life(ColdLifecycle):
-        def __init__(self) -> None:
-            pass
-
-        async def _try_attach(self, tier: Any, directory: Path) -> bool:
-            del tier.missing[directory]
+    class Keeper(DirectoryKeeper):
+        async def try_attach(self, path: Path) -> bool:
+            del directories.missing[path]
             return True
 
-        async def _detach(self, tier: Any, volume: Any) -> None:
-            tier.missing[tmp_path] = "lost"
+        async def detach(self, one: Any) -> None:
+            directories.missing[tmp_path] = "lost"
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
         if len(waits) == 8:
             raise Ended
 
-    tier: Any = SimpleNamespace(missing={tmp_path: "lost"}, lost=lambda _: object())
+    directories = SimpleNamespace(missing={tmp_path: "lost"}, lost=lambda _: object())
+    tier: Any = SimpleNamespace(directories=directories)
+    opener: Any = None
     with monkeypatch.context() as patch, pytest.raises(Ended):
         patch.setattr(lifecycle.asyncio, "sleep", sleep)
-        run(Life()._keep_attached(tier, tmp_path))
+        run(Keeper(tier, opener, {}, {}).keep(tmp_path))
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
 
 

@@ -170,24 +170,29 @@ def test_a_look_that_fails_is_said_and_a_file_system_that_is_dead_is_lost(
         await bench.recover()
         unheard: list[object] = []
         bench.loop.set_exception_handler(lambda _, context: unheard.append(context))
-        (drive,), (volume,) = bench.tier.disks, bench.tier._directories
+        attached = bench.first
+        drive, volume = attached.disk, attached.directory
 
         def fails() -> str:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(volume, "elsewhere", fails)
         while not drive.lost:
-            bench.tier._checks_at = 0.0
-            bench.tier.tend()
+            bench.tier.directories.check_locations()
             await asyncio.sleep(0.001)
         gc.collect()
         assert not unheard and "Input/output error" in bench.tier.failure
-        assert not bench.tier.is_on and not bench.tier.given_up, "it is tried again"
-        numbers = await bench.tier.detach(volume)
-        await bench.tier.closed(volume)
-        assert {number for _, number in numbers} == set(range(len(bench.tier.segments)))
-        assert not bench.tier.disks and list(bench.tier.missing) == [tmp_path]
-        assert not any(one.tombstones.count for one in bench.tier.segments), "kept at each detach"
+        assert not bench.tier.reader.is_on and not bench.tier.directories.given_up, (
+            "it is tried again"
+        )
+        numbers = await bench.tier.directories.detach(attached, bench.tier.reads.pump)
+        await bench.tier.directories.closed(volume)
+        assert {number for _, number in numbers} == set(range(len(bench.tier.table.segments)))
+        directories = bench.tier.directories
+        assert not directories.attached and list(directories.missing) == [tmp_path]
+        assert not any(one.tombstones.count for one in bench.tier.table.segments), (
+            "kept at each detach"
+        )
         await bench.tier.close()
 
     run(work())
@@ -198,9 +203,9 @@ def test_a_write_that_fails_is_the_writes_fault_alone(tmp_path: Path) -> None:
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(4))
-        segment = bench.tier.stores["t"][0].log.open
+        segment = bench.first.stores["t"].log.open
         assert segment is not None
-        (drive,) = bench.tier.disks
+        drive = bench.first.disk
         read_only = os.open(segment.path, os.O_RDONLY | os.O_DIRECT)
         right = os.dup(segment.fd)
         os.dup2(read_only, segment.fd)
@@ -229,16 +234,18 @@ def test_a_directory_that_is_off_takes_only_its_own_away(tmp_path: Path) -> None
         await bench.write(range(48))
         tier = bench.tier
         assert not tier.unreadable_segments()
-        tier.disks[0].give_up("it is out")
-        theirs = {n for n, one in enumerate(tier.segments) if one.path.startswith(str(folders[0]))}
-        assert tier.unreadable_segments() == theirs and 0 < len(theirs) < len(tier.segments)
-        assert tier.is_on and tier.takes
+        tier.directories.attached[0].disk.give_up("it is out")
+        theirs = {
+            n for n, one in enumerate(tier.table.segments) if one.path.startswith(str(folders[0]))
+        }
+        assert tier.unreadable_segments() == theirs and 0 < len(theirs) < len(tier.table.segments)
+        assert tier.reader.is_on and tier.writer.is_on
         before = set(bench.on_disk)
         await bench.write(range(48, 80))
         after = {bench.on_disk[number].segment for number in set(bench.on_disk) - before}
         assert after and not after & theirs
-        tier.disks[1].give_up("this too")
-        assert not tier.is_on and not tier.takes
+        tier.directories.attached[1].disk.give_up("this too")
+        assert not tier.reader.is_on and not tier.writer.is_on
         assert tier.failure == "it is out; this too"
         await tier.close()
 

@@ -27,9 +27,10 @@ from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.base import FIX4, R32, ZSTD
 from kvtier_daemon.codec.choice import BLOCK_MOST, FIRST_TRIES, Choice
 from kvtier_daemon.codec.frame import PAGE, RAW
+from kvtier_daemon.tiers.cold import attached
 from kvtier_daemon.tiers.cold import encoder as encoding
-from kvtier_daemon.tiers.cold import tier as cold
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
+from kvtier_daemon.tiers.cold.disk import Over
 from kvtier_daemon.tiers.cold.encode_buffer import STAGED_BYTES
 from kvtier_daemon.tiers.cold.encoder import threads_here
 from kvtier_daemon.tiers.cold.frames import FRAME
@@ -74,7 +75,7 @@ class Tenant:
         self.mover = Mover(
             "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=through, codec=codec
         )
-        self.bench.tier.stores["t"][0]._reclaim = self.mover.reclaim
+        self.bench.first.stores["t"]._reclaim = self.mover.reclaim
         self.spaces = {
             dtype: self.catalog.open(dtype.ljust(32).encode(), spec, ONE)
             for dtype, spec in SPECS.items()
@@ -88,7 +89,7 @@ class Tenant:
 
         self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // PAGE))
         self.mover.extents.append(self.bench.extent)
-        await self.bench.tier.recover(restored)
+        await self.bench.tier.directories.recover(restored)
         self.running = asyncio.create_task(self.mover.run())
 
     def save(self, dtype: str, first: int, count: int) -> None:
@@ -145,7 +146,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 async def seal(tenant: Tenant) -> None:
-    shelf = tenant.bench.tier.stores["t"][0]
+    shelf = tenant.bench.first.stores["t"]
     shelf.seal()
     await until(lambda: shelf.log.open is not None and shelf.log.sealed)
 
@@ -247,7 +248,7 @@ def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
             ids = tenant.ids["bfloat16", known - 1]
             ((segment, *_, number, _, _, _),) = tenant.frames(ids)
             assert number == NUMBERS[codec]
-            segments.add(tenant.bench.tier.segments[segment].path)
+            segments.add(tenant.bench.tier.table.segments[segment].path)
             await tenant.close()
         assert len(segments) == 1
         volume = ColdDirectory(folder, SIZE)
@@ -260,7 +261,7 @@ def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
 
 def spoil(tenant: Tenant, number: int, inside: int) -> None:
     ((segment, page, *_, header_pages, _, _),) = tenant.frames(tenant.ids["bfloat16", number])
-    path = tenant.bench.tier.segments[segment].path
+    path = tenant.bench.tier.table.segments[segment].path
     fd = os.open(path, os.O_RDWR)
     at = (page + header_pages) * PAGE + inside
     old = os.pread(fd, 1, at)
@@ -330,31 +331,35 @@ def test_a_frame_is_not_damaged_where_there_is_no_memory_to_decode_it(
             for _ in range(6):
                 assert await tenant.bring("bfloat16", 0) is None
         assert tenant.catalog.promotions.failed == {"ENOTRECOVERABLE": 6}
-        assert (tenant.mover.counts["spoilt"], tenant.bench.tier.faults) == (0, 0)
+        assert (tenant.mover.counts["spoilt"], tenant.bench.tier.directories.faults) == (0, 0)
         await tenant.same("bfloat16", 0, 1)
         await tenant.close()
 
     run(work())
 
 
-def test_no_memory_for_a_frame_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+def test_no_memory_for_a_frame_is_no_fault_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
         tenant.save("bfloat16", 0, 1)
         await tenant.on_disk(1)
-        tier, drive = tenant.bench.tier, tenant.bench.tier.disks[0]
+        tier, drive = tenant.bench.tier, tenant.bench.first.disk
         tenant.evict_all()
-        shelf, segment = tier.stores["t"][0], tier.segments[0]
         told: list[int] = []
-        for _ in range(6):
-            segment.reading += 1
-            block = Incoming(0, 0, 1, 1, 4096, bytes(16), 0, 0)
-            tier._read_one(shelf, segment, block, lambda _, code: told.append(code))(
-                errno.ENOMEM, None
-            )
+        block = Incoming(0, 0, 1, 1, 4096, bytes(16), 0, 0)
+
+        def no_memory(_fd: int, _at: int, _nbytes: int, over: Over) -> None:
+            over(errno.ENOMEM, None)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(drive, "read_text", no_memory)
+            for _ in range(6):
+                tier.reader.read_header(block, lambda code, _: told.append(code))
         assert told == [errno.ENOMEM] * 6
-        assert tier.faults == 0 and drive.reads.is_on
+        assert tier.directories.faults == 0 and drive.reads.is_on
         await tenant.same("bfloat16", 0, 1)
         await tenant.close()
 
@@ -375,7 +380,7 @@ def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
         spoil(tenant, 2, 30_000)
         await scrub.round()
         assert scrub.counts["damaged"] == 1
-        assert not tenant.bench.tier.disks[0].worker.moved()[2]
+        assert not tenant.bench.first.disk.worker.moved()[2]
         assert await tenant.bring("bfloat16", 2) is None
         await tenant.same("bfloat16", 3, 1)
         await tenant.close()
@@ -402,10 +407,10 @@ def test_what_is_read_last_is_decoded_before_the_end(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "zstd")
         await reading(tenant, 8)
-        drive = tenant.bench.tier.disks[0]
+        drive = tenant.bench.first.disk
         assert await tenant.bench.tier.close()
         assert (tenant.catalog.promotions.reading, drive.reads.given_up) == (0, False)
-        assert not any(segment.reading for segment in tenant.bench.tier.segments)
+        assert not any(segment.reading for segment in tenant.bench.tier.table.segments)
 
     run(work())
 
@@ -463,7 +468,7 @@ def test_what_is_brought_away_stays_as_it_is(
             monkeypatch.setattr(coding, name, lambda *_, name=name: done.append(name))
         spoil(tenant, 2, -PAGE + 100)
         tenant.mover._reclaimer.second_chance_bytes = 1 << 30
-        shelf = tenant.bench.tier.stores["t"][0]
+        shelf = tenant.bench.first.stores["t"]
         first = shelf.log.reclaim()
         assert first is not None
         tenant.mover.reclaim(shelf, first)
@@ -472,7 +477,7 @@ def test_what_is_brought_away_stays_as_it_is(
         ((frame, digest),) = [(tenant.frames(ids[0])[0], tenant.catalog._store.frames(ids[0])[1])]
         assert frame[:2] != before[0][0][:2] and frame[2:5] == before[0][0][2:5]
         assert digest == before[0][1] and frame[3] == NUMBERS[codec]
-        assert not tenant.bench.tier.disks[0].worker.moved()[2] and not done
+        assert not tenant.bench.first.disk.worker.moved()[2] and not done
         monkeypatch.undo()
         await tenant.same("bfloat16", 1, 1)
         assert await tenant.bring("bfloat16", 2) is None
@@ -521,10 +526,10 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
         for first in range(0, 480, 16):
             tenant.save("bfloat16", first, 16)
             await until(lambda first=first: tenant.mover.counts["written"] >= first + 16)  # type: ignore[misc]
-        assert len(tenant.bench.tier._mappings) == 2, "the arena's, and what is encoded to"
+        assert len(tenant.bench.tier.memory.mappings) == 2, "the arena's, and what is encoded to"
         await until(lambda: not staging.used)
         assert list(staging._holes.values()) == [{0: STAGED_BYTES}], "whole again"
-        disk = tenant.bench.tier.disks[0].worker
+        disk = tenant.bench.first.disk.worker
         if disk.engine == "io_uring":
             assert disk.registered_bytes == SLOTS * BLOCK, "pinned is the arena alone"
         await tenant.close()
@@ -544,7 +549,7 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         tier = tenant.bench.tier
-        staging, write = tier.coding.staging, tier.write
+        staging, write = tier.coding.staging, tier.writer.write
         staging.most = most
         place_of = staging._cut
 
@@ -566,7 +571,7 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
                 await asyncio.sleep(0.001)
 
         monkeypatch.setattr(staging, "_cut", cut)
-        monkeypatch.setattr(tier, "write", slow)
+        monkeypatch.setattr(tier.writer, "write", slow)
         await tenant.start()
         tenant.save("bfloat16", 0, 48)
         landing = tenant.bench.loop.create_task(land())
@@ -589,7 +594,7 @@ def test_nothing_is_encoded_before_it_has_a_place(
         tenant = Tenant(tmp_path, "auto")
         tier = tenant.bench.tier
         await tenant.start()
-        shelf, (asked, encoded) = tier.stores["t"][0], ([], [])
+        shelf, (asked, encoded) = tier.directories.attached[0].stores["t"], ([], [])
         await until(lambda: shelf.log.open is not None)
         encode, open_segment = tier.coding.encode, shelf.log.open
 
@@ -607,7 +612,7 @@ def test_nothing_is_encoded_before_it_has_a_place(
                 shelf.log.open = None
                 patched.setattr(shelf, "prepare", lambda: asked.append(1))
             else:
-                patched.setattr(tier, "describe", refuse)
+                patched.setattr(tier.writer, "describe", refuse)
             tenant.save("bfloat16", 0, 16)
             await until(lambda: len(asked) >= 3)
             assert not encoded and not tenant.mover.choice.report()[0]["ratios"]
@@ -638,7 +643,7 @@ def test_auto_tries_large_blocks_with_what_the_workers_decode(
     async def work() -> None:
         bench = Bench([tmp_path])
         coding, choice = bench.tier.coding, Choice(bench.tier.coding.rates)
-        extent, _ = bench.tier.room(spec.block_bytes)
+        extent, _ = bench.tier.memory.allocate(spec.block_bytes)
         some = [
             Outgoing(n, b"l" * 32, spec, 0, 0, key(n), b"", b"", extent, 0)
             for n in range(FIRST_TRIES + 1)
@@ -671,7 +676,7 @@ def test_what_can_not_be_encoded_is_written_as_it_is(
         await tenant.start()
         with monkeypatch.context() as patched:
             if fails == "memory":
-                patched.setattr(cold, "anonymous", refuse)
+                patched.setattr(attached, "anonymous", refuse)
             elif fails == "a codec":
                 patched.setattr(framing, "encode", refuse)
             else:
@@ -679,7 +684,7 @@ def test_what_can_not_be_encoded_is_written_as_it_is(
             tenant.save("bfloat16", 0, 4)
             await tenant.on_disk(4)
         assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {RAW}
-        assert tier.coding.failures >= 1 and tier.takes
+        assert tier.coding.failures >= 1 and tier.writer.is_on
         assert tier.coding.staging.used == 0, "no memory is lost"
         tenant.save("bfloat16", 4, 4)
         await tenant.on_disk(8)
@@ -718,7 +723,7 @@ def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")
         tier = tenant.bench.tier
-        tier.bandwidths = lambda _: [1e6]  # type: ignore[method-assign]
+        tier.reader.bandwidths = lambda: [1e6]  # type: ignore[method-assign]
         await tenant.start()
         for first in range(0, 48, 16):
             tenant.save("bfloat16", first, 16)
@@ -730,7 +735,7 @@ def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
         ratios = report["ratios"]
         assert isinstance(ratios, dict)
         assert report["codec"] == "r32" and ratios["r32"] > ratios["fix4"] > 1.3
-        tier.bandwidths = lambda _: [1e15]  # type: ignore[method-assign]
+        tier.reader.bandwidths = lambda: [1e15]  # type: ignore[method-assign]
         tenant.save("bfloat16", 100, 1)
         await tenant.on_disk(49)
         assert tenant.frames(tenant.ids["bfloat16", 100])[0][3] == RAW

@@ -45,10 +45,10 @@ async def left_behind(folder: Path) -> None:
     await tenant.start()
     await tenant.sealed(SAVED)
     assert await tenant.forget(*FORGOTTEN) == ""
-    volume = tenant.bench.tier._directories[0]
+    volume = tenant.bench.first.directory
     for number in range(64):
         volume.index.put(TABLE, KEY.pack(number, 0), bytes(4 * number))
-    await tenant.bench.tier._flushed(volume, tenant.bench.tier.disks[0])
+    await tenant.bench.first.descriptions.flush()
     await tenant.kill()
 
 
@@ -95,7 +95,9 @@ async def still_works(folder: Path) -> None:
         assert not set(known) & set(FORGOTTEN)
         tenant.save(100)
         await tenant.on_disk(1)
-        assert tier.is_on and tier.takes and not tier.given_up, tier.failure
+        assert tier.reader.is_on and tier.writer.is_on and not tier.directories.given_up, (
+            tier.failure
+        )
         plan = tenant.catalog.promotions.plan(tenant.space, b"".join(map(key, known[:1])), 100)
         assert len(plan.ids) <= 4
         for number in known:
@@ -132,12 +134,13 @@ FLIPPED = """
 import json, os, select, sys
 from pathlib import Path
 from kvtier.errors import TierError
+from contextlib import closing
 from kvtier_daemon.tiers.cold.index import Index
 folder = Path(sys.argv[1])
 data = folder / "data.mdb"
 good = data.read_bytes()
 tables = (b"spaces", b"segments")
-with Index(folder, 64 << 20) as index:
+with closing(Index(folder, 64 << 20)) as index:
     known = {table: set(index.entries(table)) for table in tables}
 assert all(known.values()), known
 os.close(2)
@@ -148,7 +151,7 @@ for line in sys.stdin:
     data.write_bytes(flipped)
     (folder / "lock.mdb").unlink(missing_ok=True)
     try:
-        with Index(folder, 64 << 20) as index:
+        with closing(Index(folder, 64 << 20)) as index:
             found = {table: set(index.entries(table)) for table in tables}
             index.put(b"segments", b"new", b"record")
             index.flush(1)

@@ -22,13 +22,13 @@ from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import eraser as erasing_module
 from kvtier_daemon.tiers.cold import segment_store as shelf_module
 from kvtier_daemon.tiers.cold import tombstones
+from kvtier_daemon.tiers.cold.attached import open_directory
 from kvtier_daemon.tiers.cold.disk import Over
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.tier import open_directories
 from kvtier_kernels import Store
 from support.specs import pattern
 
@@ -47,7 +47,7 @@ class Tenant:
             self.memory, self.extent = self.bench.arena()
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover(name, self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
-        self.bench.tier.stores[name][0]._reclaim = self.mover.reclaim
+        self.bench.first.stores[name]._reclaim = self.mover.reclaim
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running: asyncio.Task[None] | None = None
 
@@ -58,8 +58,8 @@ class Tenant:
 
         self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
         self.mover.extents.append(self.extent)
-        if not self.bench.tier.recovered.is_set():
-            await self.bench.tier.recover(restored)
+        if not self.bench.tier.recovery.complete.is_set():
+            await self.bench.tier.directories.recover(restored)
         self.running = asyncio.create_task(self.mover.run())
 
     def save(self, number: int) -> None:
@@ -89,7 +89,7 @@ class Tenant:
         for number in range(count):
             self.save(number)
         await self.on_disk(count)
-        shelf = self.bench.tier.stores["t"][0]
+        shelf = self.bench.first.stores["t"]
         if not shelf.log.sealed:
             shelf.seal()
         while not shelf.log.sealed:  # noqa: ASYNC110
@@ -105,16 +105,16 @@ class Tenant:
 
     async def kill(self) -> None:
         """End with nothing written that was not when this was called."""
-        for volume in self.bench.tier._directories:
-            asyncio.get_running_loop().remove_reader(volume.index.event_fd)
-            volume.index._env.close()
-        for drive in self.bench.tier.disks:
-            drive.stop(5)
+        attached = self.bench.tier.directories.attached
+        for one in attached:
+            one.descriptions.close()
+            one.directory.index._env.close()
+            one.disk.stop(5)
         assert self.running is not None
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
-        for volume in self.bench.tier._directories:
-            volume.close()
+        for one in attached:
+            one.directory.close()
 
     def knows(self, number: int) -> bool:
         found = self.catalog.match(self.space, key(number), False, True)
@@ -159,7 +159,7 @@ def starts(text: bytes) -> set[bytes]:
 
 async def frames(tenant: Tenant, count: int) -> None:
     """Wait until `count` blocks are on disk."""
-    frames_in, segments = tenant.catalog.segments.frames_in, tenant.bench.tier.segments
+    frames_in, segments = tenant.catalog.segments.frames_in, tenant.bench.tier.table.segments
     while sum(len(frames_in(one.number)) for one in segments) != count:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
@@ -181,7 +181,7 @@ def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) 
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        shelf = tenant.bench.tier.stores["t"][0]
+        shelf = tenant.bench.first.stores["t"]
         shelf.files.most_bytes = 3 * SEGMENT
         for number in range(6 * SEGMENT // BLOCK):
             tenant.save(number)
@@ -235,7 +235,7 @@ def test_what_is_erased_is_not_used_again_meanwhile(
         await asyncio.gather(going, return_exceptions=True)
         assert segment.stage is Stage.LEAVING
         go.set()
-        await tenant.bench.tier.settled("t")
+        await tenant.bench.tier.writer.settled("t")
         assert segment.stage is Stage.FREE
         await tenant.kill()
 
@@ -262,7 +262,7 @@ def test_a_free_segment_is_not_begun_while_it_is_erased(
         assert shelf.log.reclaim() is segment
         tenant.catalog.segments.drop_segment(segment.number)
         shelf.release_segment(segment)
-        await tenant.bench.tier.settled("t")
+        await tenant.bench.tier.writer.settled("t")
         assert segment in shelf.log.free and segment.leftover
         going = asyncio.create_task(erased(tenant))
         assert await asyncio.to_thread(erasing.wait, 30)
@@ -286,7 +286,7 @@ def test_an_erase_passes_over_a_segment_whose_file_is_removed(tmp_path: Path) ->
         assert shelf.log.reclaim() is segment
         tenant.catalog.segments.drop_segment(segment.number)
         shelf.release_segment(segment)
-        await tenant.bench.tier.settled("t")
+        await tenant.bench.tier.writer.settled("t")
         assert segment.fd < 0
         async with asyncio.timeout(60):
             assert await erased(tenant) == ""
@@ -381,7 +381,7 @@ def test_what_is_written_while_others_are_erased_stays(tmp_path: Path) -> None:
         await erasing
         assert rounds > 3
         frames_in = tenant.catalog.segments.frames_in
-        good = [good_frames(one, frames_in(one.number)) for one in tenant.bench.tier.segments]
+        good = [good_frames(one, frames_in(one.number)) for one in tenant.bench.tier.table.segments]
         assert sum(good) >= 4
         await tenant.kill()
 
@@ -418,7 +418,7 @@ def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
         await tenant.on_disk(1)
         for number in range(1, 9):
             tenant.save(number)
-        while not any(shelf.in_flight for shelf in tenant.bench.tier.stores["t"]):  # noqa: ASYNC110
+        while not tenant.bench.first.stores["t"].in_flight:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await tenant.forget(*range(9)) == ""
         await tenant.kill()
@@ -535,7 +535,8 @@ def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back
         await tenant.start()
         await tenant.sealed(8)
         tier = tenant.bench.tier
-        (drive,), (volume,) = tier.disks, tier._directories
+        attached = tenant.bench.first
+        drive, volume = attached.disk, attached.directory
 
         async def restored(_: str, one: Recovered, segment: int) -> None:
             for identity, spec, rows in one.parts:
@@ -543,19 +544,18 @@ def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back
 
         monkeypatch.setattr(volume, "elsewhere", fails)
         while not drive.lost:
-            tier._checks_at = 0.0
-            tier.tend()
+            tier.directories.check_locations()
             await asyncio.sleep(0.001)
         drive.write_text = no_write  # type: ignore[method-assign, assignment]
         assert await tenant.forget(3, 5)
-        for _, number in await tier.detach(volume):
+        for _, number in await tier.directories.detach(attached, tier.reads.pump):
             tenant.catalog.segments.drop_segment(number)
-        await tier.closed(volume)
-        await tier.attach(open_directories([tmp_path], SIZE)[0], restored)
-        assert tier.recovered.is_set()
+        await tier.directories.closed(volume)
+        await tier.directories.attach(open_directory(tmp_path, SIZE), restored)
+        assert tier.recovery.complete.is_set()
         tenant.mover.repeat_early_forgets()
         assert [number for number in range(8) if tenant.knows(number)] == [0, 1, 2, 4, 6, 7]
-        tier.stores["t"][0]._reclaim = tenant.mover.reclaim
+        tier.directories.attached[0].stores["t"]._reclaim = tenant.mover.reclaim
         await tenant.kill()
 
     run(work())
@@ -655,8 +655,8 @@ def test_who_waits_for_an_index_is_told_that_it_is_closed(
     monkeypatch.setattr(Index, "flush", lambda *_: None)  # it has no time to answer
 
     async def closes() -> None:
-        tier = Bench([tmp_path]).tier
-        flushing = asyncio.create_task(tier._flushed(tier._directories[0], tier.disks[0]))
+        bench = Bench([tmp_path])
+        tier, flushing = bench.tier, bench.first.descriptions.flush()
         await asyncio.sleep(0)
         assert await tier.close()
         async with asyncio.timeout(60):
@@ -673,7 +673,7 @@ def test_what_is_forgotten_while_a_tier_is_off_is_bounded_each_time(
     async def forgets() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        recovered = tenant.bench.tier.recovered
+        recovered = tenant.bench.tier.recovery.complete
         for _ in range(3):
             recovered.clear()
             some = [tenant.forget(at) for at in range(3)]

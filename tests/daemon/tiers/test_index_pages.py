@@ -6,6 +6,7 @@ import random
 import select
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def filled(folder: Path, seed: int, rounds: int = 12, each: int = 60) -> bytes:
     """The file of an index after puts and drops of records of many sizes, some of several pages."""
     chance = random.Random(seed)
     for _ in range(rounds):
-        with Index(folder, LIMIT_BYTES) as index:
+        with closing(Index(folder, LIMIT_BYTES)) as index:
             for _ in range(each):
                 key = b"key%04d" % chance.randrange(400)
                 if chance.random() < 0.3:
@@ -96,7 +97,7 @@ def test_an_index_whose_pages_do_not_fit_together_is_begun_anew(
     bad = text[:place] + bytes([text[place] ^ 255]) + text[place + 1 :]
     assert not fit_together(bad)
     (tmp_path / "data.mdb").write_bytes(bad)
-    with Index(tmp_path, LIMIT_BYTES) as index:
+    with closing(Index(tmp_path, LIMIT_BYTES)) as index:
         assert index.entries(TABLE) == []
         for number in range(300):
             index.put(TABLE, b"new%04d" % number, bytes(200))

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
     process = pid_of(index)
     assert volume.close()
     assert not Path(f"/proc/{process}").exists(), "its process is left behind"
-    with pytest.raises(InUseError) as told, ColdDirectory(tmp_path, SIZE).index as kept:
+    with pytest.raises(InUseError) as told, closing(ColdDirectory(tmp_path, SIZE).index) as kept:
         keys = [key for key, _ in kept.entries(b"segments")]
         assert len(keys) == 9_999 and b"000003" not in keys and keys == sorted(keys)
         assert kept.entries(b"spaces") == [(b"a", b"second")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from kvtier.layout import KvSpec, space_id
@@ -9,8 +10,7 @@ from kvtier_daemon.codec.base import ECSQ
 from kvtier_daemon.codec.frame import RAW
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold.index import Index
-from kvtier_daemon.tiers.cold.index_records import seal, split, unseal
+from kvtier_daemon.tiers.cold.index import Index, seal, split, unseal
 from support.specs import spec_of
 
 SPEC = spec_of("records")
@@ -33,15 +33,15 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
 
 
 def test_a_damaged_record_is_dropped_and_counted_and_the_others_stay(tmp_path: Path) -> None:
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         for name in (b"a", b"b", b"c"):
             index.put(b"spaces", name, b"value of " + name)
     data = tmp_path / "data.mdb"
     data.write_bytes(data.read_bytes().replace(b"value of b", b"value of x"))
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         assert [key for key, _ in index.entries(b"spaces")] == [b"a", b"c"]
         assert index.damaged == 1
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         assert len(index.entries(b"spaces")) == 2 and not index.damaged
 
 

@@ -54,7 +54,7 @@ class Lossy(Tenant):
             "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True, codecs=by_model,
             losses=self.losses,
         )  # fmt: skip
-        self.bench.tier.stores["t"][0]._reclaim = self.mover.reclaim
+        self.bench.first.stores["t"]._reclaim = self.mover.reclaim
         identity = self.losses.identity(spec, "t")
         self.spaces = {"bfloat16": self.catalog.open(identity, spec, ONE)}
 
@@ -94,12 +94,12 @@ class Lossy(Tenant):
         return frame.decode(self.read(segment, page * PAGE, header_pages * PAGE))
 
     def read(self, segment: int, at: int, nbytes: int) -> bytes:
-        with Path(self.bench.tier.segments[segment].path).open("rb") as file:
+        with Path(self.bench.tier.table.segments[segment].path).open("rb") as file:
             return os.pread(file.fileno(), nbytes, at)
 
     async def leave(self) -> None:
         """The oldest segment is used again."""
-        shelf = self.bench.tier.stores["t"][0]
+        shelf = self.bench.first.stores["t"]
         first = shelf.log.reclaim()
         assert first is not None
         self.mover.reclaim(shelf, first)
@@ -399,12 +399,12 @@ def test_a_scrub_sees_damage_without_a_profile(tmp_path: Path) -> None:
             tenant.put(0, 3)
             await tenant.on_disk(3)
         async with Lossy(tmp_path, "") as other:
-            await until(lambda: other.bench.tier.stores["t"][0].log.open is not None)
+            await until(lambda: other.bench.first.stores["t"].log.open is not None)
             await seal(other)
             scrub = Scrubber(other.bench.tier, {"t": other.catalog}, lambda *_: None, 1 << 30)
             await scrub.round()
             assert (scrub.counts["frames"], scrub.counts["damaged"]) == (3, 0)
-            segments = range(len(other.bench.tier.segments))
+            segments = range(len(other.bench.tier.table.segments))
             ids = b"".join(map(other.catalog.segments.in_segment, segments))
             other.ids["bfloat16", 1] = ids[4:8]
             spoil(other, 1, 100)

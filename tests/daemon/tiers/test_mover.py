@@ -55,14 +55,14 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
         ahead = Incoming(
             0, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest, *place
         )
-        bench.tier.read([ahead] * 4000, lambda *_: None)
+        bench.tier.reader.read([ahead] * 4000, lambda *_: None)
         mover.saved(ids)
         moving = asyncio.create_task(mover.run())
-        while not bench.tier.disks[0].worker.queued[2] > 10:  # noqa: ASYNC110
+        while not bench.first.disk.worker.queued[2] > 10:  # noqa: ASYNC110
             await asyncio.sleep(0)
         moving.cancel()
         await asyncio.gather(moving, return_exceptions=True)
-        waiting = bench.tier.disks[0].worker.queued[2]
+        waiting = bench.first.disk.worker.queued[2]
         granted = catalog.reserve(SessionId(2), space, 0, 0, b"", keys(900, 60))
         assert waiting > 2, "nothing was waiting: the test shows nothing"
         for number, place_ in enumerate(places(granted.slots)):
@@ -109,7 +109,7 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
         folder.mkdir()
         bench = Bench([folder])
         await bench.recover()
-        read, write = bench.tier.read, bench.tier.write
+        read, write = bench.tier.reader.read, bench.tier.writer.write
 
         def few_read(blocks: Sequence[Incoming], done: Read) -> None:
             handed["read"] = max(handed["read"], len(blocks))
@@ -119,8 +119,8 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
             handed["written"] = max(handed["written"], len(blocks))
             return write(tenant, blocks, done)
 
-        monkeypatch.setattr(bench.tier, "read", few_read)
-        monkeypatch.setattr(bench.tier, "write", few_written)
+        monkeypatch.setattr(bench.tier.reader, "read", few_read)
+        monkeypatch.setattr(bench.tier.writer, "write", few_written)
         catalog = Catalog(Store(), make("lru"))
         catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
         mover = Mover("t", catalog, bench.tier, 4 * SLOTS * BLOCK, through=through)

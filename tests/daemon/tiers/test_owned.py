@@ -13,7 +13,7 @@ from daemon.tiers.test_cold_edges import filled
 from kvtier.errors import ConfigError, TierError
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
-from kvtier_daemon.tiers.cold.ownership import distrust
+from kvtier_daemon.tiers.cold.directory_lock import distrust
 from kvtier_daemon.tools import doctor
 from kvtier_daemon.tools.fsck import check
 
@@ -106,7 +106,7 @@ def test_a_planted_segment_is_neither_read_nor_written_to(
         lost.extend(set(range(100)) - set(bench.on_disk))
         for first in range(1000, 1800, 64):
             assert not await bench.write(range(first, first + 64))
-        assert all(one.path != str(planted) for one in bench.tier.segments)
+        assert all(one.path != str(planted) for one in bench.tier.table.segments)
         await bench.tier.close()
 
     run(work())

@@ -87,7 +87,7 @@ class Kept(Bench):
         """Segment, page and header pages of a block's frame."""
         one = array("I", [array("I", self.ids)[number]]).tobytes()
         segment, page, _, _, header_pages, _, _ = FRAME.unpack(self.catalog._store.frames(one)[0])
-        return self.tier.segments[segment], page, header_pages
+        return self.tier.table.segments[segment], page, header_pages
 
     def text_of(self, number: int, payload_bytes: int = 0) -> bytes:
         """A frame's header, and so much of its payload."""
@@ -111,7 +111,7 @@ class Kept(Bench):
         self.moving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.moving
-        self.tier.tombstone(self.catalog.segments.take_dead_frames())
+        self.tier.table.tombstone(self.catalog.segments.take_dead_frames())
         await self.tier.close()
 
 
@@ -191,10 +191,10 @@ def test_who_wants_blocks_comes_first(tmp_path: Path) -> None:
         wanted = Incoming(
             0, segment.number, page, header_pages, BLOCK, digest, kept.extent, (SLOTS - 1) * BLOCK
         )
-        kept.tier.read([wanted] * 4000, lambda *_: None)
+        kept.tier.reader.read([wanted] * 4000, lambda *_: None)
         going = asyncio.create_task(kept.scrub.round())
         waited = 0
-        while (queued := kept.tier.disks[0].worker.queued)[0]:
+        while (queued := kept.tier.directories.attached[0].disk.worker.queued)[0]:
             assert not queued[1], "reads of the scrub are queued behind those that are wanted"
             waited += 1
             await asyncio.sleep(0)
@@ -216,7 +216,7 @@ def test_nothing_is_asked_of_a_disk_that_is_off(tmp_path: Path) -> None:
             nonlocal sleeps
             sleeps += 1
             if sleeps == 3:
-                kept.tier.give_up("a test")
+                kept.tier.directories.give_up("a test")
 
         kept.time.before_sleep = off
         await kept.scrub.round()
@@ -234,7 +234,7 @@ def test_a_segment_is_used_again_in_the_middle_of_it(tmp_path: Path) -> None:
     async def work() -> None:
         kept = Kept(tmp_path, rate=1 << 20)
         await kept.save()
-        (shelf,) = kept.tier.stores["t"]
+        shelf = kept.tier.directories.attached[0].stores["t"]
         sleeps = 0
 
         async def leave() -> None:
@@ -263,7 +263,7 @@ def test_what_was_nothing_in_a_segment_is_not_told_of_after_its_end(tmp_path: Pa
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
-        (shelf,) = kept.tier.stores["t"]
+        shelf = kept.tier.directories.attached[0].stores["t"]
         spoilt, _, _ = kept.frame_of(3)
         kept.spoil(3, 1000)
         await kept.scrub.round()
@@ -286,7 +286,7 @@ def test_what_was_read_of_an_earlier_use_says_nothing(
         kept = Kept(tmp_path)
         await kept.save()
         segment, _, _ = kept.frame_of(5)
-        read_header = kept.tier.read_header
+        read_header = kept.tier.reader.read_header
 
         def begun_again(block: Incoming, done: Callable[[int, bytes], None]) -> None:
             if block.id == array("I", kept.ids)[5]:
@@ -296,7 +296,7 @@ def test_what_was_read_of_an_earlier_use_says_nothing(
             else:
                 read_header(block, done)
 
-        monkeypatch.setattr(kept.tier, "read_header", begun_again)
+        monkeypatch.setattr(kept.tier.reader, "read_header", begun_again)
         await kept.scrub.round()
         assert kept.scrub.counts["frames"] == 6 + FULL // 2
         assert kept.scrub.counts["damaged"] == 0
@@ -310,13 +310,13 @@ def test_what_was_looked_at_longest_ago_is_next(tmp_path: Path) -> None:
         kept = Kept(tmp_path, rate=1 << 20)
         await kept.save()
         order: list[int] = []
-        look_at = kept.scrub._look_at
+        look_at = kept.scrub._scrub_segment
 
         async def noted(shelf: SegmentStore, segment: Segment) -> None:
             order.append(segment.number)
             await look_at(shelf, segment)
 
-        kept.scrub._look_at = noted  # type: ignore[method-assign]
+        kept.scrub._scrub_segment = noted  # type: ignore[method-assign]
         (shelf, first), (_, second) = kept.tier.sealed()
         await look_at(shelf, first)
         await kept.scrub.round()
@@ -337,7 +337,7 @@ def test_what_the_disk_does_not_give_is_asked_for_once_more(
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
-        left, read_header = times, kept.tier.read_header
+        left, read_header = times, kept.tier.reader.read_header
 
         def fails(block: Incoming, done: Callable[[int, bytes], None]) -> None:
             nonlocal left
@@ -347,7 +347,7 @@ def test_what_the_disk_does_not_give_is_asked_for_once_more(
             else:
                 read_header(block, done)
 
-        monkeypatch.setattr(kept.tier, "read_header", fails)
+        monkeypatch.setattr(kept.tier.reader, "read_header", fails)
         await kept.scrub.round()
         assert not left and kept.scrub.counts["damaged"] == damaged
         await kept.close()

@@ -21,13 +21,13 @@ from kvtier_daemon import shutdown
 from kvtier_daemon.app import App
 from kvtier_daemon.catalog.segment_frames import SegmentFrames
 from kvtier_daemon.observing.health import health
-from kvtier_daemon.tiers.cold import lifecycle
-from kvtier_daemon.tiers.cold import tier as cold_module
+from kvtier_daemon.tiers.cold import attached, lifecycle
+from kvtier_daemon.tiers.cold.attached import AttachedDirectories, StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.scrub import Scrubber
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from support.apps import served
 from support.specs import pattern, spec_of
 
@@ -57,14 +57,14 @@ def test_the_loop_goes_on_while_a_disk_takes_long_to_be_opened(
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
-    def slow(*arguments: Any) -> list[ColdDirectory]:
+    def slow(*arguments: Any) -> ColdDirectory:
         begun.set()
         assert goes_on.wait(60), "the loop waits for the disk"
-        return open_directories(*arguments)
+        return open_directory(*arguments)
 
     async def work(app: App) -> None:
         await switched(app, "off", "off")
-        monkeypatch.setattr(lifecycle, "open_directories", slow)
+        monkeypatch.setattr(lifecycle, "open_directory", slow)
         await switched(app, "on", "opening")
         while not begun.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -90,8 +90,8 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
         await switched(app, "off", "off")
         with monkeypatch.context() as broken:
             places: dict[str, tuple[object, str]] = {
-                "open": (lifecycle, "open_directories"),
-                "drive": (cold_module, "DirectoryDisk"),
+                "open": (lifecycle, "open_directory"),
+                "drive": (attached, "DirectoryDisk"),
                 "use": (Scrubber, "__init__"),
             }
             broken.setattr(*places[where], fails)
@@ -103,7 +103,7 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
         assert "switching it on failed" in cold["failure"] and cold["state"] == "off"
         assert "switching it on failed" in health(app._figures.of(None)).text
         assert not (await switched(app, "on", "on"))["failure"]
-        assert app.cold is not None and app.cold.takes
+        assert app.cold is not None and app.cold.writer.is_on
         await well(app)
 
     served(tmp_path, work)
@@ -163,7 +163,7 @@ def test_what_was_counted_is_not_forgotten_with_the_tier(tmp_path: Path) -> None
         assert app.cold is not None
         coding = app.cold.coding
         coding.failures, coding.staging.waited, coding.staging.refused = 4, 3, 2
-        app.cold.disks[0].faults = 5
+        app.cold.directories.attached[0].disk.faults = 5
         for _ in range(2):
             await switched(app, "off", "off")
             await switched(app, "on", "on")
@@ -187,7 +187,7 @@ def test_a_tier_that_is_off_lets_go_of_the_arena_and_waits_for_no_collection(
     async def work(app: App) -> None:
         await well(app)
         assert app.cold is not None
-        app.cold.room(1 << 20)
+        app.cold.memory.allocate(1 << 20)
         used, first = mapped(), weakref.ref(app.cold)
         gc.disable()
         try:
@@ -210,7 +210,7 @@ def test_a_tier_that_is_still_looked_through_is_not_closed_though_it_is_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = asyncio.Event()
-    recover = ColdTier.recover
+    recover = AttachedDirectories.recover
 
     async def slow(*arguments: Any) -> None:
         await goes_on.wait()
@@ -218,14 +218,14 @@ def test_a_tier_that_is_still_looked_through_is_not_closed_though_it_is_drained(
 
     async def work(app: App) -> None:
         await switched(app, "off", "off")
-        monkeypatch.setattr(ColdTier, "recover", slow)
+        monkeypatch.setattr(AttachedDirectories, "recover", slow)
         await switched(app, "on", "recovering")
         await switched(app, "drain", "drained")
         with pytest.raises(TierError, match="still reading"):
             await app.tier("cold", "off")
         goes_on.set()
         assert app.cold is not None
-        await app.cold.recovered.wait()
+        await app.cold.recovery.complete.wait()
         await switched(app, "off", "off")
 
     served(tmp_path, work)
@@ -243,13 +243,13 @@ def test_an_index_that_can_not_be_closed_holds_up_no_end(
         return ended[-1]
 
     async def work() -> None:
-        volumes = open_directories([tmp_path], 48 << 20)
+        volumes = [open_directory(tmp_path, 48 << 20)]
         tier = ColdTier(
-            asyncio.get_running_loop(), volumes, 48 << 20, 1 << 20, {"t": 1.0}, lambda *_: None
+            asyncio.get_running_loop(), volumes, StoreOptions(1 << 20, {"t": 1.0}), lambda *_: None
         )
         with monkeypatch.context() as broken:
             broken.setattr(ColdDirectory, "close", hangs)
-            broken.setattr(cold_module, "INDEX_S", 0.05)
+            broken.setattr(attached, "INDEX_S", 0.05)
             assert not await tier.close(0.1)
             assert not ended, "it waited for the index"
             mended.set()
@@ -273,12 +273,12 @@ def test_a_start_asks_for_time_while_a_disk_is_opened_and_for_none_while_memory_
         while text := manager.recv(4096):
             told.append(text.decode())
 
-    def slow(*arguments: Any) -> list[ColdDirectory]:
+    def slow(*arguments: Any) -> ColdDirectory:
         until = time.monotonic() + 60
         while len(told) < 3:
             assert time.monotonic() < until, "no more time was asked for"
             time.sleep(0.01)
-        return open_directories(*arguments)
+        return open_directory(*arguments)
 
     async def work(app: App) -> None:
         async with asyncio.timeout(60):
@@ -289,7 +289,7 @@ def test_a_start_asks_for_time_while_a_disk_is_opened_and_for_none_while_memory_
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "manager"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "manager"))
-        monkeypatch.setattr(lifecycle, "open_directories", slow)
+        monkeypatch.setattr(lifecycle, "open_directory", slow)
         listening = threading.Thread(target=listen)
         listening.start()
         try:

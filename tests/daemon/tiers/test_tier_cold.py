@@ -20,8 +20,9 @@ from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.catalog.promotion import Promotion
 from kvtier_daemon.catalog.reading import Held
 from kvtier_daemon.catalog.spaces import IDENTITY
+from kvtier_daemon.tiers.cold.attached import StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.mover import Mover
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_kernels import Mapping, Store, views
 from support.oracle import HIGH
 
@@ -55,17 +56,17 @@ class Cold:
 
     async def _open(self, folder: Path, engine: str, codec: str) -> None:
         self._tier = ColdTier(
-            self._loop, open_directories([folder], 36 * MIB), 36 * MIB, SEGMENT, SHARES,
-            lambda shelf, segment: self.mover.reclaim(shelf, segment), engine,
+            self._loop, [open_directory(folder, 36 * MIB)], StoreOptions(SEGMENT, SHARES, engine),
+            lambda shelf, segment: self.mover.reclaim(shelf, segment),
         )  # fmt: skip
         self.mover = Mover("t", self._catalog, self._tier, SLOTS * BLOCK, through=True, codec=codec)
-        self.mover.extents.append(self._tier.register(self._memory))
+        self.mover.extents.append(self._tier.memory.register(self._memory))
         self._catalog.add_extent(SLOTS * BLOCK, self._table)
 
         async def nothing(*_: object) -> None:
             raise AssertionError("an empty directory holds nothing")
 
-        await self._tier.recover(nothing)
+        await self._tier.directories.recover(nothing)
         self._moving = self._loop.create_task(self.mover.run())
 
     def _until(self, holds: Callable[[], bool]) -> None:

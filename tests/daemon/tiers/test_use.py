@@ -7,6 +7,7 @@ import shutil
 import struct
 from array import array
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,28 +29,28 @@ Spoil = Callable[[Index], None]
 
 def test_pages_are_known_again_and_what_changes_is_one_piece(tmp_path: Path) -> None:
     many = range(3 * PIECE + 10, 10, -1)
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.add(7).extend(many)
         assert (uses.write(2), uses.write(100), uses.write(100)) == (2, 1, 0)
         uses.add(7).append(3)
         uses.add(8).append(1)
         assert uses.write(100) == 2
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.load()
         assert uses.pages(7) == array("I", sorted([3, *many])).tobytes()
         uses.add(7).append(5)
         assert uses.write(100) == 1
         uses.drop(8)
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         assert [KEY.unpack(name) for name, _ in index.entries(TABLE)] == [(7, n) for n in range(4)]
         uses = AccessLog(index)
         uses.load()
         assert uses.pages(7) == array("I", sorted([3, 5, *many])).tobytes()
         assert uses.pages(8) == b""
         uses.keep_only({8})
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         assert index.entries(TABLE) == []
 
 
@@ -66,19 +67,19 @@ def test_pages_are_known_again_and_what_changes_is_one_piece(tmp_path: Path) -> 
 def test_pieces_that_can_not_be_are_dropped_and_the_next_ones_are_good(
     tmp_path: Path, number: int, text: bytes, left: int
 ) -> None:
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.add(7).extend(range(PIECE + 1))
         uses.write(100)
         index.put(TABLE, KEY.pack(7, number), text)
         index.put(TABLE, b"short", b"")
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.load()
         assert len(uses.pages(7)) == {0: 0, 1: 4 * PIECE, 2: 4 * PIECE + 4}[left]
         uses.add(7).append(PIECE + 7)
         uses.write(100)
-    with Index(tmp_path, 64 << 20) as index:
+    with closing(Index(tmp_path, 64 << 20)) as index:
         uses = AccessLog(index)
         uses.load()
         assert struct.pack("<I", PIECE + 7) in uses.pages(7)
@@ -93,7 +94,7 @@ class Again(Kept):
             for identity, spec, rows in one.parts:
                 self.catalog.segments.restore(identity, spec, rows, segment, one.used)
 
-        await self.tier.recover(restored)
+        await self.tier.directories.recover(restored)
 
 
 async def first_life(folder: Path, copy: Path) -> None:
@@ -102,9 +103,11 @@ async def first_life(folder: Path, copy: Path) -> None:
     await kept.save()
     space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
     assert kept.catalog.match(space, keys(0, WANTED)).ready == WANTED
-    kept.tier.note_access(kept.catalog.segments.take_used(1000))
-    assert kept.tier.write_accesses(10) == 1
-    await kept.tier.describe("t", b"other" * 6 + b"ab", spec_of("cold"))  # and so all before it
+    kept.tier.table.note_access(kept.catalog.segments.take_used(1000))
+    assert kept.tier.directories.attached[0].directory.access_log.write(10) == 1
+    await kept.tier.writer.describe(
+        "t", b"other" * 6 + b"ab", spec_of("cold")
+    )  # and so all before it
     shutil.copytree(folder, copy)
     await kept.close()
 
@@ -113,7 +116,7 @@ async def second_life(folder: Path) -> int:
     """Use the oldest segment again: how many of the leading blocks are known then."""
     kept = Again(folder)
     await kept.save(first=100, known=SAVED)
-    (shelf,) = kept.tier.stores["t"]
+    shelf = kept.tier.directories.attached[0].stores["t"]
     segment = shelf.log.reclaim()
     assert segment is not None
     epoch = segment.head.epoch if segment.head else 0
@@ -121,7 +124,7 @@ async def second_life(folder: Path) -> int:
     while segment.stage in (Stage.LEAVING, Stage.FREEING):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
-    assert kept.tier._directories[0].uses.pages(epoch) == b""
+    assert kept.tier.directories.attached[0].directory.access_log.pages(epoch) == b""
     found = kept.catalog.match(space, keys(0, 14))
     await kept.close()
     return found.ready + found.coming
@@ -157,7 +160,7 @@ def test_what_was_wanted_before_a_kill_is_kept_when_its_segment_is_used_again(
     async def work() -> None:
         nonlocal found
         await first_life(tmp_path / "a", tmp_path / "b")
-        with Index(tmp_path / "b" / "index", 16 << 20) as index:
+        with closing(Index(tmp_path / "b" / "index", 16 << 20)) as index:
             spoil(index)
         found = await second_life(tmp_path / "b")
 
@@ -174,7 +177,7 @@ def test_what_is_known_of_segments_that_are_gone_is_dropped(tmp_path: Path) -> N
         bench = Bench([tmp_path / "b"])
         await bench.recover()
         await bench.tier.close()
-        with Index(tmp_path / "b" / "index", 16 << 20) as index:
+        with closing(Index(tmp_path / "b" / "index", 16 << 20)) as index:
             assert index.entries(TABLE) == []
 
     (tmp_path / "a").mkdir()

@@ -181,13 +181,13 @@ def test_much_wakes_all_who_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0, through=True)
-        write = desk.bench.tier.write
+        write = desk.bench.tier.writer.write
 
         def begin(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
             at_once.append(desk.catalog.demotions.writing)
             return write(tenant, blocks, done)
 
-        monkeypatch.setattr(desk.bench.tier, "write", begin)
+        monkeypatch.setattr(desk.bench.tier.writer, "write", begin)
         desk.save(100, 16)
         await desk.written(16)
         assert max(at_once) == 16
@@ -269,7 +269,7 @@ def test_a_drain_is_not_over_before_what_could_not_be_written_at_first(tmp_path:
         desk = await desk_in(tmp_path, quota_bytes=0)
         desk.save(100, 8)
         await desk.rest()
-        write, refused = desk.bench.tier.write, 0
+        write, refused = desk.bench.tier.writer.write, 0
 
         def refuse(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
             nonlocal refused
@@ -278,7 +278,7 @@ def test_a_drain_is_not_over_before_what_could_not_be_written_at_first(tmp_path:
                 return write(tenant, blocks, done)
             return write(tenant, blocks, lambda landed, _: done([], [one.id for one in landed]))
 
-        desk.bench.tier.write = refuse  # type: ignore[method-assign]
+        desk.bench.tier.writer.write = refuse  # type: ignore[method-assign]
         desk.mover.drain(True)
         await until(lambda: desk.mover.is_drained)
         assert refused > 2 and not desk.catalog.demotions.in_memory_alone
@@ -299,7 +299,7 @@ def an_hour_later(desk: Desk) -> None:
 
 
 def switched_on(desk: Desk) -> None:
-    desk.bench.tier.accepts = True
+    desk.bench.tier.writer.accepts = True
 
 
 def mended(desk: Desk) -> None:
@@ -350,9 +350,9 @@ def test_a_tier_that_takes_again_wakes(
         desk = await desk_in(tmp_path, through=through)
         if cause is switched_on:
             desk.save(100)  # it is still to be written when the tier takes nothing
-            desk.bench.tier.accepts = False
+            desk.bench.tier.writer.accepts = False
         else:
-            lane = desk.bench.tier.disks[0].writes = DiskLane("writing", lambda: desk.now)
+            lane = desk.bench.first.disk.writes = DiskLane("writing", lambda: desk.now)
             desk.save(100)
             for _ in range(FAULTS_TO_OFF):
                 lane.fault("it is broken")
@@ -377,7 +377,7 @@ def test_a_segment_that_is_used_again_wakes(tmp_path: Path) -> None:
         desk.save(100)
         await desk.written(1)
         await desk.rest()
-        for number in range(len(desk.bench.tier.segments)):
+        for number in range(len(desk.bench.tier.table.segments)):
             desk.catalog.segments.drop_segment(number)
         desk.mover.tend()
         await desk.written(2)
@@ -395,7 +395,7 @@ def test_what_is_in_the_way_of_writes_need_not_say_when_it_is_gone(
     async def work() -> None:
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(desk.bench.tier, what, lambda _: False)
+            patch.setattr(desk.bench.tier.writer, what, lambda *_: False)
             desk.save(100)
             await asyncio.sleep(3 * flusher.PAUSE_S)
             assert not desk.mover.counts["written"]
@@ -414,7 +414,7 @@ def test_a_save_wakes_who_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     async def work() -> None:
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(desk.bench.tier, "may_write", lambda _: False)
+            patch.setattr(desk.bench.tier.writer, "may_write", lambda: False)
             patch.setattr(flusher, "PAUSE_S", 0.001)
             for number in range(flusher.WRITES_AT_ONCE):
                 desk.save(100 + number)
@@ -436,7 +436,7 @@ def test_who_can_write_nothing_has_nobody_else_try_at_once(
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
-        monkeypatch.setattr(desk.bench.tier, "fits", lambda *_: False)
+        monkeypatch.setattr(desk.bench.tier.writer, "fits", lambda *_: False)
         looks.clear()
         desk.save(100, 2)
         await desk.rest()

@@ -26,7 +26,7 @@ def filled(folder: Path, close: bool = True) -> dict[int, tuple[Path, Landed]]:
         await bench.recover()
         await bench.write(range(40))
         for number, one in bench.on_disk.items():
-            places[number] = (Path(bench.tier.segments[one.segment].path), one)
+            places[number] = (Path(bench.tier.table.segments[one.segment].path), one)
         await bench.tier.close()
 
     asyncio.run(work())

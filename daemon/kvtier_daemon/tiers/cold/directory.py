@@ -1,4 +1,4 @@
-"""A directory of the cold tier: whose it is, its index, its segment files.
+"""A directory of the cold tier: its lock, its index, its segment files.
 
 DIRECTORY/kvtier.lock              held by the daemon that uses it
           kvtier.id                16 random bytes: segments of another directory are not used in this one
@@ -20,43 +20,38 @@ import msgspec
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.cold.access_log import AccessLog
-from kvtier_daemon.tiers.cold.directory_lock import LOCK, SEGMENTS, claim, owner_of
+from kvtier_daemon.tiers.cold.directory_lock import LOCK, SEGMENTS, claim, distrust, owner_of
 from kvtier_daemon.tiers.cold.index import CLOSE_S, FIRST_MAP_BYTES, Change, Index
 from kvtier_daemon.tiers.cold.index_process import Child, IndexProcess, lock
-from kvtier_daemon.tiers.cold.ownership import distrust
 
 log = logging.getLogger(__name__)
 
 LOST = (
     "the next start will not find what is written now: restore the directory, or restart the daemon"
 )
-# What is not segments: lock, directories, and the index as far as it may grow.
+# Bytes that are not for segments: the index at its largest, the lock, and directories.
 INDEX_SHARE = 1 / 256
 OTHER_BYTES = 1 << 20
 OWNER_DOMAIN = b"kvtier.segments.2\0"
-# What every call on a file system fails with that was shut down, or whose device is gone.
+# Errors of all calls on a file system that was shut down, or whose device is gone.
 DEAD = (errno.EIO, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
 
 
 class ColdDirectory:
-    """Holds the directory's lock for as long as it lives. Raises TierError where it can't be had."""
+    """Holds the lock of the directory until `close`."""
 
     def __init__(
-        self,
-        path: Path,
-        size_bytes: int | None,
-        child: Child | None = None,
-        device: int | None = None,
+        self, path: Path, size_bytes: int | None, child: Child | None = None, device: int | None = None,
         unwritten: Change | None = None,
-    ) -> None:
-        """`size_bytes` is what all in it may take; None for a reader. The process `child`
-        opens the directory and its index; without one this process does. `device` is as for `claim`.
-        `unwritten` is what an earlier index could not write."""
+    ) -> None:  # fmt: skip
+        """`size_bytes` is the limit for all files; None for a reader. The process `child` opens the directory
+        and its index; without one this process does. `device` is that of `claim`. `unwritten` has changes
+        that an earlier index could not write. Raises TierError."""
         self.path = path
         self.index_bytes, self.segments_bytes = shares_of(path, size_bytes)
         self.index: Index | IndexProcess
         folder = path / "index"
-        # Who only looks may be root, and the directory the daemon's.
+        # A reader may be root, while the directory belongs to the daemon's user.
         owner = owner_of(path) if size_bytes is None else None
         self.uid = os.geteuid() if owner is None else owner
         with contextlib.ExitStack() as undo:
@@ -79,14 +74,15 @@ class ColdDirectory:
                 self.index.drop(table, key)
             else:
                 self.index.put(table, key, value)
-        self.uses = AccessLog(self.index)
+        self.access_log = AccessLog(self.index)
 
     def segment_path(self, tenant: str, number: int) -> Path:
-        """What a segment file is called."""
+        """Return the path of a segment file."""
         return self.path / SEGMENTS / tenant / f"{number:06d}"
 
     def remove(self, tenant: str) -> int:
-        """All that this tenant has here; how many files can't be removed. Waits for the disk."""
+        """Remove the tenant's files; return the number of files that cannot be removed. Waits for the
+        disk."""
         left = 0
         for path in self.files(tenant):
             try:
@@ -97,14 +93,14 @@ class ColdDirectory:
         return left
 
     def tenants(self) -> list[str]:
-        """Who has segments here."""
+        """Return the tenants that have a folder here."""
         folder = self.path / SEGMENTS
         if not folder.is_dir():
             return []
         return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
     def files(self, tenant: str) -> list[Path]:
-        """The tenant's segment files, by number."""
+        """Return the tenant's segment files in the order of their numbers."""
         folder = self.path / SEGMENTS / tenant
         if not folder.is_dir():
             return []
@@ -112,25 +108,25 @@ class ColdDirectory:
         return sorted(path for path in files if not path.is_dir())
 
     def lacks_bytes(self) -> int:
-        """How much of what its segments may take the file system has not. Waits for the disk."""
+        """Return how many bytes the file system lacks for the segments. Waits for the disk."""
         found = os.statvfs(self.path)
         files = (path for tenant in self.tenants() for path in self.files(tenant))
-        there = sum(path.stat().st_blocks * 512 for path in files)
-        return max(0, self.segments_bytes - there - found.f_frsize * found.f_bavail)
+        used = sum(path.stat().st_blocks * 512 for path in files)
+        return max(0, self.segments_bytes - used - found.f_frsize * found.f_bavail)
 
     def owner(self, tenant: str, secret: bytes) -> bytes:
-        """What the heads of this tenant's segments here say whose they are by. Segments of another
-        secret, or copied from another directory, do not match it."""
+        """Return the owner in the heads of this tenant's segments. Segments that were written under another
+        secret, or copied from another directory, have another one."""
         return hmac.digest(secret, OWNER_DOMAIN + self.name + tenant.encode(), "sha256")
 
     def read_index(self) -> None:
-        """Learn from the index what was wanted. Waits for the disk."""
-        self.uses.load()
+        """Load the access log. Waits for the disk."""
+        self.access_log.load()
 
     def make(self, path: Path, nbytes: int) -> int:
-        """A descriptor of a new segment file that has all its blocks. Waits for the disk; leaves nothing
-        behind where it fails."""
-        # From the directory that is locked: its path may lead elsewhere by now.
+        """Create a segment file and allocate its blocks; return its descriptor. Waits for the disk; a failure
+        leaves no file."""
+        # In the directory that is locked: its path may have been replaced since.
         folder = self._folder_of(path.parent)
         try:
             fd = open_direct(path.name, os.O_CREAT | os.O_EXCL, folder)
@@ -147,7 +143,7 @@ class ColdDirectory:
         return fd
 
     def _folder_of(self, path: Path) -> int:
-        """A descriptor of this folder of the directory, made if it has to be."""
+        """Return a descriptor of this folder of the directory; create the folder if necessary."""
         folder = os.dup(self._folder_fd)
         for name in path.relative_to(self.path).parts:
             above = folder
@@ -160,9 +156,10 @@ class ColdDirectory:
         return folder
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits for the disk; False if it doesn't let go: the directory stays locked."""
+        """Close the index and release the lock. Waits for the disk; False if it hangs: then the directory
+        stays locked."""
         closed = self.index.close(timeout_s)
-        # A process that does not end has descriptors of its own.
+        # The child process has its own descriptors.
         if closed or isinstance(self.index, IndexProcess):
             os.close(self._lock_fd)
             os.close(self._folder_fd)
@@ -170,13 +167,13 @@ class ColdDirectory:
 
     @property
     def unwritten(self) -> Change:
-        """What the index could not write before it was closed."""
+        """Return the changes that the index could not write before it was closed."""
         return self.index.unwritten if isinstance(self.index, IndexProcess) else {}
 
     def elsewhere(self) -> str:
-        """What has become of the directory, if its path no longer leads to it. Raises OSError where its
-        file system answers nothing but errors. Waits for the disk."""
-        ours = os.fstat(self._folder_fd)
+        """Return why the path no longer leads to the directory, or an empty text. Raises OSError if its file
+        system has failed. Waits for the disk."""
+        locked = os.fstat(self._folder_fd)
         try:
             there = self.path.stat()
             os.close(os.open(LOCK, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder_fd))
@@ -184,34 +181,34 @@ class ColdDirectory:
             if error.errno in DEAD:
                 raise
             return f"{self.path}: {error.strerror}; {LOST}"
-        if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+        if (there.st_dev, there.st_ino) == (locked.st_dev, locked.st_ino):
             return ""
         return f"{self.path} was replaced by another directory since the start; {LOST}"
 
 
 def is_cold_directory(path: Path) -> bool:
-    """Whether a daemon has used this directory. Makes nothing in it."""
+    """Whether a daemon has used this directory. Creates nothing in it."""
     return (path / LOCK).is_file() and (path / "index").is_dir()
 
 
 def space_key(tenant: str, identity: bytes) -> bytes:
-    """How the index names a description."""
+    """Return the key of a description in the index."""
     return tenant.encode() + b"\0" + identity
 
 
 def open_direct(path: Path | str, flags: int = 0, folder: int | None = None) -> int:
-    """Open for reading and writing past the page cache, where the file system can."""
+    """Open for reading and writing, without the page cache if the file system permits that. Raises
+    PermissionError if another user created the file or can access it."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return _ours(path, os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder))
+        return _trusted(path, os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return _ours(path, os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder))
+        return _trusted(path, os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder))
 
 
-def _ours(path: Path | str, fd: int) -> int:
-    """The same descriptor, unless another user has put the file there or has it too: PermissionError."""
+def _trusted(path: Path | str, fd: int) -> int:
     why, fix = distrust(Path(path), os.fstat(fd), file=True)
     if why:
         os.close(fd)
@@ -220,19 +217,20 @@ def _ours(path: Path | str, fd: int) -> int:
 
 
 def spaces_of(directory: ColdDirectory, tenant: str) -> dict[bytes, KvSpec]:
-    """The spaces that the index describes."""
+    """Return the tenant's spaces that the index describes."""
     start = tenant.encode() + b"\0"
     found = {}
     for key, text in directory.index.entries(b"spaces"):
         if key.startswith(start):
-            # What can't be read is not known: its frames without a footer are misses.
+            # Without the description, the space's frames in a segment without a footer are misses.
             with contextlib.suppress(msgspec.MsgspecError, ValueError):  # text that is not UTF-8
                 found[key[len(start) :]] = msgspec.msgpack.decode(text, type=KvSpec)
     return found
 
 
 def shares_of(path: Path, size_bytes: int | None) -> tuple[int, int]:
-    """What the index and the segments of a directory may take. Raises TierError where that is too little."""
+    """Return the bytes for the index and for the segments of a directory. Raises TierError if they are too
+    few."""
     index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
     segments_bytes = (size_bytes or 0) - index_bytes - OTHER_BYTES
     if size_bytes is not None and segments_bytes < size_bytes // 2:

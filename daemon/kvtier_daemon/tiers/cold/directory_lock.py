@@ -1,5 +1,5 @@
-"""Locking a directory of the cold tier: of two daemons one gets it. Refuses a directory that another user
-could have written to.
+"""Locks a directory of the cold tier, so that only one daemon uses it. Refuses a directory to which another
+user could have written.
 
 The process that opens the index calls this; see index_child.
 """
@@ -10,11 +10,11 @@ import contextlib
 import fcntl
 import logging
 import os
+import stat
 from pathlib import Path
 
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
-from kvtier_daemon.tiers.cold.ownership import distrust_cold
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +22,56 @@ LOCK = "kvtier.lock"
 NAME = "kvtier.id"
 NAME_BYTES = 16
 SEGMENTS = "segments"
+FILES = (LOCK, NAME, "index/data.mdb", "index/lock.mdb")
+
+
+def distrust(
+    path: Path, found: os.stat_result, *, file: bool = False, uid: int | None = None
+) -> tuple[str, str]:
+    """Return why a user other than root and `uid` (by default that of the process) could have written to a
+    directory or file, and the command that prevents it; two empty texts if no other user could."""
+    if not (stat.S_ISREG(found.st_mode) if file else stat.S_ISDIR(found.st_mode)):
+        return f"{path}: is not a {'regular file' if file else 'directory'}", f"rm {path}"
+    uid, mode = os.geteuid() if uid is None else uid, stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (0, uid):
+        value = f"{path}: belongs to uid {found.st_uid} and not to the daemon's {uid} or root"
+        return value, f"chown {uid} {path}"
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path}: has mode {mode:04o}: others can write to it", f"chmod go-w {path}"
+    if file and found.st_nlink > 1:
+        return f"{path}: has {found.st_nlink} hard links: other users may have access", f"rm {path}"
+    return "", ""
+
+
+def distrust_cold(directory: Path, uid: int | None = None) -> tuple[str, str]:
+    """Check a cold directory, its folders, and its files except segments, as `distrust` does. Missing files
+    are no reason for distrust."""
+    segments = directory / "segments"
+    folders = [directory, directory / "index", segments]
+    if segments.is_dir():
+        folders += sorted(segments.iterdir())
+    files = [directory / name for name in FILES]
+    for path in (*folders, *files):
+        try:
+            found = path.stat() if path == directory else path.lstat()
+        except FileNotFoundError:
+            continue
+        if (why := distrust(path, found, file=path in files, uid=uid))[0]:
+            return why
+    return "", ""
 
 
 def claim(
     directory: Path, pid: int, device: int | None = None, owner: int | None = None
 ) -> tuple[int, int, bytes]:
-    """Lock the directory for the daemon `pid`; returns descriptors of the lock and of the directory, and the
-    directory's name. With an `owner`, of whom the directory has to be, nothing is made and the name is empty.
-    Where a `device` is given and the directory is on another one, it has to be a mount point: else its disk
-    is not mounted."""
+    """Lock the directory for the daemon `pid`; return descriptors of the lock and of the directory, and the
+    name of the directory. With an `owner`, to whom the directory must belong, nothing is created and the name
+    is empty. A directory that is not on `device` must be a mount point: otherwise its disk is not mounted.
+    Raises TierError, and InUseError if another daemon has the lock."""
     fd, folder = _locked(directory, pid, device, os.geteuid() if owner is None else owner)
     try:
         name = _named(folder, directory) if owner is None else b""
-        _tell_of_no_index(directory)
+        _warn_of_missing_index(directory)
     except BaseException:
         os.close(fd)
         os.close(folder)
@@ -49,7 +86,7 @@ def owner_of(directory: Path) -> int:
         raise TierError(f"cold: cannot use {directory}: {error.strerror}") from error
 
 
-def _tell_of_no_index(directory: Path) -> None:
+def _warn_of_missing_index(directory: Path) -> None:
     segments = (directory / SEGMENTS).glob("*/[0-9]*")
     if not (directory / "index" / "data.mdb").exists() and any(segments):
         log.warning(
@@ -69,7 +106,12 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
                 )
             folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, folder)
-            _refuse_others(directory, uid)
+            why, fix = distrust_cold(directory, uid)
+            if why:
+                raise TierError(
+                    f"cold: {why}, so another user may have put segments there; run `{fix}`, or use "
+                    "another directory"
+                )
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
@@ -90,24 +132,14 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
         try:
             os.pwrite(fd, name, 0)
             os.truncate(fd, len(name))
-        except OSError as error:  # it is for others to read: a full disk is no reason not to start
+        except OSError as error:  # only messages need it, so a full disk does not prevent the start
             log.warning("cold: cannot write %s: %s", directory / LOCK, error.strerror)
         undo.pop_all()
     return fd, folder
 
 
-def _refuse_others(directory: Path, uid: int) -> None:
-    """Raises TierError where another user could have put something into the directory."""
-    why, fix = distrust_cold(directory, uid)
-    if why:
-        raise TierError(
-            f"cold: {why}, so another user may have put segments there; run `{fix}`, or use "
-            "another directory"
-        )
-
-
 def _named(folder: int, directory: Path) -> bytes:
-    """The random name of this directory, made at its first use and then on disk for good."""
+    """Return the random name of this directory, which its first use creates on disk."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         with contextlib.suppress(FileNotFoundError):

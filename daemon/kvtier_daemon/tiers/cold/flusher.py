@@ -152,7 +152,11 @@ class Flusher:
     def saved(self, ids: bytes) -> None:
         """Note that these blocks were committed."""
         self._saved_blocks += len(ids) // ID_BYTES
-        if (self._through or self._drains) and self._cold.takes and len(self._saved) < LIMIT_SAVED:
+        if (
+            (self._through or self._drains)
+            and self._cold.writer.is_on
+            and len(self._saved) < LIMIT_SAVED
+        ):
             # Blocks beyond the limit are written when they are close to eviction.
             self._saved.append(ids)
         self.wake()
@@ -166,7 +170,7 @@ class Flusher:
         at_once = min(WRITES_AT_ONCE, threads_here())
         self.choice.saved_bytes_s = self._saves.value * self._sizes.value / at_once
         left = self.gate()
-        if self._cold.takes and left > 0 and self._catalog.demotions.in_memory_alone:
+        if self._cold.writer.is_on and left > 0 and self._catalog.demotions.in_memory_alone:
             _wake_one(self._resting)
 
     async def run(self) -> None:
@@ -197,7 +201,7 @@ class Flusher:
     def _rests(self) -> bool:
         """Whether a writer without work sleeps until it is woken. During a drain, and while reads go first,
         it polls."""
-        return not self._drains and self._cold.may_write(self._tenant)
+        return not self._drains and self._cold.writer.may_write()
 
     async def _wait(self, timeout_s: float | None) -> None:
         """Wait until there may be blocks to write. No `await` lies between the check and this call, so no
@@ -214,9 +218,9 @@ class Flusher:
     def _plan(self) -> Demotion | None:
         """Return the blocks to write next, or None."""
         left = self.gate()
-        if not self._cold.takes or (left <= 0 and not self._drains):
+        if not self._cold.writer.is_on or (left <= 0 and not self._drains):
             return None
-        if not self._cold.may_write(self._tenant):
+        if not self._cold.writer.may_write():
             return None
         catalog = self._catalog
         # Before newer saves; otherwise the drain would never end.
@@ -246,7 +250,7 @@ class Flusher:
             )
         )
         blocks.admission.strict = shut
-        if not self._cold.takes:
+        if not self._cold.writer.is_on:
             blocks.why_unwritten = OFF
         elif left <= 0:
             blocks.why_unwritten = BUDGET
@@ -267,7 +271,7 @@ class Flusher:
         self._sizes.note(
             sum(block.spec.group_block_bytes(block.group) for block in blocks), len(blocks)
         )
-        unfit = [block for block in blocks if not self._cold.fits(self._tenant, block)]
+        unfit = [block for block in blocks if not self._cold.writer.fits(block)]
         if unfit:
             log.debug(
                 "cold: %d blocks are larger than a segment and are not written; raise cold.segment",
@@ -321,9 +325,7 @@ class Flusher:
         ]  # fmt: skip
 
     async def _encode(self, piece: list[Outgoing]) -> list[Outgoing]:
-        return await self._cold.coding.encode(
-            piece, self.choice, self._cold.bandwidths(self._tenant)
-        )
+        return await self._cold.coding.encode(piece, self.choice, self._cold.reader.bandwidths())
 
     def _leave_out_forgotten(self, blocks: list[Outgoing]) -> None:
         """Remove blocks that were forgotten meanwhile: a forget waits only for writes that were submitted."""
@@ -372,7 +374,7 @@ class Flusher:
             if tries:
                 await asyncio.sleep(BEGIN_S)
             await self._copies_ended()
-            if self._cold.has_place(self._tenant):
+            if self._cold.writer.has_place(self._tenant):
                 return True
         return False
 

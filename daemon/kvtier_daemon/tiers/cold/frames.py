@@ -71,7 +71,7 @@ def frame_of(one: Landed) -> bytes:
 async def describe(cold: ColdTier, tenant: str, blocks: Sequence[Outgoing]) -> bool:
     """See to it that a start knows the spaces of these blocks."""
     for block in {block.space: block for block in blocks}.values():
-        if not await cold.describe(tenant, block.space, block.spec):
+        if not await cold.writer.describe(tenant, block.space, block.spec):
             return False
     return True
 
@@ -91,7 +91,7 @@ def begin(
         if not done.done():
             done.set_result(not failed)
 
-    count = cold.write(tenant, blocks, over)
+    count = cold.writer.write(tenant, blocks, over)
     begun += blocks[:count]
     return count, done
 

@@ -1,13 +1,15 @@
-"""What a restart wants to know and sealed segments do not say: which blocks were used, and the spaces of
-frames in open segments. In LMDB, written by one thread, so that the loop never waits for a disk.
+"""The index of a directory: facts that a restart needs and sealed segments lack, which are the access log and
+the spaces of frames in open segments. In LMDB, written by one thread, so that the loop never waits for a
+disk.
 
-Each record has a digest and is verified when it is read; one that fails it is dropped. A lost index costs the
-order of eviction, and the blocks of an open segment whose space no other segment describes; it never causes
-wrong bytes, and never brings back a forgotten block: tombstones are in the segments.
+A record is a value and a digest over table, key and value; one that fails its digest is dropped. A lost index
+costs the order of eviction, and the blocks of an open segment whose space no other segment describes; it
+never causes wrong bytes, and never brings back a forgotten block: tombstones are in the segments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import mmap
@@ -20,19 +22,21 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NoReturn, TypeAlias
 
 import lmdb
 
 from kvtier.errors import TierError
-from kvtier_daemon.tiers.cold import index_pages, index_records
-from kvtier_daemon.tiers.cold.index_records import FORMAT
+from kvtier_daemon.tiers.cold import index_pages
+from kvtier_kernels import xxh3_128
 
 log = logging.getLogger(__name__)
 
+FORMAT: Final = b"2"
+DIGEST_BYTES: Final = 16
+LENGTHS: Final = struct.Struct("<II")
 TABLES: Final = (b"meta", b"spaces", b"segments")
 FIRST_MAP_BYTES: Final = 16 << 20
 RESERVE_BYTES: Final = 1 << 20
@@ -45,12 +49,12 @@ RETRY_S: Final = 1.0
 CLOSE_S: Final = 10.0
 CHECK_S: Final = 10.0
 CHECK_BYTES_PER_S: Final = 8 << 20
-# What the child that looks at a file exits with, or an errno.
+# Exit codes of the process that checks a file, besides errnos.
 SOUND: Final = 0
 DAMAGED: Final = 255
 NO_ANSWER: Final = 254
 DEATHS: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-# What has no class of its own is an error of the system too: it says nothing of the file.
+# An error without a class of its own also comes from the system: it says nothing about the file.
 OF_THE_SYSTEM: Final = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
 META: Final = struct.Struct(
     "<40xI92xQ"
@@ -64,8 +68,39 @@ Entry: TypeAlias = tuple[bytes, bytes, bytes | None]
 Table: TypeAlias = Any  # what lmdb makes of a table's name; it has no public type
 
 
+def seal(table: bytes, key: bytes, value: bytes) -> bytes:
+    """Return the record of this value."""
+    return value + _digest(table, key, value)
+
+
+def unseal(table: bytes, key: bytes, text: bytes) -> bytes | None:
+    """Return the value of a record; None if a bit of the record is wrong."""
+    value = text[:-DIGEST_BYTES]
+    sound = len(text) >= DIGEST_BYTES and text[-DIGEST_BYTES:] == _digest(table, key, value)
+    return value if sound else None
+
+
+def split(
+    table: bytes, stored: Iterable[tuple[bytes, bytes]]
+) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
+    """Return the sound entries of a table, and the keys of the others."""
+    sound, damaged = [], []
+    for key, text in stored:
+        value = unseal(table, key, text)
+        if value is None:
+            damaged.append(key)
+        else:
+            sound.append((key, value))
+    return sound, damaged
+
+
+def _digest(table: bytes, key: bytes, value: bytes) -> bytes:
+    # The lengths keep a byte that moves from the key to the value from going unnoticed.
+    return bytes(xxh3_128(LENGTHS.pack(len(table), len(key)) + table + key + value))
+
+
 class ChangeQueue:
-    """The changes of tables of bytes on their way to one thread, `work`, and the answers of that thread."""
+    """The changes of tables of bytes that one thread, `work`, is to write, and the answers of that thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -78,12 +113,12 @@ class ChangeQueue:
         self._queue.put((table, key, None))
 
     def flush(self, token: int) -> None:
-        """`done` has this token when all that was put before is on disk, or can't be."""
+        """Make `done` return this token when all earlier changes are on disk, or cannot be written."""
         self._queue.put(token)
 
     def done(self) -> Iterator[tuple[int, str]]:
-        """Tokens since the last call, each with nothing if all that was put before it is on disk, or why
-        not. `event_fd` is readable if there are any."""
+        """Return the new tokens, each with the failure of the changes before it, or an empty text. `event_fd`
+        is readable if there are new tokens."""
         try:
             os.eventfd_read(self.event_fd)
         except BlockingIOError:
@@ -96,11 +131,10 @@ class ChangeQueue:
 
 
 class Index(ChangeQueue):
-    """Tables of bytes. `put` and `drop` return at once; `flush` tells by `done` when they are on disk.
+    """Tables of bytes. `put` and `drop` return at once; `flush` and `done` tell when they are on disk.
 
-    `limit_bytes` is what its file may grow to. Raises TierError if the folder can't be used; a file that is
-    damaged or of another format is removed and a new one begun. A change that can't be written is kept and
-    tried again.
+    `limit_bytes` is the maximum size of its file. Raises TierError if the folder cannot be used; a file that
+    is damaged or has another format is replaced. A change that cannot be written is kept and retried.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -111,16 +145,11 @@ class Index(ChangeQueue):
         self._env, self._tables = _opened(folder, min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES))
         super().__init__(self._write)
 
-    @property
-    def reserved_bytes(self) -> int:
-        """What its files may take without asking again."""
-        return int(self._env.info()["map_size"])
-
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
-        """The sound records of a table, in the order of its keys; the damaged ones are dropped. Waits for the
-        disk: at start only."""
+        """Return the sound entries of a table in the order of their keys, and drop the damaged ones. Waits
+        for the disk."""
         with self._env.begin() as reading, reading.cursor(self._tables[table]) as cursor:
-            sound, damaged = index_records.split(table, cursor)
+            sound, damaged = split(table, cursor)
         for key in damaged:
             self.drop(table, key)
         if damaged:
@@ -133,10 +162,10 @@ class Index(ChangeQueue):
         return sound
 
     def put(self, table: bytes, key: bytes, value: bytes) -> None:
-        self._queue.put((table, key, index_records.seal(table, key, value)))
+        self._queue.put((table, key, seal(table, key, value)))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Write what is left, and close. Waits for the disk; False if that was for nothing."""
+        """Write the last changes, and close. Waits for the disk; False if that takes too long."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -145,29 +174,23 @@ class Index(ChangeQueue):
         os.close(self.event_fd)
         return True
 
-    def __enter__(self) -> Index:
-        return self
-
-    def __exit__(
-        self, _k: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
-    ) -> None:
-        self.close()
-
     # --- the thread --------------------------------------------------------------------------
 
     def _write(self) -> None:
-        kept: Change = {}  # what is not on disk yet
+        kept: Change = {}  # that are not on disk yet
         more, failed, lost, again_at = True, "", "", 0.0
         while more:
             tokens: list[int] = []
-            try:
-                more = self._take(self._queue.get(timeout=RETRY_S if kept else None), kept, tokens)
-                for _ in range(COALESCED):
-                    if not more:
+            with contextlib.suppress(queue.Empty):
+                for number in range(COALESCED + 1):
+                    item = self._queue.get(number == 0, RETRY_S if kept else None)
+                    if item is None:
+                        more = False
                         break
-                    more = self._take(self._queue.get_nowait(), kept, tokens)
-            except queue.Empty:
-                pass
+                    if isinstance(item, int):
+                        tokens.append(item)
+                    else:
+                        kept[item[:2]] = item[2]
             if kept and (tokens or not more or not failed or time.monotonic() >= again_at):
                 failed = self._commit_all(kept)
                 again_at = time.monotonic() + RETRY_S
@@ -186,26 +209,11 @@ class Index(ChangeQueue):
             if tokens:
                 os.eventfd_write(self.event_fd, 1)
 
-    def _take(
-        self,
-        item: Entry | int | None,
-        changes: Change,
-        tokens: list[int],
-    ) -> bool:
-        """Add an item to the batch; False if it is the last there will be."""
-        if item is None:
-            return False
-        if isinstance(item, int):
-            tokens.append(item)
-        else:
-            table, key, value = item
-            changes[table, key] = value
-        return True
-
     def _commit_all(self, kept: Change) -> str:
-        """Write what is kept, and keep what can't be written; what went wrong, or nothing."""
+        """Write the kept changes, and keep those that cannot be written; return the failure, or an empty
+        text."""
         parts = [list(kept)]
-        if self.failure:  # for want of room, perhaps: what makes some goes first
+        if self.failure:  # perhaps there is no room: drops make some
             parts = [
                 [name for name in kept if (kept[name] is None) is drops] for drops in (True, False)
             ]
@@ -220,7 +228,7 @@ class Index(ChangeQueue):
         return ""
 
     def _commit(self, changes: Change) -> str:
-        """Write the batch in one transaction; what went wrong, or nothing."""
+        """Write the batch in one transaction; return the failure, or an empty text."""
         nbytes = sum(len(key) + len(value or b"") for (_, key), value in changes.items())
         try:
             only_drops = all(value is None for value in changes.values())
@@ -238,8 +246,8 @@ class Index(ChangeQueue):
         return ""
 
     def _grow(self, wanted: int, only_drops: bool) -> None:
-        """Room for so many bytes more, before they are written. To drop something takes room too: some is
-        kept for that."""
+        """Make room for `wanted` more bytes before they are written. A drop needs room too: some is reserved
+        for it."""
         limit = self._limit_bytes - (0 if only_drops else RESERVE_BYTES)
         info, page = self._env.info(), self._env.stat()["psize"]
         used, size = (info["last_pgno"] + 1) * page, info["map_size"]
@@ -273,19 +281,18 @@ def _of_the_system(error: lmdb.Error) -> bool:
 
 
 def _check(folder: Path, map_bytes: int) -> None:
-    """Let a child go through the file: LMDB ends the process that meets some kinds of damage. Raises
-    CorruptedError if it did, OSError if nothing can be said."""
+    """Check the file in a child process: LMDB ends the process that meets some kinds of damage. Raises
+    CorruptedError if it did, OSError if the check was not possible."""
     try:
         size = (folder / "data.mdb").stat().st_size
     except FileNotFoundError:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of threads: `_look` needs nothing of theirs
+        # Of fork with threads: the child uses nothing of the threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child == 0:
-            _look(folder, map_bytes)
+            _run_check(folder, map_bytes)
     watched = os.pidfd_open(child)
     try:
         over = select.poll()
@@ -300,33 +307,34 @@ def _check(folder: Path, map_bytes: int) -> None:
             )
     finally:
         os.close(watched)
-    told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if -told in DEATHS:
-        raise lmdb.CorruptedError(f"reading it ended a process with {signal.Signals(-told).name}")
-    if told == DAMAGED:
+    result = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if -result in DEATHS:
+        raise lmdb.CorruptedError(f"reading it ended a process with {signal.Signals(-result).name}")
+    if result == DAMAGED:
         raise lmdb.CorruptedError("its entries are damaged")
-    if told < 0 or told == NO_ANSWER:
-        raise OSError(f"the process that checks it was ended ({told})")
-    if told != SOUND:
-        raise OSError(told, os.strerror(told))
+    if result < 0 or result == NO_ANSWER:
+        raise OSError(f"the process that checks it was ended ({result})")
+    if result != SOUND:
+        raise OSError(result, os.strerror(result))
 
 
-def _look(folder: Path, map_bytes: int) -> NoReturn:
-    """What the child does. There may have been threads: nothing of the process but LMDB is used."""
-    told = NO_ANSWER
+def _run_check(folder: Path, map_bytes: int) -> NoReturn:
+    """Check the file in the child, and end the child. The parent may have threads, so the child uses nothing
+    but LMDB."""
+    result = NO_ANSWER
     try:
         gc.disable()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        told = _told(folder, map_bytes)
+        result = _check_result(folder, map_bytes)
     except OSError as error:
-        told = error.errno or NO_ANSWER
+        result = error.errno or NO_ANSWER
     finally:
-        os._exit(told)
+        os._exit(result)
 
 
-def _told(folder: Path, map_bytes: int) -> int:
-    # A place that the disk can't read is an error here, and a signal where it is mapped.
+def _check_result(folder: Path, map_bytes: int) -> int:
+    # A page that the disk cannot read is an error here, but a signal where it is mapped.
     fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
     first, size = b"", 0
     while part := os.read(fd, 1 << 20):
@@ -338,10 +346,10 @@ def _told(folder: Path, map_bytes: int) -> int:
             if not index_pages.fit_together(text):
                 return DAMAGED
     try:
-        # Without a lock: its file is mapped, and to write to it ends the process where the disk is full.
+        # Without a lock: its file is mapped, and a write to it ends the process if the disk is full.
         env, tables = _open(folder, map_bytes, lock=False)
     except lmdb.Error:
-        return SOUND  # who opens it next hears the same
+        return SOUND  # the parent gets the same error
     try:
         with env.begin() as reading:
             for table in tables.values():
@@ -352,7 +360,7 @@ def _told(folder: Path, map_bytes: int) -> int:
                     before, count = key, count + 1
                 if count != reading.stat(table)["entries"]:
                     return DAMAGED
-        # These go through the lists of free pages, all of them and the way that a write does.
+        # These read all lists of free pages, as a write does.
         env.copyfd(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), compact=True)
         with env.begin(write=True) as writing:
             writing.put(b"format", FORMAT, db=tables[b"meta"])
@@ -364,8 +372,8 @@ def _told(folder: Path, map_bytes: int) -> int:
 
 
 def _outgrown(text: bytes, size: int) -> bool:
-    """Whether one of the first two pages says that there are pages beyond the end of the file: LMDB would map
-    as much as they say, and fail as if there were too little memory."""
+    """Whether one of the first two pages claims pages beyond the end of the file: LMDB would map them, and
+    fail as if there were too little memory."""
     if len(text) < META.size:
         return False
     page = META.unpack_from(text)[0]
@@ -374,8 +382,8 @@ def _outgrown(text: bytes, size: int) -> bool:
 
 
 def _reserve(path: Path) -> None:
-    """See to it that LMDB's lock, which it maps, has its page: to write to one that a full disk can't give
-    ends the process."""
+    """Allocate the page of LMDB's lock file, which LMDB maps: a write to a page for which a full disk has no
+    room ends the process."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, LOCK_BYTES)
@@ -387,8 +395,8 @@ def _open(
     folder: Path, map_bytes: int, *, lock: bool = True
 ) -> tuple[lmdb.Environment, dict[bytes, Table]]:
     # Without `metasync` a power cut, or a file system that becomes read-only, loses the last commit: a forget
-    # that was answered, or the only description of what an open segment holds. Without `sync` a file opens
-    # cleanly after one and has wrong values.
+    # that was answered, or the only description of a space in an open segment. Without `sync` the file opens
+    # cleanly after that and has wrong values.
     if lock:
         _reserve(folder / "lock.mdb")
     env = lmdb.open(
@@ -398,7 +406,7 @@ def _open(
     try:
         have = (folder / "data.mdb").stat().st_size
         if have < (env.info()["last_pgno"] + 1) * env.stat()["psize"]:
-            # To read what is mapped and not there would be the end of this process.
+            # A read of a mapped page behind the end of the file ends the process.
             raise lmdb.CorruptedError(f"truncated to {have} bytes")
         tables = {name: env.open_db(name) for name in TABLES}
         with env.begin(write=True) as writing:

@@ -69,7 +69,6 @@ class IndexDone(msgspec.Struct, tag=True, frozen=True):
     """`failure` says what went wrong, if anything."""
 
     failure: str = ""
-    reserved_bytes: int = 0
     holder: int = 0  # the process that has the directory
     name: bytes = b""  # of the directory
 
@@ -177,7 +176,7 @@ class Served:
             self._index = Index(Path(request.folder), request.limit_bytes)
         except TierError as error:
             return IndexDone(str(error))
-        return IndexDone("", self._index.reserved_bytes)
+        return IndexDone("")
 
     def _read(self, table: bytes) -> None:
         assert self._index is not None
@@ -203,7 +202,7 @@ class Served:
                 )
             for token, failure in self._index.done():
                 if token == self._token:
-                    return IndexDone(failure, self._index.reserved_bytes)
+                    return IndexDone(failure)
 
 
 def main() -> None:

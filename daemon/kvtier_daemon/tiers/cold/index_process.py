@@ -1,7 +1,8 @@
-"""A directory's index, in a process of its own: what ends that process, or hangs it, costs this one nothing.
+"""A directory's index in a child process: damage or a disk that ends or hangs that process does not affect
+the daemon.
 
-`IndexProcess` is used as an `Index` is. Where its process ends, what was not on disk yet is given to the next
-one; until then every `flush` fails, and says why.
+`IndexProcess` is used like `Index`. If its process ends, a new one gets the changes that were not on disk;
+until then each `flush` fails.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ END_S: Final = 1.0  # for a process that was told to end
 
 
 class Child:
-    """The process, and the requests to it, one at a time. Raises EOFError where it has ended."""
+    """The process, and the requests to it, one at a time. Raises EOFError if it has ended."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            # A group of its own: a terminal's Ctrl-C is for the daemon, which says what is left to write.
+        own_end, child_end = socket.socketpair()
+        with child_end, contextlib.ExitStack() as undo:
+            undo.callback(own_end.close)
+            # In its own group: a terminal's Ctrl-C is for the daemon, which sends the last changes.
             self._process = subprocess.Popen(
-                [*COMMAND, str(theirs.fileno())],
+                [*COMMAND, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 process_group=0,
             )
             undo.pop_all()
-        self._channel = Channel(ours)
+        self._channel = Channel(own_end)
         self._turn = threading.Lock()
 
     @property
@@ -79,8 +80,8 @@ class Child:
     def ask(self, request: Request, fds: tuple[int, ...] = ()) -> tuple[IndexDone, list[int]]:
         with self._turn:
             self._channel.send(request, fds)
-            text, came = self._channel.receive()
-        return msgspec.msgpack.decode(text, type=IndexDone), came
+            text, received = self._channel.receive()
+        return msgspec.msgpack.decode(text, type=IndexDone), received
 
     def read(self, table: bytes) -> list[tuple[bytes, bytes]]:
         rows: list[tuple[bytes, bytes]] = []
@@ -94,12 +95,13 @@ class Child:
                     return rows
 
     def kill(self) -> None:
-        """Who waits for it is told at once. Its own end may wait for a disk: nothing waits for that."""
+        """Kill the process without waiting for its end, which may need a disk; pending requests fail at
+        once."""
         self._channel.shut()
         self._process.kill()
 
     def close(self) -> None:
-        """End it, and close the socket to it."""
+        """Kill the process, and close the socket to it."""
         self._process.kill()
         self.end()
 
@@ -116,15 +118,13 @@ class Child:
 
 
 class IndexProcess(ChangeQueue):
-    """`limit_bytes` is what its file may grow to. `child` is to use it, and `lock_fd` is the lock of the
-    directory, which each process holds. Raises TierError if the index can't be opened, and where the process
-    ends meanwhile."""
+    """`limit_bytes` is the maximum size of its file. `child` opens it, and holds the lock of the directory,
+    `lock_fd`, too. Raises TierError if the index cannot be opened, or if the process ends meanwhile."""
 
     def __init__(self, child: Child, folder: Path, limit_bytes: int, lock_fd: int) -> None:
         self.folder = folder
         self.failure = ""
-        self.reserved_bytes = 0
-        self.unwritten: Change = {}  # once it is closed
+        self.unwritten: Change = {}  # after `close`
         self._limit_bytes = limit_bytes
         self._lock_fd = lock_fd
         self._child: Child | None = child
@@ -134,7 +134,7 @@ class IndexProcess(ChangeQueue):
         super().__init__(self._pass_on)
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
-        """All of a table, in the order of its keys. Waits for the disk: at start only."""
+        """Return the entries of a table in the order of their keys. Waits for the disk."""
         child = self._child
         try:
             if child is not None:
@@ -149,8 +149,8 @@ class IndexProcess(ChangeQueue):
         self._queue.put((table, key, value))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Write what is left, and close. False where that takes longer than `timeout_s`, or fails: then the
-        process is left to itself, and nothing in this one waits for the disk."""
+        """Write the last changes, and close. False if that takes too long or fails; then nothing in this
+        process waits for the disk."""
         self._closing = True
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -159,7 +159,7 @@ class IndexProcess(ChangeQueue):
             child.kill()
             self._thread.join(END_S)
             child.close()
-        # A thread that is alive may write to this number, which could then be another file's.
+        # A thread that is alive may still write to this descriptor.
         if not self._thread.is_alive():
             os.close(self.event_fd)
         return is_over
@@ -167,7 +167,7 @@ class IndexProcess(ChangeQueue):
     # --- the thread --------------------------------------------------------------------------
 
     def _pass_on(self) -> None:
-        unwritten: Change = {}  # what is not known to be on disk
+        unwritten: Change = {}  # that may not be on disk
         more, lost = True, ""
         while more:
             tokens: list[int] = []
@@ -195,7 +195,7 @@ class IndexProcess(ChangeQueue):
                 child.ask(CloseIndex())
 
     def _take(self, new: list[Entry], tokens: list[int], is_behind: bool) -> bool:
-        """What there is to pass on; False if it is the last."""
+        """Take the queued changes and tokens; False if they are the last."""
         with contextlib.suppress(queue.Empty):
             item = self._queue.get(timeout=RETRY_S if is_behind else None)
             while item is not None:
@@ -210,7 +210,7 @@ class IndexProcess(ChangeQueue):
         return True
 
     def _written(self, unwritten: Change, new: list[Entry]) -> str:
-        """Have the process write what is new, or a new one write all that is left; what went wrong."""
+        """Let the process write the new changes, or a new process all unwritten ones; return the failure."""
         try:
             if self._child is None:
                 if self._closing or time.monotonic() < self._tries_at:
@@ -218,7 +218,7 @@ class IndexProcess(ChangeQueue):
                 self._restart()
                 new = [(table, key, value) for (table, key), value in unwritten.items()]
             assert self._child is not None
-            said, _ = self._child.ask(WriteIndex(new))
+            answer, _ = self._child.ask(WriteIndex(new))
         except TierError as error:
             return str(error)
         except OSError as error:
@@ -227,9 +227,8 @@ class IndexProcess(ChangeQueue):
             )
         except EOFError:
             return self._ended()
-        self.reserved_bytes = said.reserved_bytes
         self._retry_s = RETRY_S
-        return said.failure
+        return answer.failure
 
     def _ended(self) -> str:
         child, self._child = self._child, None
@@ -239,10 +238,10 @@ class IndexProcess(ChangeQueue):
         return failure
 
     def _restart(self) -> None:
-        """Another process for the same index. The one before it may have ended because the disk failed."""
+        """Start another process for the index, with a growing delay: the disk may have failed."""
         self._tries_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
-        child = self._child = Child()  # which `close` ends where it hangs
+        child = self._child = Child()  # set before it opens the index, so that `close` can end it
         try:
             self._open(child)
         except TierError:
@@ -253,26 +252,25 @@ class IndexProcess(ChangeQueue):
 
     def _open(self, child: Child) -> None:
         try:
-            said, _ = child.ask(OpenIndex(str(self.folder), self._limit_bytes), (self._lock_fd,))
+            answer, _ = child.ask(OpenIndex(str(self.folder), self._limit_bytes), (self._lock_fd,))
         except EOFError as error:
             text = f"cannot open the index {self.folder}: its process {child.end()}"
             raise TierError(text) from error
-        if said.failure:
-            raise TierError(said.failure)
-        self.reserved_bytes = said.reserved_bytes
+        if answer.failure:
+            raise TierError(answer.failure)
 
 
 def lock(child: Child, directory: Path, device: int | None) -> tuple[int, int, bytes]:
-    """Have the process lock this directory, on this device if one is given; returns descriptors of the lock
-    and of the directory, and its name. Raises TierError, InUseError where another daemon has it."""
+    """Let the process lock this directory as `claim` does; return descriptors of the lock and of the
+    directory, and its name. Raises TierError, and InUseError if another daemon has the lock."""
     try:
-        said, fds = child.ask(LockIndex(str(directory), os.getpid(), device))
+        answer, fds = child.ask(LockIndex(str(directory), os.getpid(), device))
     except EOFError as error:
         text = f"cold: cannot use {directory}: the process that opens it {child.end()}"
         raise TierError(text) from error
-    if said.holder:
-        raise InUseError(said.failure, said.holder)
-    if said.failure:
-        raise TierError(said.failure)
+    if answer.holder:
+        raise InUseError(answer.failure, answer.holder)
+    if answer.failure:
+        raise TierError(answer.failure)
     lock_fd, folder_fd = fds
-    return lock_fd, folder_fd, said.name
+    return lock_fd, folder_fd, answer.name

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,16 +22,21 @@ from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import ColdConfig, Config
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.cold.attached import (
+    AttachedDirectory,
+    Restored,
+    StoreOptions,
+    open_directory,
+)
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, shares_of
+from kvtier_daemon.tiers.cold.encode_buffer import STAGED_BYTES
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import ENTRY, codecs_of
-from kvtier_daemon.tiers.cold.segment_log import Segment
-from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.tier import ColdTier, Restored, open_directories, segments_of
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.states import ON
 from kvtier_daemon.tiers.switching import Switching
 from kvtier_daemon.tiers.warm import Extent, WarmTier
@@ -38,51 +44,305 @@ from kvtier_kernels import Mapping as MappedExtent
 
 log = logging.getLogger(__name__)
 
-RESTORE_ROWS = 4096  # in one go: about a millisecond
-USE_S = 2.0
-USE_BLOCKS, USE_PIECES = 1024, 64  # in one go: less than that
-LAST_USE_S = 1.0
-OPENERS = 16  # directories that are opened at once
-OPEN_S = 5.0  # that a start waits for directories to be opened; the others follow
+ACCESS_LOG_S = 2.0
+ACCESSES, PIECES = 1024, 64  # per iteration of the loop: less than a millisecond
+LAST_NOTES_S = 1.0
+THREADS = 16  # directories that are opened at once
+OPEN_S = 5.0  # longest time that a start waits for directories to be opened; the others follow
 AGAIN_S, LONGEST_AGAIN_S = 1.0, 30.0  # until a directory that could not be used is tried again
-LOST_S = 0.2  # how often it is looked whether a directory was lost
-DROP_SEGMENTS = 8  # in one go
-END_S = 10.0  # that an order has to be carried out in when the daemon ends; and then the tier to be closed
+POLL_S = 0.2  # until the next check whether a directory was lost
+RESTORE_ROWS = 4096  # per iteration of the loop: about a millisecond
+DROP_SEGMENTS = 8  # per iteration of the loop
+END_S = 10.0  # longest time at the end of the daemon for an order, and then for closing the tier
+
+
+class DirectoryOpener:
+    """Opens each directory in a process of its own, so that a disk that hangs delays no other directory."""
+
+    def __init__(self, settings: CurrentConfig) -> None:
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(THREADS, "kvtier-open")
+        self._openings: dict[Path, asyncio.Task[ColdDirectory]] = {}
+        self._devices: dict[Path, int] = {}  # that the directories were on
+        self._unwritten: dict[Path, Change] = {}  # changes that the closed indexes could not write
+
+    async def open_all(
+        self, paths: Sequence[Path], is_start: bool
+    ) -> tuple[list[ColdDirectory], dict[Path, str]]:
+        """Return the directories that are open in time, and why the others are not; those continue to open,
+        or are retried. Except at the start it waits for at least one. Raises TierError if another daemon uses
+        a directory at the start, and other exceptions that are bugs."""
+        self._devices.clear()
+        for path in paths:
+            self._openings[path] = asyncio.create_task(self._open(path))
+        await self._wait(is_start)
+        for opening in self._openings.values():  # before any is taken: the others are to be closed
+            error = opening.exception() if opening.done() else None
+            # A killed process may hold the lock while it waits for a disk.
+            in_use = isinstance(error, InUseError) and is_alive(error.holder)
+            if error and (not isinstance(error, TierError) or (is_start and in_use)):
+                raise error
+        directories: list[ColdDirectory] = []
+        missing: dict[Path, str] = {}
+        for path in paths:
+            if not self._openings[path].done():
+                missing[path] = f"{path}: is still being opened: the disk is slow or hangs"
+                continue
+            opening = self._openings.pop(path)
+            if error := opening.exception():
+                missing[path] = str(error).removeprefix("cold: ")
+                log.error("%s; retrying in the background", error)
+            else:
+                directories.append(opening.result())
+        return directories, missing
+
+    async def _wait(self, is_start: bool) -> None:
+        """Wait until all directories are open or cannot be opened, but not longer than permitted."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + OPEN_S
+        while pending := {one for one in self._openings.values() if not one.done()}:
+            opened = [one for one in self._openings.values() if one.done() and not one.exception()]
+            left_s = until - clock()
+            if left_s <= 0 and (is_start or opened):
+                break
+            timeout = max(left_s, 0.0) if is_start or opened else None
+            await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+    async def open(self, path: Path) -> ColdDirectory | None:
+        """Open this directory, or wait for its opening in progress; None if that is cancelled. Raises
+        TierError and OSError."""
+        opening = self._openings.get(path)
+        if opening is None:
+            opening = self._openings[path] = asyncio.create_task(self._open(path))
+        await asyncio.wait([opening])
+        if opening.cancelled():
+            return None
+        del self._openings[path]
+        return opening.result()
+
+    async def _open(self, path: Path) -> ColdDirectory:
+        config = self._settings.config.cold
+        assert config is not None
+        child = await asyncio.to_thread(Child)
+        opening = asyncio.get_running_loop().run_in_executor(
+            self._threads, open_directory, path, config.size_bytes // len(config.directories),
+            child, self._devices.get(path), self._unwritten.get(path),
+        )  # fmt: skip
+        try:
+            directory = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            child.kill()
+            opening.add_done_callback(_close_opened)
+            raise
+        self._devices[path] = directory.device
+        self._unwritten.pop(path, None)
+        return directory
+
+    def keep_unwritten(self, directory: ColdDirectory) -> None:
+        """Keep the changes that the index of a closed directory could not write, for its next opening."""
+        self._unwritten[directory.path] = directory.unwritten
+
+    def cancel(self) -> None:
+        """Stop to open directories."""
+        for opening in self._openings.values():
+            opening.cancel()
+            opening.add_done_callback(_close_opened)
+        self._openings.clear()
+
+
+@dataclass(slots=True)
+class DirectoryKeeper:
+    """Finds the blocks in the directories of a tier, and keeps the directories attached. `unfindable` has the
+    number of found blocks that no request can find, by tenant: their models are stored otherwise now."""
+
+    tier: ColdTier
+    opener: DirectoryOpener
+    tenants: Mapping[str, Tenant]
+    movers: Mapping[str, Mover]
+    unfindable: Counter[str] = field(default_factory=Counter)
+
+    async def keep(self, path: Path) -> None:
+        """Keep a directory attached: close it when it is lost, and retry to open it."""
+        directories, again_s = self.tier.directories, AGAIN_S
+        while True:
+            if path in directories.missing:
+                if not await self.try_attach(path):
+                    await asyncio.sleep(again_s)
+                    again_s = min(2 * again_s, LONGEST_AGAIN_S)
+                elif directories.lost(path) is None:  # it may have been lost during the scan
+                    again_s = AGAIN_S
+            elif (lost := directories.lost(path)) is not None:
+                await self.detach(lost)
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, LONGEST_AGAIN_S)
+            else:
+                await asyncio.sleep(POLL_S)
+
+    async def try_attach(self, path: Path) -> bool:
+        """Open this directory and recover its blocks; False if it cannot be used now."""
+        missing = self.tier.directories.missing
+        try:
+            directory = await self.opener.open(path)
+            if directory is None:
+                return False
+            log.info("cold: %s is available again, reading its segments", path)
+            await self.restore(lambda restored: self.tier.directories.attach(directory, restored))
+        except (TierError, OSError) as error:
+            why = str(error).removeprefix("cold: ")
+            if missing.get(path) != why:
+                log.error("cold: %s; retrying in the background", why)
+            missing[path] = why
+            return False
+        return True
+
+    async def detach(self, one: AttachedDirectory) -> None:
+        """Close a lost directory; its blocks are misses until it is opened again."""
+        directories, directory = self.tier.directories, one.directory
+        segments = await directories.detach(one, self.tier.reads.pump)
+        for count, (tenant, segment) in enumerate(segments):
+            self.tenants[tenant].catalog.segments.drop_segment(segment)
+            if count % DROP_SEGMENTS == 0:
+                await asyncio.sleep(0)
+        await directories.closed(directory)
+        self.opener.keep_unwritten(directory)
+        text = "cold: %s is closed: it can be unmounted; retrying to open it in the background"
+        log.info(text, directory.path)
+
+    async def restore(self, scan: Callable[[Restored], Awaitable[None]]) -> None:
+        """Add the blocks that `scan` finds to the catalogs."""
+        started = time.monotonic()
+        found, unfindable = 0, Counter[str]()
+
+        async def restored(name: str, file: Recovered, segment: int) -> None:
+            nonlocal found
+            tenant = self.tenants[name]
+            for identity, spec, rows in file.parts:
+                if not tenant.accepts(identity, spec, codecs_of(rows)):
+                    log.error(
+                        "cold: %s: the description of space %s does not match its identity: "
+                        "its %d frames are misses", file.path, identity.hex()[:16], len(rows) // ENTRY.size,
+                    )  # fmt: skip
+                    continue
+                can_be_found = identity == tenant.identity_of(spec)
+                for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
+                    some = rows[at : at + RESTORE_ROWS * ENTRY.size]
+                    blocks, *_ = tenant.catalog.segments.restore(
+                        identity, spec, some, segment, file.used
+                    )
+                    found += blocks
+                    unfindable[name] += 0 if can_be_found else blocks
+                    await asyncio.sleep(0)
+
+        await scan(restored)
+        seconds = time.monotonic() - started
+        log.info("cold tier is ready: %d blocks found in %.2f s", found, seconds)
+        self.unfindable += unfindable
+        if count := unfindable.total():
+            log.warning(
+                "cold: %d of the found blocks were stored with another cold.codecs setting "
+                "for their model: no request can find them; they are removed with their "
+                "segments, or restore that setting", count,
+            )  # fmt: skip
+        if not self.tier.recovery.complete.is_set():
+            return  # blocks that were forgotten may be found in another directory later
+        for mover in self.movers.values():
+            mover.repeat_early_forgets()
+
+
+@dataclass(frozen=True, slots=True)
+class AccessNotes:
+    """Notes the first uses of blocks in the access logs of the directories. A failure for one tenant does not
+    affect the others."""
+
+    tier: ColdTier
+    tenants: Mapping[str, Tenant]
+    unforeseen: InternalErrors
+
+    async def run(self) -> None:
+        """Write all notes to the indexes every few seconds, until the task is cancelled."""
+        while True:
+            await asyncio.sleep(ACCESS_LOG_S)
+            while self.write_some():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    def write_some(self) -> bool:
+        """Note or write a portion of the new accesses; False if there is nothing to write."""
+        noted: list[bytes] = []
+
+        def note(tenant: Tenant) -> None:
+            if places := tenant.catalog.segments.take_used(ACCESSES):
+                self.tier.table.note_access(places)
+                noted.append(places)
+
+        for name, tenant in self.tenants.items():
+            self.unforeseen.tried(f"access log of tenant {name}", note, tenant)
+            if noted:
+                return True
+        attached = self.tier.directories.attached
+        return sum(one.directory.access_log.write(PIECES) for one in attached) > 0
+
+
+class ExtentMaps:
+    """Maps the tenants' extents for the disks, in their order. After a failure no more extents are mapped:
+    they would get wrong numbers."""
+
+    def __init__(self, tier: ColdTier, movers: Mapping[str, Mover]) -> None:
+        self._tier = tier
+        self._movers = movers
+        self._lost: Counter[str] = Counter()  # extents of which clients removed pages
+        self.failed = False
+
+    def map(self, extent: Extent) -> None:
+        """Register this extent with the disks, unless the tier is off."""
+        if self.failed or self._tier.off_reason:
+            return
+        try:
+            mapping = MappedExtent(extent.fd, extent.nbytes, True)
+            mapping.guard()
+            self._movers[extent.tenant].extents.append(self._tier.memory.register(mapping))
+        except (OSError, MemoryError) as error:
+            log.error(
+                "cannot map an extent for the cold tier, which is disabled until restart: %s", error
+            )
+            self.failed = True
+            self._tier.directories.give_up(f"cannot map an extent: {error}")
+
+    def log_lost(self, tenant: str) -> None:
+        """Log an error if a client has removed pages from more extents."""
+        extents, mappings = self._movers[tenant].extents, self._tier.memory.mappings
+        lost = sum(mappings[number].lost for number in extents)
+        if lost > self._lost[tenant]:
+            log.error(
+                "a client of tenant %s removed pages from the memory that it shares with the "
+                "daemon: blocks in %d of its %d extents are not written to disk or read from "
+                "it; restart the daemon to use them again", tenant, lost, len(extents),
+            )  # fmt: skip
+        self._lost[tenant] = lost
 
 
 class ColdLifecycle:
     """`tier` is None without a configured cold tier; it is another object after the tier was switched off and
-    on."""
+    on, as are `scrub`, `keeper` and `extents`, which belong to it."""
 
     def __init__(
-        self,
-        settings: CurrentConfig,
-        tenants: Mapping[str, Tenant],
-        warm: WarmTier,
-        losses: Losses,
+        self, settings: CurrentConfig, tenants: Mapping[str, Tenant], warm: WarmTier, losses: Losses,
         unforeseen: InternalErrors,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tier: ColdTier | None = None
         self.scrub: Scrubber | None = None
-        # By tenant: found on the disks, and of models that are stored otherwise now.
-        self.unasked: Counter[str] = Counter()
-        self._lost: Counter[str] = Counter()  # extents that clients took pages out of
-        self._movers: dict[str, Mover] = {}  # by tenant, from the first `_take` on
+        self.keeper: DirectoryKeeper | None = None
+        self.extents: ExtentMaps | None = None
+        self._movers: dict[str, Mover] = {}  # by tenant, from the first `_use` on
         self._settings = settings
         self._tenants = tenants
         self._warm = warm
         self._losses = losses
         self._unforeseen = unforeseen
+        self._opener = DirectoryOpener(settings)
         self._switching: Switching | None = None
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks: asyncio.TaskGroup | None = None  # None before `start` and after `end_moving`
         self._moving: asyncio.Task[None] | None = None
-        self._unmapped = False  # an extent that the tier can't use, so none after it
         self._ended = False
-        self._openings: dict[Path, asyncio.Task[ColdDirectory]] = {}
-        self._openers = ThreadPoolExecutor(OPENERS, "kvtier-open")
-        # Of directories that were lost: on which device they were, what their indexes could not write.
-        self._devices: dict[Path, int] = {}
-        self._unwritten: dict[Path, Change] = {}
 
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the directories in threads, for at most `OPEN_S`; `start` continues with the others. Starts no
@@ -97,17 +357,13 @@ class ColdLifecycle:
         """Start to move blocks in these tasks."""
         self._tasks = tasks
         if self.tier is not None:
-            self._move_of(self.tier)
+            self._moving = tasks.create_task(self._move(self.tier), name="cold")
 
     def end_moving(self) -> None:
-        self._tasks = None  # nor does another one begin
+        self._tasks = None
         self._ended = True
         if self._moving is not None:
             self._moving.cancel()
-
-    @property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
 
     async def close(self) -> bool:
         """Write the last notes to the indexes and close the files; False if a disk hangs, now or when the
@@ -115,24 +371,22 @@ class ColdLifecycle:
         if self._switching is None:
             return True
         release = await self._switching.settled(END_S)
-        self._cancel_openings()
-        if self.tier is not None and self.is_there:
+        self._opener.cancel()
+        if self.tier is not None and self.is_open:
             self._write_last_notes(self.tier)
             release &= await self.tier.close(END_S)
         return release
 
-    def mappings(self) -> list[MappedExtent]:
-        """Return the arena's memory as the disks map it."""
-        return self.tier.mappings() if self.tier is not None else []
-
     @property
     def hangs(self) -> bool:
         """Whether a disk hangs: threads that wait for it cannot be stopped."""
-        return self.tier is not None and any(disk.hangs for disk in self.tier.disks)
+        attached = self.tier.directories.attached if self.tier is not None else ()
+        return any(one.disk.hangs for one in attached)
 
     @property
-    def is_there(self) -> bool:
-        return self._switching is not None and self._switching.cold_is_there
+    def is_open(self) -> bool:
+        """Whether the tier's files are open."""
+        return self._switching is not None and self._switching.cold_is_open
 
     def state(self, tier: str) -> str:
         """Return the state of a tier."""
@@ -154,136 +408,61 @@ class ColdLifecycle:
         if self.scrub is not None:
             self.scrub.set_rate(config.cold.scrub_bytes)
 
-    def tend(self) -> None:
+    def run_periodic(self) -> None:
         """Do periodic work."""
         tier = self.tier
-        if tier is None or not self.is_there:
+        if tier is None or self.extents is None or not self.is_open:
             return
         for name, mover in self._movers.items():
             self._unforeseen.tried(f"blocks of tenant {name}", mover.tend)
-            self._log_lost_extents(name, mover, tier)
-        if not self._unforeseen.tried("cold tier", tier.tend):
-            tier.give_up("periodic work failed, see the daemon's log")
+            self.extents.log_lost(name)
+        if not self._unforeseen.tried("cold tier", tier.run_periodic):
+            tier.directories.give_up("periodic work failed, see the daemon's log")
 
-    def _log_lost_extents(self, tenant: str, mover: Mover, tier: ColdTier) -> None:
-        lost = sum(map(tier.is_lost, mover.extents))
-        if lost > self._lost[tenant]:
-            log.error(
-                "a client of tenant %s removed pages from the memory that it shares with the "
-                "daemon: blocks in %d of its %d extents are not written to disk or read from "
-                "it; restart the daemon to use them again", tenant, lost, len(mover.extents),
-            )  # fmt: skip
-        self._lost[tenant] = lost
-
-    def map(self, tenant: Tenant, extent: Extent) -> None:
+    def map(self, extent: Extent) -> None:
         """Register this extent with the disks. Call it in the order of the extents."""
-        tier, mover = self.tier, self._movers.get(tenant.name)
-        if tier is None or mover is None or self._unmapped or tier.off_reason or self._ended:
-            return
-        try:
-            mapping = MappedExtent(extent.fd, extent.nbytes, True)
-            mapping.guard()
-            mover.extents.append(tier.register(mapping))
-        except (OSError, MemoryError) as error:
-            log.error(
-                "cannot map an extent for the cold tier, which is disabled until restart: %s", error
-            )
-            self._unmapped = True
-            tier.give_up(f"cannot map an extent: {error}")
+        if self.extents is not None and not self._ended:
+            self.extents.map(extent)
 
-    # --- one after the other -----------------------------------------------------------------
+    # --- opening and closing a tier ----------------------------------------------------------
 
     async def _open_tier(self, is_start: bool = False) -> ColdTier:
-        """Open another cold tier with the directories that can be used. Raises TierError if there are none
-        and this is not the start, or if another daemon uses one at the start."""
-        cold, shares = self._shares()
-        self._devices.clear()
-        for path in cold.directories:
-            self._openings[path] = self._loop.create_task(self._open_directory(path))
+        """Open another cold tier with the directories that can be used. Raises TierError if no directory can
+        be used and this is not the start, or if another daemon uses one at the start."""
+        cold, options = self._options()
         try:
-            directories, missing = await self._wait_for_directories(cold.directories, is_start)
+            directories, missing = await self._opener.open_all(cold.directories, is_start)
             if not directories and not is_start:
                 raise TierError("; ".join(missing.values()))
             return ColdTier(
-                self._loop, directories, cold.size_bytes, cold.segment_bytes, shares, self._reclaim,
-                cold.engine, missing=missing,
-                secrets={name: tenant.secret for name, tenant in self._tenants.items()},
-            )  # fmt: skip
+                asyncio.get_running_loop(),
+                directories,
+                options,
+                lambda store, segment: self._movers[store.tenant].reclaim(store, segment),
+                missing,
+            )
         except BaseException:
-            self._cancel_openings()
+            self._opener.cancel()
             raise
 
-    def _shares(self) -> tuple[ColdConfig, dict[str, float]]:
-        """Return the configuration and each tenant's share. Raises TierError if a share is too small."""
+    def _options(self) -> tuple[ColdConfig, StoreOptions]:
+        """Return the configuration, and how a directory is divided. Raises TierError if a tenant's share is
+        too small."""
         config = self._settings.config
         cold = config.cold
         assert cold is not None
-        shares = {
-            name: tenant.quota_bytes / config.warm.size_bytes
-            for name, tenant in self._tenants.items()
-        }
+        tenants, count = self._tenants.items(), len(cold.directories)
+        options = StoreOptions(
+            cold.segment_bytes,
+            {name: tenant.quota_bytes / config.warm.size_bytes for name, tenant in tenants},
+            cold.engine,
+            {name: tenant.secret for name, tenant in tenants},
+            STAGED_BYTES // count,
+        )
         for path in cold.directories:
-            _, nbytes = shares_of(path, cold.size_bytes // len(cold.directories))
-            segments_of(path, nbytes, cold.segment_bytes, shares)
-        return cold, shares
-
-    async def _wait_for_directories(
-        self, paths: Sequence[Path], is_start: bool
-    ) -> tuple[list[ColdDirectory], dict[Path, str]]:
-        """Return the directories that are open in time, and why the others are not; those continue to open,
-        or are retried. Except at the start it waits for at least one."""
-        until = self._loop.time() + OPEN_S
-        while pending := {one for one in self._openings.values() if not one.done()}:
-            opened = [one for one in self._openings.values() if one.done() and not one.exception()]
-            left_s = until - self._loop.time()
-            if left_s <= 0 and (is_start or opened):
-                break
-            timeout = max(left_s, 0.0) if is_start or opened else None
-            await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for opening in self._openings.values():  # before any is taken: the others are to be closed
-            error = opening.exception() if opening.done() else None
-            if error and (not isinstance(error, TierError) or (is_start and _is_alive(error))):
-                raise error
-        directories: list[ColdDirectory] = []
-        missing: dict[Path, str] = {}
-        for path in paths:
-            opening = self._openings[path]
-            if not opening.done():
-                missing[path] = f"{path}: is still being opened: the disk is slow or hangs"
-            elif error := opening.exception():
-                del self._openings[path]
-                missing[path] = str(error).removeprefix("cold: ")
-                log.error("%s; retrying in the background", error)
-            else:
-                del self._openings[path]
-                directories.append(opening.result())
-        return directories, missing
-
-    async def _open_directory(self, path: Path) -> ColdDirectory:
-        """Open this directory in its own process, so that a disk that hangs delays no other directory."""
-        config = self._settings.config.cold
-        assert config is not None
-        child = await asyncio.to_thread(Child)
-        opening = self._loop.run_in_executor(
-            self._openers, open_directories, [path], config.size_bytes // len(config.directories),
-            child, self._devices.get(path), self._unwritten.get(path),
-        )  # fmt: skip
-        try:
-            (directory,) = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            child.kill()
-            opening.add_done_callback(_close_all)
-            raise
-        self._devices[path] = directory.device
-        self._unwritten.pop(path, None)
-        return directory
-
-    def _cancel_openings(self) -> None:
-        """Stop to open directories."""
-        for opening in self._openings.values():
-            opening.cancel()
-            opening.add_done_callback(_close_one)
-        self._openings.clear()
+            _, nbytes = shares_of(path, cold.size_bytes // count)
+            options.segments_of(path, nbytes)
+        return cold, options
 
     def _use(self, tier: ColdTier) -> None:
         """Replace the cold tier by this one. Changes nothing if it raises."""
@@ -298,7 +477,9 @@ class ColdLifecycle:
             for name, tenant in self._tenants.items()
         }  # fmt: skip
         catalogs = {name: tenant.catalog for name, tenant in self._tenants.items()}
-        scrub = Scrubber(tier, catalogs, self._dirty, cold.scrub_bytes)
+        scrub = Scrubber(
+            tier, catalogs, lambda tenant, ids: self._movers[tenant].saved(ids), cold.scrub_bytes
+        )
         if self.tier is not None:
             tier.inherit(self.tier)
         self.tier = tier
@@ -310,12 +491,13 @@ class ColdLifecycle:
         if self.scrub is not None:
             scrub.counts.update(self.scrub.counts)
         self.scrub = scrub
-        # In the order in which they came, so that each has the number that it would have had.
-        self._unmapped = False
+        self.keeper = DirectoryKeeper(tier, self._opener, self._tenants, movers)
+        # In the order in which they were made, so that each has the number that it had with the last tier.
+        self.extents = ExtentMaps(tier, movers)
         for extent in self._warm.extents:
-            self.map(self._tenants[extent.tenant], extent)
+            self.map(extent)
         if self._tasks is not None:
-            self._move_of(tier)
+            self._moving = self._tasks.create_task(self._move(tier), name="cold")
 
     async def _stop(self, tier: ColdTier, timeout_s: float) -> bool:
         """Stop all transfers and close the files; return whether that succeeded."""
@@ -323,189 +505,44 @@ class ColdLifecycle:
         if self._moving is not None:
             self._moving.cancel()
             await asyncio.wait([self._moving])
-        self._cancel_openings()
-        if tier is self.tier:  # else what is known has the numbers of the segments of another one
+        self._opener.cancel()
+        if tier is self.tier:  # otherwise the notes have the numbers of segments of another tier
             self._write_last_notes(tier)
         return await tier.close(timeout_s)
 
-    def _dirty(self, tenant: str, ids: bytes) -> None:
-        self._movers[tenant].saved(ids)
+    def _write_last_notes(self, tier: ColdTier) -> None:
+        """Write tombstones and accesses before the end, as far as time permits."""
+        until = time.monotonic() + LAST_NOTES_S
+        for mover in self._movers.values():
+            mover.tombstone()
+        notes = AccessNotes(tier, self._tenants, self._unforeseen)
+        while time.monotonic() < until and notes.write_some():
+            pass
 
-    def _reclaim(self, store: SegmentStore, segment: Segment) -> None:
-        self._movers[store.tenant].reclaim(store, segment)
-
-    # --- while it is there -------------------------------------------------------------------
-
-    def _move_of(self, tier: ColdTier) -> None:
-        assert self._tasks is not None
-        self._moving = self._tasks.create_task(self._run(tier), name="cold")
-
-    async def _run(self, tier: ColdTier) -> None:
-        """Move blocks until the task is cancelled. A failure disables the cold tier, never the warm tier."""
+    async def _move(self, tier: ColdTier) -> None:
+        """Recover blocks, then move them, until the task is cancelled. A failure disables the cold tier,
+        never the warm tier."""
+        cold, keeper, scrub = self._settings.config.cold, self.keeper, self.scrub
+        assert cold is not None and keeper is not None and scrub is not None
         try:
-            await self._move(tier)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(keeper.restore(tier.directories.recover), name="recover")
+                for name, mover in self._movers.items():
+                    tasks.create_task(mover.run(), name=f"mover {name}")
+                tasks.create_task(scrub.run(), name="scrub")
+                notes = AccessNotes(tier, self._tenants, self._unforeseen)
+                tasks.create_task(notes.run(), name="access log")
+                for path in cold.directories:
+                    tasks.create_task(keeper.keep(path), name=f"keep {path}")
         except Exception as error:
             log.exception(
                 "the cold tier failed and is disabled until restart; the warm tier still serves"
             )
-            tier.give_up(f"internal error: {error!r}; see the daemon's log")
-
-    async def _move(self, tier: ColdTier) -> None:
-        """Recover blocks, then move them."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._recover(tier), name="recover")
-            for name, mover in self._movers.items():
-                tasks.create_task(mover.run(), name=f"mover {name}")
-            if self.scrub is not None:
-                tasks.create_task(self.scrub.run(), name="scrub")
-            tasks.create_task(self._keep_access_log(tier), name="use")
-            cold = self._settings.config.cold
-            for path in cold.directories if cold is not None else ():
-                tasks.create_task(self._keep_attached(tier, path), name=f"keep {path}")
-
-    async def _keep_attached(self, tier: ColdTier, path: Path) -> None:
-        """Keep a directory in use: close it when it is lost, and retry to open it."""
-        again_s = AGAIN_S
-        while True:
-            if path in tier.missing:
-                if not await self._try_attach(tier, path):
-                    await asyncio.sleep(again_s)
-                    again_s = min(2 * again_s, LONGEST_AGAIN_S)
-                elif tier.lost(path) is None:  # it may have been, while it was looked into
-                    again_s = AGAIN_S
-            elif (directory := tier.lost(path)) is not None:
-                await self._detach(tier, directory)
-                await asyncio.sleep(again_s)
-                again_s = min(2 * again_s, LONGEST_AGAIN_S)
-            else:
-                await asyncio.sleep(LOST_S)
-
-    async def _try_attach(self, tier: ColdTier, path: Path) -> bool:
-        """Open this directory and recover its blocks; False if it cannot be used now."""
-        opening = self._openings.get(path)
-        if opening is None:
-            opening = self._openings[path] = self._loop.create_task(self._open_directory(path))
-        await asyncio.wait([opening])
-        if opening.cancelled():
-            return False
-        del self._openings[path]
-        try:
-            directory = opening.result()
-            log.info("cold: %s is available again, reading its segments", path)
-            await self._restore(tier, lambda restored: tier.attach(directory, restored))
-        except (TierError, OSError) as error:
-            why = str(error).removeprefix("cold: ")
-            if tier.missing.get(path) != why:
-                log.error("cold: %s; retrying in the background", why)
-            tier.missing[path] = why
-            return False
-        return True
-
-    async def _detach(self, tier: ColdTier, directory: ColdDirectory) -> None:
-        """Close a lost directory; its blocks are misses until it is opened again."""
-        gone = await tier.detach(directory)
-        for count, (name, segment) in enumerate(gone):
-            self._tenants[name].catalog.segments.drop_segment(segment)
-            if count % DROP_SEGMENTS == 0:
-                await asyncio.sleep(0)
-        await tier.closed(directory)
-        self._unwritten[directory.path] = directory.unwritten
-        log.info(
-            "cold: %s is closed: it can be unmounted; retrying to open it in the background",
-            directory.path,
-        )
-
-    async def _recover(self, tier: ColdTier) -> None:
-        self.unasked = Counter()
-        await self._restore(tier, tier.recover)
-
-    async def _restore(self, tier: ColdTier, look: Callable[[Restored], Awaitable[None]]) -> None:
-        """Add the blocks that `look` finds to the catalogs."""
-        started = time.monotonic()
-        found, unasked = 0, Counter[str]()
-
-        async def restored(name: str, one: Recovered, segment: int) -> None:
-            nonlocal found
-            tenant = self._tenants[name]
-            for identity, spec, rows in one.parts:
-                if not tenant.accepts(identity, spec, codecs_of(rows)):
-                    log.error(
-                        "cold: %s: the description of space %s does not match its identity: "
-                        "its %d frames are misses", one.path, identity.hex()[:16], len(rows) // ENTRY.size,
-                    )  # fmt: skip
-                    continue
-                asked = identity == tenant.identity_of(spec)
-                for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
-                    some = rows[at : at + RESTORE_ROWS * ENTRY.size]
-                    made = tenant.catalog.segments.restore(identity, spec, some, segment, one.used)[
-                        0
-                    ]
-                    found += made
-                    unasked[name] += 0 if asked else made
-                    await asyncio.sleep(0)
-
-        await look(restored)
-        seconds = time.monotonic() - started
-        log.info("cold tier is ready: %d blocks found in %.2f s", found, seconds)
-        self.unasked += unasked
-        if count := unasked.total():
-            log.warning(
-                "cold: %d of the found blocks were stored with another cold.codecs setting "
-                "for their model: no request can find them; they are removed with their "
-                "segments, or restore that setting", count,
-            )  # fmt: skip
-        if not tier.recovered.is_set():
-            return  # what was forgotten may yet be found in another directory
-        for mover in self._movers.values():
-            mover.repeat_early_forgets()
-
-    async def _keep_access_log(self, tier: ColdTier) -> None:
-        """Write the access log to the indexes every few seconds."""
-        while True:
-            await asyncio.sleep(USE_S)
-            while self._note_access(tier) or tier.write_accesses(USE_PIECES):  # noqa: ASYNC110
-                await asyncio.sleep(0)  # others have their turn
-
-    def _note_access(self, tier: ColdTier) -> bool:
-        """Note a portion of the new accesses; False if there are none. A failure for one tenant does not
-        affect the others."""
-        noted: list[bytes] = []
-
-        def note(tenant: Tenant) -> None:
-            if places := tenant.catalog.segments.take_used(USE_BLOCKS):
-                tier.note_access(places)
-                noted.append(places)
-
-        for name, tenant in self._tenants.items():
-            self._unforeseen.tried(f"access log of tenant {name}", note, tenant)
-            if noted:
-                return True
-        return False
-
-    def _write_last_notes(self, tier: ColdTier) -> None:
-        """Write tombstones and accesses before the end, as far as time permits."""
-        until = time.monotonic() + LAST_USE_S
-        for mover in self._movers.values():
-            mover.tombstone()
-        while time.monotonic() < until and (
-            self._note_access(tier) or tier.write_accesses(USE_PIECES)
-        ):
-            pass
+            tier.directories.give_up(f"internal error: {error!r}; see the daemon's log")
 
 
-def _is_alive(error: TierError) -> bool:
-    """Whether a live process uses the directory. A killed process holds the lock while it waits for a
-    disk."""
-    return isinstance(error, InUseError) and is_alive(error.holder)
-
-
-def _close_all(opening: asyncio.Future[list[ColdDirectory]]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        for directory in opening.result():
-            directory.close(0)
-
-
-def _close_one(opening: asyncio.Task[ColdDirectory]) -> None:
+def _close_opened(opening: asyncio.Future[ColdDirectory]) -> None:
+    """Close the result of an opening that was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0)
 

@@ -134,17 +134,17 @@ class Mover:
 
     @property
     def is_on(self) -> bool:
-        return self._cold.is_on
+        return self._cold.reader.is_on
 
     @property
     def is_recovered(self) -> bool:
         """Whether all blocks from before the start are known."""
-        return self._cold.recovered.is_set()
+        return self._cold.recovery.is_complete
 
     @property
     def is_recovering(self) -> bool:
         """Whether blocks from before the start are still being found."""
-        return self._cold.is_on and self._cold.is_recovering
+        return self._cold.recovery.is_awaited and self._cold.reader.is_on
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -209,7 +209,7 @@ class Mover:
         """Start to read the blocks of this prefix that memory lacks, if the planner expects that to be faster
         than computing; return how many of the `coming` blocks to expect, in how many milliseconds, and the
         reason."""
-        if not self._cold.is_on:
+        if not self._cold.reader.is_on:
             return 0, 0.0, "off"
         if request is None:
             request = (0, (self._tenant, space.number, keys))
@@ -253,7 +253,7 @@ class Mover:
         unreliable, to measure whether it still is."""
         count = min(coming, PROBE_BLOCKS)
         keys = keys[: (ready + count) * KEY_BYTES]
-        if sum(disk.link.may_probe() for disk in self._cold.disks):
+        if sum(one.disk.link.may_probe() for one in self._cold.directories.attached):
             request = (session, ("probe", space.number, len(keys), keys[-KEY_BYTES:]))
             self.promote(space, keys, count, request=request, urgent=False)
 
@@ -325,11 +325,11 @@ class Mover:
 
     def call_when_recovered(self, request: Request, then: Callable[[], None]) -> None:
         """Call `then` once when all blocks from before the start are known."""
-        self._cold.call_when_recovered(request, then)
+        self._cold.recovery.call_when_ended(request, then)
 
     def cancel_calls(self, request: Request) -> None:
         self._cold.reads.cancel_calls(request)
-        self._cold.cancel_calls(request)
+        self._cold.recovery.cancel_calls(request)
 
     def session_ended(self, session: int) -> None:
         """Cancel the reads that only this session waits for."""

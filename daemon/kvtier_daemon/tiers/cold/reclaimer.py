@@ -116,8 +116,8 @@ class Reclaimer:
         while (
             at < len(frames)
             and self.second_chance_bytes > 0
-            and self._cold.is_on
-            and self._cold.takes
+            and self._cold.reader.is_on
+            and self._cold.writer.is_on
         ):
             count, nbytes = 0, 0
             while (
@@ -183,7 +183,8 @@ class Reclaimer:
                     self._copy_memory = None
                     return False
             else:
-                if not any(store.log.has_place for store in self._cold.stores[self._tenant]):
+                attached = self._cold.directories.attached
+                if not any(one.stores[self._tenant].log.has_place for one in attached):
                     break  # it is this segment's leaving that makes a place, for these and all others
                 tries += 1
                 await asyncio.sleep(BEGIN_S)
@@ -202,7 +203,7 @@ class Reclaimer:
             if not left and not done.done():
                 done.set_result(None)
 
-        self._cold.read(blocks, over)
+        self._cold.reader.read(blocks, over)
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     async def _attach_headers(
@@ -228,7 +229,7 @@ class Reclaimer:
                 done.set_result(None)
 
         for block in left:
-            self._cold.read_header(block, partial(over, block))
+            self._cold.reader.read_header(block, partial(over, block))
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
@@ -244,7 +245,7 @@ class Reclaimer:
     def _copy_memory_of(self, nbytes: int) -> int:
         """Return the number of memory outside the arena with at least this size."""
         if self._copy_memory is None or self._copy_memory[1] < nbytes:
-            self._copy_memory = self._cold.room(nbytes)
+            self._copy_memory = self._cold.memory.allocate(nbytes)
         return self._copy_memory[0]
 
 

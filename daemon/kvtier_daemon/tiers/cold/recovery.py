@@ -1,6 +1,6 @@
-"""What segment files hold, found out after a start. Reads them; writes nothing; believes only what adds up.
+"""Reads segment files after a start. Writes nothing, and uses only contents that pass all checks.
 
-Runs in a thread: each call is a few long ones without the GIL.
+Runs in a thread: a call consists of a few long calls without the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvtier.errors import FrameError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.frame import PAGE, Frame, pages
-from kvtier_daemon.tiers.cold.ownership import distrust
+from kvtier_daemon.tiers.cold.directory_lock import distrust
 from kvtier_daemon.tiers.cold.segment import (
     ENTRY,
     FooterEntry,
@@ -35,26 +35,27 @@ from kvtier_kernels import xxh3_128
 
 @dataclass(slots=True)
 class Recovered:
-    """A segment as it was found. Without a head it holds nothing that counts, and can be used as it is."""
+    """The content of a segment file. A file without a head has no usable content, and can be reused at
+    once."""
 
     path: Path
     nbytes: int
     head: Head | None = None
     sealed: bool = False
-    torn: bool = False  # it was sealed after a kill had left it open
+    torn: bool = False  # its footer was written after a kill had left it open
     spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)
-    rows: bytes = b""  # of frames that count
-    table: bytes = b""  # of all
+    rows: bytes = b""  # of frames without a tombstone
+    table: bytes = b""  # of all frames
     parts: list[tuple[bytes, KvSpec, bytes]] = field(default_factory=list)  # rows by space
     tombstones: TombstonePages = field(default_factory=lambda: TombstonePages(0))
     end: int = 0  # of the frames
     remark: str = ""
-    warning: str = ""  # why something of it is not used that a daemon has written
-    foreign: bool = False  # of another secret, tenant or directory: nothing of it will ever count
-    used: bytes = b""  # pages of frames that were wanted, 4 bytes each, in ascending order
+    warning: str = ""  # why some content that a daemon wrote is not used
+    foreign: bool = False  # of another secret, tenant or directory: its content is never used
+    used: bytes = b""  # pages of accessed frames, 4 bytes each, in ascending order
 
     def split(self) -> None:
-        """Sort the rows by their spaces. Long where there are several."""
+        """Divide the rows by their spaces. Slow if there are several spaces."""
         if len(self.spaces) == 1 and one_space(self.rows):
             self.parts = [(*self.spaces[0], self.rows)]
             return
@@ -62,38 +63,36 @@ class Recovered:
         for row in split_rows(self.rows):
             rows.setdefault(space_of(row), []).append(row)
         self.parts = [
-            (*self.spaces[number], b"".join(theirs))
-            for number, theirs in rows.items()
+            (*self.spaces[number], b"".join(of_space))
+            for number, of_space in rows.items()
             if number < len(self.spaces)
         ]
 
 
 def recover(
-    path: Path,
-    owner: bytes | None,
-    described: Mapping[bytes, KvSpec] | None,
-    uid: int | None = None,
-) -> Recovered:
-    """What the file holds and was not forgotten: by its footer, or frame by frame where it has none.
+    path: Path, owner: bytes | None, described: Mapping[bytes, KvSpec] | None, uid: int | None = None,
+) -> Recovered:  # fmt: skip
+    """Return the content of the file without forgotten frames: from its footer, or frame by frame if it has
+    no footer.
 
-    A segment of another owner is foreign; None accepts any. `described` has the spaces that an open segment's
-    frames may be of: one that is not described there is lost. With None, open segments are not walked. `uid`
-    is whose the file may be, other than root's: the process's if it is None. Raises TierError if the file
-    can't be read, or could be another user's.
+    A segment of another owner is foreign; None accepts all owners. `described` has the known spaces: frames
+    of other spaces in an open segment are lost. With None, open segments are not read. `uid` is the user that
+    may own the file besides root, by default that of the process. Raises TierError if the file cannot be
+    read, or if another user could have written to it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            why, fix = distrust(path, there := os.fstat(fd), file=True, uid=uid)
+            why, fix = distrust(path, status := os.fstat(fd), file=True, uid=uid)
             if why:
                 raise TierError(f"{why}; not using this file: run `{fix}`")
-            found = Recovered(path, there.st_size)
-            _look(fd, found, owner, described)
+            found = Recovered(path, status.st_size)
+            _read_head(fd, found, owner, described)
             found.table = found.rows
             if found.tombstones:
                 rows = split_rows(found.rows)
                 found.rows = b"".join(without(rows, pages_of(found.rows), found.tombstones))
-            # What was read here is not wanted again soon.
+            # These pages of the file are not read again soon.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return found
         finally:
@@ -102,7 +101,7 @@ def recover(
         raise TierError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _look(
+def _read_head(
     fd: int, found: Recovered, owner: bytes | None, described: Mapping[bytes, KvSpec] | None
 ) -> None:
     page = os.pread(fd, PAGE, 0)
@@ -123,11 +122,11 @@ def _look(
         found.warning = (
             f"tombstone pages {damaged} are damaged; not using the blocks that they cover"
         )
-    _list(fd, found, head, described)
+    _read_footer(fd, found, head, described)
 
 
 def _refused(found: Recovered, head: Head, owner: bytes | None) -> str:
-    """Why nothing of this segment is used, if so."""
+    """Return why no content of this segment is used, or an empty text."""
     if head.nbytes != found.nbytes:
         return (
             f"the file has {found.nbytes} bytes, its head says {head.nbytes}; its blocks are "
@@ -142,8 +141,8 @@ def _refused(found: Recovered, head: Head, owner: bytes | None) -> str:
 
 
 def refuse_copies(found: Sequence[Recovered]) -> list[Recovered]:
-    """The same segments of one tenant and directory, without what copies hold: a copy may have blocks that
-    were forgotten since. A file that was renamed is no copy if the file of its old name is another one's."""
+    """Return these segments of one tenant and directory, copies without their content: a copy may have blocks
+    that were forgotten since. A renamed file is no copy if the file with its old name has another segment."""
     numbers = {int(one.path.name): one.head.number for one in found if one.head is not None}
     return [
         Recovered(
@@ -158,7 +157,9 @@ def refuse_copies(found: Sequence[Recovered]) -> list[Recovered]:
     ]  # fmt: skip
 
 
-def _list(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec] | None) -> None:
+def _read_footer(
+    fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec] | None
+) -> None:
     try:
         trailer = Trailer.decode(os.pread(fd, PAGE, head.nbytes - PAGE), head)
         table = os.pread(fd, trailer.table_bytes, trailer.table_at)
@@ -172,24 +173,24 @@ def _list(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpe
     except FrameError as error:
         found.remark = f"no footer: {error}"
         if described is not None:
-            _walk(fd, found, head, described)
+            _read_frames(fd, found, head, described)
 
 
-def _walk(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec]) -> None:
-    """Go from frame to frame, until one is none or its payload is not what its header says."""
+def _read_frames(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec]) -> None:
+    """Read frame after frame, up to the first that is damaged."""
     numbers: dict[bytes, int] = {}
     rows: list[bytes] = []
     while found.end < head.nbytes - PAGE:
-        one = _frame_at(fd, found.end, head)
-        if one is None:
+        current = _frame_at(fd, found.end, head)
+        if current is None:
             break
-        space = one.identity.space
+        space = current.identity.space
         if space in described:
             if space not in numbers:
                 numbers[space] = len(numbers)
                 found.spaces.append((space, described[space]))
-            rows.append(encode_row(FooterEntry.of(one, found.end // PAGE), numbers[space]))
-        found.end += one.total_bytes
+            rows.append(encode_row(FooterEntry.of(current, found.end // PAGE), numbers[space]))
+        found.end += current.total_bytes
     found.rows = b"".join(rows)
 
 
@@ -209,10 +210,10 @@ def _frame_at(fd: int, at: int, head: Head) -> Frame | None:
 
 
 def entries_of(found: Recovered) -> int:
-    """How many frames it lists."""
+    """Return the number of frames."""
     return len(found.rows) // ENTRY.size
 
 
 def free_bytes(found: Recovered) -> int:
-    """What may still be written to it."""
+    """Return the bytes that may still be written."""
     return found.nbytes - found.end - pages(len(found.rows)) - PAGE

@@ -1,10 +1,8 @@
 """Reads frames again, slowly, to find damage before a request does.
 
 It reads header and payload of each frame into its own memory, starting with the segment whose last scrub is
-the
-oldest. It pauses while requests wait for reads. The catalog forgets a damaged frame, and its block if there
-is no
-other copy.
+the oldest. It pauses while requests wait for reads. The catalog forgets a damaged frame, and its block if
+there is no other copy.
 """
 
 from __future__ import annotations
@@ -65,14 +63,9 @@ class Scrubber:
     were damaged."""
 
     def __init__(
-        self,
-        cold: ColdTier,
-        catalogs: Mapping[str, Catalog],
-        dirty: Callable[[str, bytes], None],
-        rate: int,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
+        self, cold: ColdTier, catalogs: Mapping[str, Catalog], dirty: Callable[[str, bytes], None],
+        rate: int, clock: Callable[[], float] = time.monotonic, sleep: Sleep = asyncio.sleep,
+    ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter(bytes=0, frames=0, damaged=0)
         self.last_round_s: float | None = None
         self.rate = rate
@@ -82,9 +75,8 @@ class Scrubber:
         self._clock = clock
         self._sleep = sleep
         self._pace = Pace(rate, clock, sleep)
-        self._looked: dict[
-            int, tuple[Head, float]
-        ] = {}  # by segment: head and time of its last scrub
+        # By segment: its head and the time of its last scrub.
+        self._scrubbed: dict[int, tuple[Head, float]] = {}
         self._memory: tuple[int, int] | None = None
 
     def set_rate(self, rate: int) -> None:
@@ -104,19 +96,19 @@ class Scrubber:
     async def round(self) -> int:
         """Scrub every sealed segment; return their number."""
         began = self._clock()
-        todo = sorted(self._cold.sealed(), key=lambda one: self._when(one[1]))
+        todo = sorted(self._cold.sealed(), key=lambda one: self._last_scrub(one[1]))
         for store, segment in todo:
-            await self._look_at(store, segment)
+            await self._scrub_segment(store, segment)
             await asyncio.sleep(0)  # it may hold no blocks
         if todo:
             self.last_round_s = round(self._clock() - began, 3)
         return len(todo)
 
-    def _when(self, segment: Segment) -> float:
-        head, at = self._looked.get(segment.number, (None, 0.0))
+    def _last_scrub(self, segment: Segment) -> float:
+        head, at = self._scrubbed.get(segment.number, (None, 0.0))
         return at if head is segment.head else float("-inf")
 
-    async def _look_at(self, store: SegmentStore, segment: Segment) -> None:
+    async def _scrub_segment(self, store: SegmentStore, segment: Segment) -> None:
         segments, head = self._catalogs[store.tenant].segments, segment.head
         if head is None:
             return
@@ -124,11 +116,11 @@ class Scrubber:
         for at in range(0, len(ids), AT_ONCE * ID_BYTES):
             for one in segments.still_in(ids[at : at + AT_ONCE * ID_BYTES], segment.number):
                 damaged = await self._is_damaged(one, segment, head, store.disk)
-                if not _lasts(segment, head) or not store.disk.reads.is_on:
+                if not _is_unchanged(segment, head) or not store.disk.reads.is_on:
                     return
                 if damaged:
-                    self._tell(store.tenant, one, segment)
-        self._looked[segment.number] = (head, self._clock())
+                    self._report(store.tenant, one, segment)
+        self._scrubbed[segment.number] = (head, self._clock())
 
     async def _wait(self, one: Framed, disk: DirectoryDisk) -> None:
         """Wait until the rate permits this frame, and no request waits for a read."""
@@ -144,13 +136,13 @@ class Scrubber:
         code, good = 0, disk.reads.good
         for _ in range(TRIES):
             await self._wait(one, disk)
-            if not _lasts(segment, head) or not disk.reads.is_on:
+            if not _is_unchanged(segment, head) or not disk.reads.is_on:
                 return False
             code, header, payload = await self._read(one)
             self.counts["bytes"] += _nbytes(one)
             if not code:
                 self.counts["frames"] += 1
-                return payload in DAMAGED or not _names(header, head.epoch, one)
+                return payload in DAMAGED or not _is_header_of(header, head.epoch, one)
         return code == errno.EIO and disk.reads.good > good
 
     async def _read(self, one: Framed) -> tuple[int, bytes, int]:
@@ -171,14 +163,14 @@ class Scrubber:
         block = Incoming(
             one.id, segment, page, header_pages, nbytes, one.digest, self._memory_of(nbytes), 0
         )
-        self._cold.read_header(block, have_header)
-        self._cold.read([block], have_payload, urgent=False)
+        self._cold.reader.read_header(block, have_header)
+        self._cold.reader.read([block], have_payload, urgent=False)
         (head_code, text), code = await header, await payload
         if head_code == errno.ENODATA:
             return 0, b"", errno.ENODATA
         return head_code or (0 if code in DAMAGED else code), text, code
 
-    def _tell(self, tenant: str, one: Framed, segment: Segment) -> None:
+    def _report(self, tenant: str, one: Framed, segment: Segment) -> None:
         ids = array("I", [one.id]).tobytes()
         forgotten, dirty = self._catalogs[tenant].segments.damaged(ids, one.frame)
         if not forgotten:
@@ -193,11 +185,11 @@ class Scrubber:
     def _memory_of(self, nbytes: int) -> int:
         """Return the number of memory outside the arena with at least this size."""
         if self._memory is None or self._memory[1] < nbytes:
-            self._memory = self._cold.room(nbytes)
+            self._memory = self._cold.memory.allocate(nbytes)
         return self._memory[0]
 
 
-def _lasts(segment: Segment, head: Head) -> bool:
+def _is_unchanged(segment: Segment, head: Head) -> bool:
     """Whether the segment is sealed and was not reused. The scrub does not keep it from being reused."""
     return segment.head is head and segment.stage is Stage.SEALED
 
@@ -208,7 +200,7 @@ def _nbytes(one: Framed) -> int:
     return int(header_pages * PAGE + pages(payload_bytes))
 
 
-def _names(header: bytes, epoch: int, one: Framed) -> bool:
+def _is_header_of(header: bytes, epoch: int, one: Framed) -> bool:
     """Whether this is the header of this frame."""
     try:
         found = frame.decode(header, epoch)

@@ -131,7 +131,7 @@ class SegmentFiles:
     def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
         one = recover(path, self._owner, described)
         if one.head is not None:
-            one.used = self._directory.uses.pages(one.head.epoch)
+            one.used = self._directory.access_log.pages(one.head.epoch)
             one.split()
         return one
 

@@ -10,8 +10,10 @@ import errno
 import logging
 import os
 import secrets
+import struct
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,12 +35,13 @@ from kvtier_daemon.tiers.cold.segment import (
     space_bytes,
 )
 from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS, SegmentFiles
-from kvtier_daemon.tiers.cold.segment_log import Segment, SegmentLog, Stage, Taken
-from kvtier_daemon.tiers.cold.segment_tombstones import SegmentTombstones
+from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment, SegmentLog, Stage, Taken
 from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing, WriteBatch, Wrote
+from kvtier_kernels import Mapping as MappedExtent
 
 log = logging.getLogger(__name__)
 
+PLACE = struct.Struct("<II")  # of a frame: segment and page
 RETRY_GROW_S = 30.0
 RETRY_S = 1.0
 TEMPLATES_BYTES = 8 << 20
@@ -49,8 +52,8 @@ ERASE_POLL_S = 0.005
 RESUME_SHARE = 4  # writing to a segment is resumed if a fourth of it is free
 
 
-class SegmentNumbers:
-    """Numbers the segments and frames of all stores of a daemon, and caches the headers of frames."""
+class SegmentTable:
+    """The segments of all stores by their numbers, and the headers that frames of one kind share."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -63,6 +66,31 @@ class SegmentNumbers:
         segment.number = len(self.segments)
         self.segments.append(segment)
         self.stores.append(store)
+
+    @property
+    def reclaiming(self) -> int:
+        """Number of segments that are being reclaimed."""
+        return sum(segment.stage in NOT_FREE_YET for segment in self.segments)
+
+    def tombstone(self, places: bytes) -> None:
+        """Set and write the tombstones of these frames, given by segment and page."""
+        touched = set()
+        for number, page in PLACE.iter_unpack(places):
+            store = self.stores[number]
+            store.tombstones.add(self.segments[number], page)
+            touched.add(store)
+        for store in touched:
+            store.tombstones.write()
+
+    def note_access(self, places: bytes) -> None:
+        """Note the first use of the blocks of these frames, given by segment and page."""
+        pages: dict[int, array[int]] = {}
+        for number, page in PLACE.iter_unpack(places):
+            if number not in pages:
+                head = self.segments[number].head
+                assert head is not None, "a frame of a segment without a head"
+                pages[number] = self.stores[number].directory.access_log.add(head.epoch)
+            pages[number].append(page)
 
     def template(self, block: Outgoing) -> Template:
         """Return the header that all frames of this kind share."""
@@ -97,24 +125,95 @@ class SegmentNumbers:
                 os.close(segment.fd)
 
 
+class SegmentTombstones:
+    """Writes the tombstones of a store's segments. `unused` is called with a segment whenever a write to it
+    has ended."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, disk: DirectoryDisk, unused: Callable[[Segment], None],
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._disk = disk
+        self._unused = unused
+        self._clock = clock
+        self._writing: dict[Segment, asyncio.Future[None]] = {}
+        self._dirty: dict[Segment, None] = {}  # tombstones that are not written yet
+        self._failed: dict[Segment, str] = {}  # why the last write failed
+        self._retry_at = 0.0
+
+    def add(self, segment: Segment, page: int) -> None:
+        """Set the tombstone of this frame in memory; `write` writes it."""
+        if segment.head is not None:
+            segment.tombstones.add(page)
+            self._dirty[segment] = None
+
+    def write(self) -> None:
+        """Start to write all dirty tombstones, except of segments whose head is being zeroed: those need
+        none, unless that fails."""
+        for segment in list(self._dirty):
+            if segment not in self._writing and segment.stage is not Stage.FREEING:
+                self._write_segment(segment)
+
+    def retry(self) -> None:
+        """Write again what failed, once per `RETRY_S`."""
+        if self._dirty and self._disk.writes.is_on and self._clock() >= self._retry_at:
+            self.write()
+
+    async def flush(self) -> str:
+        """Wait until all tombstones are on disk; return the failure, or an empty text."""
+        self.write()
+        for segment in list(self._writing):
+            # The write in progress may lack the last tombstone; the next write has it.
+            for _ in range(2):
+                if writing := self._writing.get(segment):
+                    await asyncio.shield(writing)
+        return next(iter(self._failed.values()), "")
+
+    def drop(self, segment: Segment) -> None:
+        """Forget the tombstones of a segment that is reused."""
+        self._dirty.pop(segment, None)
+        self._failed.pop(segment, None)
+
+    def _write_segment(self, segment: Segment) -> None:
+        del self._dirty[segment]
+        marks, head = segment.tombstones, segment.head
+        if not marks.dirty or head is None:
+            return
+        first, count = marks.take_dirty()
+        done = self._writing[segment] = self._loop.create_future()
+        segment.noting = True
+
+        def over(code: int, _: bytes | None) -> None:
+            segment.noting = False
+            del self._writing[segment]
+            self._failed.pop(segment, None)
+            if code:
+                what = f"{segment.path}: cannot write its tombstones"
+                self._disk.write_fault(what, code)
+                self._failed[segment] = f"{what}: {os.strerror(code)}"
+                marks.not_written(range(first, first + count))
+                self._dirty[segment] = None
+                self._retry_at = self._clock() + RETRY_S
+            elif segment in self._dirty:
+                self._write_segment(segment)
+            done.set_result(None)
+            self._unused(segment)
+
+        text = marks.encode(head.epoch, first, count)
+        self._disk.write_text(segment.fd, PAGE + first * PAGE, text, over)
+
+
 class SegmentStore:
     """`reclaim(store, segment)` is called when the oldest segment is to be reused: the callee copies the
     blocks that were requested again, then calls `release_segment`."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tenant: str,
-        directory: ColdDirectory,
-        disk: DirectoryDisk,
-        numbering: SegmentNumbers,
-        segment_bytes: int,
-        most: int,
-        reclaim: Callable[[SegmentStore, Segment], None],
-        is_lost: Callable[[int], bool],
-        clock: Callable[[], float] = time.monotonic,
-        secret: bytes = b"",
-    ) -> None:
+        self, loop: asyncio.AbstractEventLoop, tenant: str, directory: ColdDirectory, disk: DirectoryDisk,
+        table: SegmentTable, segment_bytes: int, most: int,
+        reclaim: Callable[[SegmentStore, Segment], None], mappings: Mapping[int, MappedExtent],
+        clock: Callable[[], float] = time.monotonic, secret: bytes = b"",
+    ) -> None:  # fmt: skip
         self.tenant = tenant
         self.owner = directory.owner(tenant, secret)
         self.directory = directory
@@ -127,9 +226,9 @@ class SegmentStore:
         self.files = SegmentFiles(tenant, directory, disk, segment_bytes, most, self.owner)
         self.tombstones = SegmentTombstones(loop, disk, self._free_if_unused, clock)
         self._loop = loop
-        self._numbering = numbering
+        self._table = table
         self._reclaim = reclaim
-        self._is_lost = is_lost
+        self._mappings = mappings
         self._clock = clock
         self._creating = False
         self._full = False  # a segment is being reclaimed
@@ -139,7 +238,7 @@ class SegmentStore:
     # --- writing -----------------------------------------------------------------------------
 
     def has_place(self) -> bool:
-        """Whether the open segment accepts a batch now. Prepares a segment if none is open."""
+        """Whether the open segment accepts a batch now. Without an open segment, prepares one."""
         if self.log.open is None:
             self.prepare()
             return False
@@ -153,20 +252,20 @@ class SegmentStore:
         batch = WriteBatch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
         for block in blocks:
-            kind, coded, nbytes = self._numbering.template(block), block.coded, block.payload_bytes
+            kind, coded, nbytes = self._table.template(block), block.coded, block.payload_bytes
             frame_bytes = kind.header_bytes + pages(nbytes)
             taken = segment.take(frame_bytes, (block.space, block.spec))
             if taken is None:
                 full = True
                 break
-            sequence = self._numbering.sequence
-            self._numbering.sequence += 1
-            header = bytearray(coded.header) if coded is not None else self._numbering.blank(block)
+            sequence = self._table.sequence
+            self._table.sequence += 1
+            header = bytearray(coded.header) if coded is not None else self._table.blank(block)
             lossy = header[GENERATION_AT] > 0
             stamp(header, block.key, block.parent, segment.head.epoch, sequence)
             ops += self.disk.frame_op(
                 segment.fd, taken.page * PAGE, nbytes, *block.place, (len(headers), len(header)),
-                _frame_done(batch, block, kind, taken, sequence, lossy, self._is_lost),
+                _frame_done(batch, block, kind, taken, sequence, lossy, self._mappings),
             )  # fmt: skip
             headers += header
             batch.ops += 1
@@ -237,29 +336,28 @@ class SegmentStore:
         return over
 
     def prepare(self) -> None:
-        """Begin a segment if none is open, and get one more free segment: a new file, or the oldest
+        """Begin a segment unless one is open, and get one more free segment: a new file, or the oldest
         segment."""
-        books = self.log
         if self.closing or not self.ready or not self.disk.writes.is_on:
             return  # the next write calls it again
         if self._clock() < self._tries_at:
             return
         for releasing in list(self.releasing):
             self._free_if_unused(releasing)
-        beginning = any(one.stage is Stage.BEGINNING for one in books.others)
-        if books.free and books.open is None and not beginning:
+        beginning = any(segment.stage is Stage.BEGINNING for segment in self.log.others)
+        if self.log.free and self.log.open is None and not beginning:
             self._begin()
-        if books.free or self._creating or self._full:
+        if self.log.free or self._creating or self._full:
             return
         if self.files.has_room and self._clock() >= self._grows_at:
             self._create()
-        elif len(books) >= LEAST_SEGMENTS and (segment := books.reclaim()) is not None:
+        elif len(self.log) >= LEAST_SEGMENTS and (segment := self.log.reclaim()) is not None:
             self._full = True
             self._reclaim(self, segment)
 
     def _begin(self) -> None:
         epoch = secrets.randbits(64)
-        segment = self.log.begin(epoch, self._numbering.sequence, self.owner)
+        segment = self.log.begin(epoch, self._table.sequence, self.owner)
         assert segment.head is not None
         marks = segment.tombstones
 
@@ -300,7 +398,7 @@ class SegmentStore:
                     0, str(path), future.result(), self.files.segment_bytes, leftover=False
                 )
                 self.files.hold(new)
-                self._numbering.add(self, new)
+                self._table.add(self, new)
                 self.log.add(new)
             self.prepare()
 
@@ -312,11 +410,8 @@ class SegmentStore:
         if code in NO_ROOM:
             self.disk.faults += 1
             self.disk.short = f"{what}: {os.strerror(code)}"
-            log.error(
-                "cold: %s; reusing existing segments, retrying in %.0f s",
-                self.disk.short,
-                RETRY_GROW_S,
-            )
+            text = "cold: %s; reusing existing segments, retrying in %.0f s"
+            log.error(text, self.disk.short, RETRY_GROW_S)
             self._grows_at = self._clock() + RETRY_GROW_S
         else:
             self.disk.write_fault(what, code)
@@ -355,7 +450,7 @@ class SegmentStore:
         """Use the file again; replace it if new files have another size."""
         assert segment.head is not None
         self.tombstones.drop(segment)
-        self.directory.uses.drop(segment.head.epoch)
+        self.directory.access_log.drop(segment.head.epoch)
         if segment.nbytes == self.files.segment_bytes:
             self.log.freed(segment)
         else:
@@ -409,15 +504,13 @@ class SegmentStore:
         """Add a segment that the scan found; `fd` is its file."""
         segment = Segment(0, str(one.path), fd, one.nbytes)
         self.files.hold(segment)
-        self._numbering.add(self, segment)
+        self._table.add(self, segment)
         if one.head is None:
             self.log.add(segment)
             return segment
         segment.head = one.head
         self.log.add_sealed(segment)
-        self._numbering.sequence = max(
-            self._numbering.sequence, one.head.sequence + entries_of(one) + 1
-        )
+        self._table.sequence = max(self._table.sequence, one.head.sequence + entries_of(one) + 1)
         segment.tombstones = one.tombstones
         if not one.sealed:
             self._write_late_footer(segment, one)
@@ -467,7 +560,7 @@ def _is_clean(segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
 
 def _frame_done(
     batch: WriteBatch, block: Outgoing, kind: Template, taken: Taken, sequence: int, lossy: bool,
-    is_lost: Callable[[int], bool],
+    mappings: Mapping[int, MappedExtent],
 ) -> Over:  # fmt: skip
     """Return the callback of one frame's write, which notes the frame in the batch."""
 
@@ -475,8 +568,8 @@ def _frame_done(
         if code or digest is None:
             batch.failed.append(block.id)
             return
-        if is_lost(block.extent):
-            batch.lost.append(block.id)  # the frame is not the block: no entry names it
+        if mappings[block.extent].lost:  # a client removed pages: the frame is not the block
+            batch.lost.append(block.id)
             return
         header_pages, nbytes = kind.header_bytes // PAGE, block.payload_bytes
         entry = FooterEntry(

@@ -39,7 +39,7 @@ class TombstoneWriter:
     def forget(self, space: KnownSpace, keys: bytes, over: Callable[[str], None] | None) -> None:
         """Make durable that these blocks are forgotten; the catalog has forgotten them already. Then `over`
         gets the failure, or an empty text."""
-        if not self._cold.recovered.is_set():
+        if not self._cold.recovery.complete.is_set():
             if self._early_bytes + len(keys) > EARLY_BYTES:
                 if over is not None:
                     over("the cold tier is still reading its segments")
@@ -57,12 +57,12 @@ class TombstoneWriter:
             some, self._forgotten = self._forgotten, []
             try:
                 async with asyncio.timeout(FORGET_S):
-                    await self._cold.recovered.wait()
+                    await self._cold.recovery.complete.wait()
                     self.repeat_early_forgets()
                     self.tombstone()
-                    await self._cold.settled(self._tenant)
+                    await self._cold.writer.settled(self._tenant)
                     self.tombstone()  # what has landed since
-                    failure = await self._cold.flush() or self._cold.unknown
+                    failure = await self._cold.flush() or self._cold.directories.unknown
             except TimeoutError:
                 failure = self._cold.failure or (
                     f"the disk did not confirm it within {FORGET_S:.0f} s"
@@ -85,7 +85,7 @@ class TombstoneWriter:
                 after, files = await self._cold.erase(
                     self._tenant, first, self._catalog.segments.frames_in
                 )
-            failure = self._cold.unknown
+            failure = self._cold.directories.unknown
         except TimeoutError:
             failure = self._cold.failure or (f"the disk did not confirm it within {ERASE_S:.0f} s")
         except (OSError, TierError) as error:
@@ -112,4 +112,4 @@ class TombstoneWriter:
         for copies in self._copies.values():
             for at in range(0, len(died), PLACE_BYTES):
                 died += copies.get(died[at : at + PLACE_BYTES], b"")
-        self._cold.tombstone(died)
+        self._cold.table.tombstone(died)
