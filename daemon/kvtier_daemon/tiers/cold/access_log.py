@@ -1,10 +1,10 @@
-"""Which frames of a directory were wanted since they were written, kept in its index: what is, gets a second
-chance when its segment is used again, after a restart too. Only a hint.
+"""The frames of a directory whose blocks were requested since their write, in its index: these blocks are
+copied when their segment is reclaimed, also after a restart. A lost record costs no more than that copy.
 
 Key:    epoch of the segment u64 │ number of the piece u32; big-endian
-Value:  pages of frames, u32 each, little-endian, in the order in which they became wanted
+Value:  pages of frames, u32 each, little-endian, in the order of the requests
 
-All pieces of a segment but the last are full. So what is new changes one piece, of a page of the index.
+All pieces of a segment but the last are full, so a new access changes one piece.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PAGE_BYTES: Final = 4
 
 
 @dataclass(slots=True)
-class Wanted:
-    """Of one segment. So many of the pages are in the index."""
+class Accesses:
+    """The accessed pages of one segment; the first `written` of them are in the index."""
 
     pages: array[int] = field(default_factory=lambda: array("I"))
     written: int = 0
@@ -37,11 +37,11 @@ class AccessLog:
 
     def __init__(self, index: Index | IndexProcess) -> None:
         self._index = index
-        self._of: dict[int, Wanted] = {}
+        self._accesses: dict[int, Accesses] = {}  # by epoch
         self._changed: dict[int, None] = {}  # epochs, in the order of their changes
 
     def load(self) -> None:
-        """Read what the index has. What is not as it was written there is dropped."""
+        """Read the records of the index, and drop those that do not fit together."""
         pieces: dict[int, dict[int, bytes]] = {}
         for key, text in self._index.entries(TABLE):
             if len(key) == KEY.size:
@@ -50,48 +50,48 @@ class AccessLog:
             else:
                 self._index.drop(TABLE, key)
         for epoch, texts in pieces.items():
-            one = self._of[epoch] = Wanted()
+            accesses = self._accesses[epoch] = Accesses()
             for number, text in sorted(texts.items()):
-                full = len(one.pages) == number * PIECE
+                full = len(accesses.pages) == number * PIECE
                 if full and len(text) % PAGE_BYTES == 0 and len(text) <= PIECE * PAGE_BYTES:
-                    one.pages.frombytes(text)
+                    accesses.pages.frombytes(text)
                 else:
                     self._index.drop(TABLE, KEY.pack(epoch, number))
-            one.written = len(one.pages)
+            accesses.written = len(accesses.pages)
 
     def pages(self, epoch: int) -> bytes:
-        """The pages of a segment's frames that were wanted, 4 bytes each, in ascending order."""
-        one = self._of.get(epoch)
-        return array("I", sorted(one.pages)).tobytes() if one is not None else b""
+        """Return the pages of a segment's accessed frames, 4 bytes each, in ascending order."""
+        accesses = self._accesses.get(epoch)
+        return array("I", sorted(accesses.pages)).tobytes() if accesses is not None else b""
 
     def add(self, epoch: int) -> array[int]:
-        """Where to note the pages of frames of this segment that are wanted now."""
+        """Return the array to which the pages of newly accessed frames of this segment are to be appended."""
         self._changed[epoch] = None
-        return self._of.setdefault(epoch, Wanted()).pages
+        return self._accesses.setdefault(epoch, Accesses()).pages
 
     def write(self, limit: int) -> int:
-        """Give so many changed pieces to the index, at most; how many there were."""
+        """Put up to `limit` changed pieces into the index; return their number."""
         count = 0
         while self._changed and count < limit:
             epoch = next(iter(self._changed))
-            one = self._of[epoch]
-            number = one.written // PIECE
-            text = one.pages[number * PIECE : (number + 1) * PIECE].tobytes()
+            accesses = self._accesses[epoch]
+            number = accesses.written // PIECE
+            text = accesses.pages[number * PIECE : (number + 1) * PIECE].tobytes()
             self._index.put(TABLE, KEY.pack(epoch, number), text)
-            one.written = min(len(one.pages), (number + 1) * PIECE)
-            if one.written == len(one.pages):
+            accesses.written = min(len(accesses.pages), (number + 1) * PIECE)
+            if accesses.written == len(accesses.pages):
                 del self._changed[epoch]
             count += 1
         return count
 
     def drop(self, epoch: int) -> None:
-        """The segment is used again."""
+        """Forget the accesses of a segment that is reclaimed."""
         self._changed.pop(epoch, None)
-        one = self._of.pop(epoch, None)
-        for number in range(-(-one.written // PIECE) if one is not None else 0):
+        accesses = self._accesses.pop(epoch, None)
+        for number in range(-(-accesses.written // PIECE) if accesses is not None else 0):
             self._index.drop(TABLE, KEY.pack(epoch, number))
 
     def keep_only(self, epochs: Collection[int]) -> None:
-        """There are no other segments."""
-        for epoch in set(self._of) - set(epochs):
+        """Forget the accesses of all other segments."""
+        for epoch in set(self._accesses) - set(epochs):
             self.drop(epoch)

@@ -1,6 +1,6 @@
-"""Erases what no block owns in a segment file: forgotten frames, and what earlier uses of the file left.
+"""Erases the bytes of a segment file that belong to no block: forgotten frames, and remains of earlier uses.
 
-A footer that lists only the frames that stay is written first, then everything else is punched out. A crash
+A footer that lists only the remaining frames is written first, then everything else is punched out. A crash
 between the two leaves a segment that holds more bytes than it lists, and never one that lists erased frames.
 Runs in a thread: it waits for the disk.
 """
@@ -35,18 +35,15 @@ ZEROS_BYTES = 1 << 20
 
 
 def erase(
-    path: Path,
-    ours: int,
-    head: Head | None,
-    live: Mapping[int, int],
+    path: Path, daemon_fd: int, head: Head | None, live: Mapping[int, int],
     described: Callable[[], Mapping[bytes, KvSpec]],
-) -> None:
-    """Leave in this file only its head, its tombstones, the `live` frames (page, and how many pages) and a
-    footer that lists them; nothing without a head. `ours` is the descriptor that the daemon uses. Raises
-    OSError or TierError, and then some of it may still be there."""
+) -> None:  # fmt: skip
+    """Keep only the head, the tombstones, the `live` frames (first page, and number of pages) and a footer
+    that lists them; without a head, keep nothing. `daemon_fd` is the descriptor that the daemon uses. Raises
+    OSError or TierError; then some bytes may not be erased."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if not os.path.sameopenfile(fd, ours):
+        if not os.path.sameopenfile(fd, daemon_fd):
             raise TierError(f"{path} was replaced by another file since the daemon opened it")
         keep = [(page * PAGE, (page + count) * PAGE) for page, count in sorted(live.items())]
         nbytes = os.fstat(fd).st_size
@@ -66,8 +63,8 @@ def _write_footer(
     fd: int, path: Path, head: Head, live: Mapping[int, int], end: int,
     described: Callable[[], Mapping[bytes, KvSpec]],
 ) -> int:  # fmt: skip
-    """Write a footer that lists the live frames alone, and sync it; where it begins. Its flag says that
-    nothing may be added to the segment: a walk over its frames would end at the first erased one."""
+    """Write and sync a footer that lists only the live frames; return its offset. Its flag says that nothing
+    may be added to the segment: a walk over its frames would end at the first erased one."""
     found = recover(path, head.owner, None)
     if not found.sealed:
         found = recover(path, head.owner, described())
@@ -76,7 +73,7 @@ def _write_footer(
     spaces, rows = rows_of_pages(found.spaces, found.table, live.keys())
     size = footer_bytes(described_bytes(sum(map(space_bytes, spaces))), len(split_rows(rows)))
     if end + size > head.nbytes:
-        # It had none: what lies behind an erased frame is lost at the next start.
+        # The segment has no footer and gets none: a start finds no frame behind an erased one.
         return head.nbytes
     at, text = encode_footer(head, spaces, rows, end, torn=True)
     _write(fd, at, text)
@@ -85,7 +82,7 @@ def _write_footer(
 
 
 def _gaps(keep: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a file that are in none of these, which are in order."""
+    """Return the ranges of a file between these ranges, which are in ascending order."""
     at = 0
     for begin, end in keep:
         if begin > at:
@@ -96,10 +93,10 @@ def _gaps(keep: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, i
 
 
 def _zero(fd: int, at: int, nbytes: int) -> None:
-    """Make these bytes zeros: the file system lets go of their blocks, and gives others, which were never
-    written, so that the file keeps its room. Where it can't, zeros are written."""
+    """Make these bytes zeros: the file system frees their blocks, and allocates new ones, so that the file
+    keeps its room. If it does not support that, write zeros."""
     if _fallocate(fd, PUNCH_HOLE | KEEP_SIZE, at, nbytes) == 0:
-        with suppress(OSError):  # another program has taken the room: a write will say so
+        with suppress(OSError):  # another program has taken the room: a later write fails
             os.posix_fallocate(fd, at, nbytes)
         return
     code = ctypes.get_errno()
@@ -111,7 +108,7 @@ def _zero(fd: int, at: int, nbytes: int) -> None:
 
 
 def _fallocate(fd: int, mode: int, at: int, nbytes: int) -> int:
-    """The call of libc: 0, or -1 and ctypes' errno. Looked up here: an import opens no library."""
+    """Call fallocate of libc, which is not opened at import; return 0, or -1 and set the errno of ctypes."""
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return int(call(fd, mode, at, nbytes))

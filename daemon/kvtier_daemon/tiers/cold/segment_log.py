@@ -1,11 +1,11 @@
-"""One tenant's segments in one directory: which is written to, which comes next. No I/O, no clock.
+"""One tenant's segments in one directory, by stage. No I/O, no clock.
 
      FREE ──begin──▶ BEGINNING ──begun──▶ OPEN ──seal──▶ SEALING ──sealed──▶ SEALED
       ▲ (FREE ──hold_back──▶ FREEING: while it is erased)                      │
-      └──freed── FREEING ◀──when nothing names or reads it── LEAVING ◀──leave──┘
+      └──freed── FREEING ◀──when no block and no read uses it── LEAVING ◀──reclaim──┘
 
-Segments are used again in the order in which they were begun: the oldest leaves first, and what of it was
-wanted since it was written is written again, elsewhere, before that.
+Segments are reclaimed in the order in which they were begun. Blocks that were requested since their write are
+copied to another segment before that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NOT_FREE_YET = (Stage.LEAVING, Stage.FREEING)
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file of a log. `number` is its own among all that the daemon has."""
+    """A segment file. `number` is unique in the daemon."""
 
     number: int
     path: str
@@ -65,11 +65,13 @@ class Segment:
     stage: Stage = Stage.FREE
     head: Head | None = None
     end: int = 0  # place of the next frame
-    table: bytearray = field(default_factory=bytearray)  # to come: an entry for each frame
+    table: bytearray = field(
+        default_factory=bytearray
+    )  # of the future footer: an entry for each frame
     failed: bool = False  # something was not written
     spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of the table
     number_of: dict[bytes, int] = field(default_factory=dict)
-    described: int = 0  # bytes that describing them takes, one by one
+    described: int = 0  # bytes of the descriptions of the spaces
     writing: int = 0
     reading: int = 0
     leftover: bool = True  # it may hold bytes of an earlier use
@@ -209,7 +211,7 @@ class SegmentLog:
         self.sealed.append(segment)
 
     def reclaim(self) -> Segment | None:
-        """Return the oldest sealed segment, which is to be reused; None if there is none."""
+        """Return the oldest sealed segment, which is to be reused; None if no segment is sealed."""
         if not self.sealed:
             return None
         segment = self.sealed.popleft()
