@@ -556,10 +556,11 @@ def test_a_request_during_a_long_recovery_is_answered_with_a_miss(
 def test_no_request_waits_for_a_recovery_beyond_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attached, "FIND_S", 0.0)
+    monkeypatch.setattr(attached, "FIND_S", 0.001)
 
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)
+        await asyncio.sleep(0.01)
         restarted.ask()
         reply = restarted.client.last()
         assert (reply.id, reply.ready, reply.coming) == (2, 0, 0)

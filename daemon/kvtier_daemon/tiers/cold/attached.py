@@ -292,25 +292,33 @@ class DiskMemory:
 
 
 class RecoveryProgress:
-    """Whether the blocks of all directories are known: then `complete` is set."""
+    """`complete` is set when the blocks of all directories are known. `is_awaited` is True while directories
+    are scanned and requests may wait for the result: a scan that takes long is not waited for."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.complete = asyncio.Event()
+        self.is_awaited = False
         self.scanning = 0  # directories that are being scanned
-        self._calls: dict[Hashable, Callable[[], None]] = {}
         self._loop = loop
-        self._clock = clock
-        self._requests_wait_until = 0.0
+        self._calls: dict[Hashable, Callable[[], None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def began(self, directories: int = 1) -> None:
         """Note the start of the scans of this many directories."""
         self.scanning += directories
-        self._requests_wait_until = self._clock() + FIND_S
+        self.is_awaited = self.scanning > 0
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(FIND_S, self._end_wait)
+
+    def _end_wait(self) -> None:
+        self.is_awaited = False
 
     def ended(self, is_all: bool, directories: int = 1) -> None:
         """Note the end of these scans; `is_all` says whether all directories can be used."""
         self.scanning -= directories
         if not self.scanning:
+            self.is_awaited = False
             if is_all:
                 self.complete.set()
             while self._calls:
@@ -320,12 +328,6 @@ class RecoveryProgress:
     def is_complete(self) -> bool:
         """Whether the blocks of all directories are known."""
         return self.complete.is_set()
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a directory is being scanned, and requests may wait for the result: a scan that takes long
-        is not waited for."""
-        return self.scanning > 0 and self._clock() < self._requests_wait_until
 
     def call_when_ended(self, name: Hashable, then: Callable[[], None]) -> None:
         """Call `then` once when no directory is being scanned."""
@@ -348,7 +350,7 @@ class AttachedDirectories:
         self.missing = dict(missing)
         self.closing: dict[ColdDirectory, asyncio.Task[None]] = {}  # that were detached
         self.memory = DiskMemory(self.attached)
-        self.recovery = RecoveryProgress(loop, clock)
+        self.recovery = RecoveryProgress(loop)
         self._loop = loop
         self._options = options
         self._table = table
@@ -471,6 +473,7 @@ class AttachedDirectories:
             await one.recover(restored)
         except BaseException:
             self.recovery.scanning -= 1
+            self.recovery.is_awaited &= self.recovery.scanning > 0
             raise
         self._recovered(1)
 

@@ -79,7 +79,7 @@ class DirectoryOpener:
         await self._wait(is_start)
         for opening in self._openings.values():  # before any is taken: the others are to be closed
             error = opening.exception() if opening.done() else None
-            # A killed process may hold the lock while it waits for a disk: that one is waited for.
+            # A killed process may hold the lock while it waits for a disk.
             in_use = isinstance(error, InUseError) and is_alive(error.holder)
             if error and (not isinstance(error, TierError) or (is_start and in_use)):
                 raise error

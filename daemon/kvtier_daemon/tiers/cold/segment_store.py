@@ -597,14 +597,8 @@ def _frame_done(
         )  # fmt: skip
         batch.rows.append((taken.at, row))
         batch.ids.append(block.id)
-        batch.frames += FRAME.pack(
-            batch.segment.number,
-            taken.page,
-            nbytes,
-            block.codec,
-            header_pages,
-            LOSSY if lossy else 0,
-        )
+        number, flags = batch.segment.number, LOSSY if lossy else 0
+        batch.frames += FRAME.pack(number, taken.page, nbytes, block.codec, header_pages, flags)
         batch.digests += digest
 
     return written
