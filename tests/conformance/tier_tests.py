@@ -155,8 +155,8 @@ class ServedTenant:
 
             self.loop.call_soon(save)
         if self._is_lower:
-            demotions = catalog.demotions
-            self._until(lambda: not blocks.store.dirty(ids.tobytes()) and not demotions.writing)
+            store, demotions = catalog.blocks.store, catalog.demotions
+            self._until(lambda: not store.dirty(ids.tobytes()) and not demotions.writing)
         return True
 
     def _load(self, identity: Identity) -> Found:

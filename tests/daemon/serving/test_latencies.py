@@ -39,13 +39,16 @@ class Timed:
 
         self.catalog._reading.find = found  # type: ignore[method-assign]
         tier: Any = SimpleNamespace(
-            is_on=True,
-            is_recovering=False,
-            promote=lambda *_, **__: (self.coming, 1.0, "faster"),
-            released=lambda _: None,
-            saved=lambda _: None,
-            call_when_read=lambda *_: self.defers,
-            cancel_calls=lambda _: None,
+            recovery=SimpleNamespace(is_awaited=False, cancel_calls=lambda _: None),
+            reads=SimpleNamespace(
+                is_on=True, promote=lambda *_, **__: (self.coming, 1.0, "faster")
+            ),
+            pending=SimpleNamespace(
+                released=lambda _: None,
+                call_when_read=lambda *_: self.defers,
+                cancel_calls=lambda _: None,
+            ),
+            writes=SimpleNamespace(saved=lambda _: None),
         )
         self.tenant = Tenant("t", bytes(32), 0, self.catalog, tier)
         self.latencies = Latencies()
