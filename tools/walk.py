@@ -200,7 +200,7 @@ def measured(client: Client, walker: Walker) -> dict[str, Rows]:
             time.sleep(RELEASE_S)
     found["warm save"], found["warm load"] = set.intersection(*saves), set.intersection(*loads)
     # Push the first blocks out of memory, then read one back.
-    for number in range(200, 200 + (64 << 20) // len(data) + 32):
+    for number in range(200, 200 + (64 << 20) // len(data) + 128):
         save(number)
     wait_written(before + (64 << 20) // len(data))
     time.sleep(SETTLE_S)
