@@ -22,7 +22,9 @@ def test_the_service_manager_is_notified(tmp_path: Path) -> None:
     try:
         with manager_socket:
             message = manager_socket.recv(4096).decode()
-            assert "READY=1" in message and "STATUS=" in message
+            while "READY=1" not in message:
+                message = manager_socket.recv(4096).decode()
+            assert "STATUS=" in message
             while "64 MiB of 64 MiB" not in message:
                 message = manager_socket.recv(4096).decode()
             daemon.terminate()

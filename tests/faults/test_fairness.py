@@ -15,6 +15,7 @@ from kvtier import wire
 from kvtier.units import MIB
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.serving.context import Handler
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
@@ -76,18 +77,21 @@ async def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
         Recorder(folder, loop.time), clock=lambda: now[0],
     )  # fmt: skip
     here = Site(str(folder / "s"), server, tenants, now)
-    answer = Session._answer
+    serve = Session._serve
 
-    def slow(self: Session, tenant: Tenant, request: wire.Request) -> wire.Reply | None:
+    def slow(self: Session, request: wire.Request, handler: Handler) -> None:
+        tenant = self.tenant
+        assert tenant is not None
         here.served[tenant.name] += 1
         here.served_at[tenant.name] = now[0]
         if tenant.name == "attacker":
             now[0] += here.cost_s
         if isinstance(request, wire.Stats):
-            return wire.Listed(request.id, 0, bytes(MIB))
-        return answer(self, tenant, request)
+            self.send(wire.Listed(request.id, 0, bytes(MIB)))
+        else:
+            serve(self, request, handler)
 
-    monkeypatch.setattr(Session, "_answer", slow)
+    monkeypatch.setattr(Session, "_serve", slow)
     monkeypatch.setattr(Peer, "privileged", False)
     try:
         async with asyncio.timeout(60):

@@ -132,7 +132,7 @@ def start_daemon(
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:
         text += f'[warm]\nsize = "{warm}"\n'
-    if keep_s is not None:
+    if keep_s is not None and "keep_s" not in config:
         text = text.replace("[warm]\n", f"[warm]\nkeep_s = {keep_s}\n")
     path = folder / "kvtier.toml"
     path.write_text(text)
