@@ -44,7 +44,7 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import LowerTier
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.fd_store import fd_store
-from kvtier_daemon.tiers.kept_arena import KeptArena, owner_of
+from kvtier_daemon.tiers.kept_arena import KeptArena, clear, owner_of
 from kvtier_daemon.tiers.memory_check import check_memory
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Store
@@ -110,11 +110,12 @@ class App:
         }
         self._notifier = Notifier.from_environment()
         self._kept: KeptArena | None = None
+        store = fd_store(self._notifier, stored, config.socket, config.warm.keep_s)
         if config.warm.keep_s:
-            self._kept = KeptArena(
-                fd_store(self._notifier, stored, config.socket, config.warm.keep_s),
-                _owners(config, self.tenants), config.warm.huge_pages,
-            )  # fmt: skip
+            owners = _owners(config, self.tenants)
+            self._kept = KeptArena(store, owners, config.warm.huge_pages)
+        else:
+            clear(store)
         self.warm = WarmTier(
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages, self._kept
         )
@@ -168,13 +169,12 @@ class App:
         )
         lag = LoopLag(loop)
         self._figures.serving(self._server, lag)
-        ready = self.warm.start()
         taken_over: dict[str, bytes] = {}
         if self._kept is not None:
             taken_over = _take_over(
                 self._kept, self.warm, self.tenants, self.lower.map, self._server.writers
             )
-        loop.add_reader(ready, self._extents_ready)
+        loop.add_reader(self.warm.start(), self._extents_ready)
         self._update_growing()
         looked_at = await self._show(loop)
         self._notifier.ready(f"serving on {self.config.socket}")

@@ -36,6 +36,11 @@ class InUseError(TierError):
         self.holder = holder
 
 
+def keeper_of(path: Path) -> Path:
+    """Return where the keeper process of the daemon with this socket listens."""
+    return Path(f"{path}.keeper")
+
+
 def claim_socket(
     path: Path,
     mode: int,

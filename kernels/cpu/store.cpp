@@ -477,7 +477,7 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
         set_parent(node, above);
         Id id = attach(node, place, Event::reserve);
         take_slot(id);
-        note_writing(id, owner, expires_ms);
+        note_writing(id, Noted::writing, owner, expires_ms);
         if (above != none) drop_idle(above);
         ids.push_back(id);
         last = node;
@@ -596,14 +596,14 @@ void Store::commit(Ids ids, const char* checksums) {
     }
 }
 
-void Store::note_writing(Id id, std::uint32_t owner, std::uint64_t expires_ms) {
+void Store::note_writing(Id id, Noted state, std::uint32_t owner, std::uint64_t expires_ms) {
     const Record& record = records_[id];
     SlotNote* note = slabs_.note(record.slab, record.slot);
     if (!note) return;
     const Place& place = places_[record.place];
     Id parent = parent_of(id);
     note->open();
-    note->state = Noted::writing;
+    note->state = state;
     note->owner = owner;
     note->space = spaces_[place.space].name;
     note->group = place.group;
@@ -695,8 +695,15 @@ Adopted Store::adopt(std::span<const NotedPages> pages,
     // Parents were mostly reserved before their children.
     std::ranges::sort(kept, {}, [](const Found& one) { return one.note->sequence; });
     begin();
-    for (const Found& one : kept) {
-        const SlotNote& note = *one.note;
+    for (std::size_t i = 0; i < kept.size(); ++i) {
+        const Found& one = kept[i];
+        if (i % 256 == 0) begin();
+        // A slot that is being read must not occupy its key: the block is in a tier below.
+        SlotNote note = *one.note;
+        if (note.state == Noted::reading) {
+            note.key = Key{{~note.sequence, note.generation, one.extent, one.slot.page}};
+            note.has_parent = note.owner = 0;
+        }
         sequence_ = std::max(sequence_, note.sequence);
         std::optional<Id> id = adopt_one(note, one.place);
         if (!id) {  // its slot stays closed until `open`
@@ -806,8 +813,9 @@ Left Store::forget(Ids ids) {
             left.gone.push_back(id);
         } else {
             tally(id, was[i], record.is());
-            if (SlotNote* note = slabs_.note(record.slab, record.slot))
-                note->become(Noted::nothing);
+            // A slot that a disk may still write to stays noted.
+            SlotNote* note = slabs_.note(record.slab, record.slot);
+            if (note && record.is() == State::doomed) note->become(Noted::nothing);
             if (places_[record.place].full) cut_below(records_.node_of(id), &left.orphans);
         }
     }

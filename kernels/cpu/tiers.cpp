@@ -194,6 +194,7 @@ std::size_t Store::promote(Ids ids) {
         record.filling = 1;
         // Copied now, because the frame may be dropped during the read.
         record.lossy = (records_.frame(ids[n]).flags & lossy_frame) != 0;
+        note_writing(ids[n], Noted::reading, 0, 0);
     }
     for (std::size_t i = n; i < ids.size(); ++i) records_[ids[i]].become(before(Event::promote));
     return n;
@@ -219,7 +220,6 @@ std::pair<IdList, IdList> Store::promoted(Ids ids) {
         if (record.is() == ready) {
             record.filling = 0;
             tally(ids[i], was[i], ready);
-            note_writing(ids[i], 0, 0);
             note_ready(ids[i]);
             there.push_back(ids[i]);
         } else {

@@ -13,7 +13,8 @@
 
 namespace kvtier {
 
-enum class Noted : std::uint32_t { nothing, writing, ready };
+// `reading`: a disk may write to the slot, also after the daemon has ended.
+enum class Noted : std::uint32_t { nothing, writing, ready, reading };
 
 struct SlotNote {
     std::uint64_t generation;
@@ -46,7 +47,8 @@ struct NotedPages {
     std::uint64_t first, pages;
 };
 
-// What a store took over. `writing`: slots that a session of an earlier daemon may still write to.
+// What a store took over. `writing`: slots that a session of an earlier daemon may still write to;
+// the owner is 0 for a slot that a disk may still write to.
 struct Adopted {
     std::vector<Id> ready, writing;
     std::vector<std::uint64_t> expires_ms;  // of each ready block

@@ -311,7 +311,7 @@ class Store {
     void leave(Id id, State from, IdList* orphans);
     bool take_slot(Id id);
     void free_slot(Id id, State from);
-    void note_writing(Id id, std::uint32_t owner, std::uint64_t expires_ms);
+    void note_writing(Id id, Noted state, std::uint32_t owner, std::uint64_t expires_ms);
     void note_ready(Id id);
     std::optional<Id> adopt_one(const SlotNote& note, std::uint32_t place);
     Id attach(Id node, std::uint32_t place, Event event, std::uint32_t tier = memory);

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 
 from kvtier import Client, Space
 from kvtier.units import parse_bytes
+from kvtier_daemon.tiers import keeper
 from kvtier_daemon.tiers.fd_store import KeeperStore
 from kvtier_daemon.tiers.kept_arena import HEAD, MANIFEST
 from support.daemons import Daemon, kvtier, start_daemon
@@ -140,6 +143,7 @@ def test_what_was_forgotten_or_has_expired_stays_gone(folder: Path) -> None:
 # Reserves slots, and waits: an engine that still copies when the daemon is killed.
 WRITER = """
 import sys
+import threading
 from kvtier import Client, KvSpec
 client = Client.connect(sys.argv[1], populate=False)
 space = client.open(KvSpec.dense(model="writer", layers=4, kv_heads=4, head_dim=64, dtype="bfloat16",
@@ -292,3 +296,56 @@ def test_a_block_that_changed_after_its_save_is_forgotten(folder: Path) -> None:
         assert loaded(client) == blocks[: BLOCKS // 2]
     assert "1 blocks of tenant default were changed" in daemon.log.read_text()
     daemon.stop()
+
+
+def test_a_second_daemon_gets_no_part_of_memory_that_is_in_use(folder: Path) -> None:
+    daemon = start(folder)
+    with daemon.connect() as client:
+        blocks = save(client)
+    (folder / "kvtier.sock").unlink()  # as a cleaner of temporary files does
+    second = start(folder)
+    assert "another daemon uses the memory" in second.log.read_text()
+    with second.connect() as client:
+        assert loaded(client) == []
+        save(client, first=1000)
+    second.stop()
+    end(daemon, signal.SIGKILL)
+    daemon = start(folder)
+    with daemon.connect() as client:
+        assert loaded(client) == blocks and loaded(client, first=1000) == []
+    daemon.stop()
+
+
+def test_a_daemon_that_keeps_nothing_frees_what_an_earlier_one_left(folder: Path) -> None:
+    daemon = start(folder)
+    with daemon.connect() as client:
+        save(client)
+    end(daemon, signal.SIGKILL)
+    start_daemon(folder, keep_s=0).stop()
+    daemon = start(folder)
+    with daemon.connect() as client:
+        assert loaded(client) == []
+    daemon.stop()
+
+
+def test_a_keeper_holds_on_to_a_daemon_that_is_silent_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "PATIENCE_S", 0.01)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "keeper"))
+    listener.listen()
+    thread = threading.Thread(target=keeper.Keeper(listener, 0.02).run)
+    thread.start()
+    store = KeeperStore(tmp_path / "keeper", KEEP_S)
+    store.put("one", 0)
+    time.sleep(0.3)  # far longer than the keeper's times: silence is what is tested
+    store.put("two", 0)
+    held = store.take()
+    assert set(held) == {"one", "two"}
+    for fd in held.values():
+        os.close(fd)
+    store.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    listener.close()

@@ -199,6 +199,31 @@ def test_a_block_that_was_read_from_disk_is_noted(memory):
     assert adopted.store.keys_of(adopted.ready) == keys("a", "b")
 
 
+@pytest.mark.parametrize("ends", ["killed", "forgotten"])
+def test_a_slot_that_a_disk_was_reading_into_is_never_given_out_again(memory, ends):
+    store, spaces = memory.store()
+    ids = save(store, spaces[7], ("a",))
+    store.framed(1, ids, struct.pack("<IIIBBBB", 1, 1, PAGE, 0, 1, 1, 0), b"")
+    store.evict(ids)
+    _, slots = store.promote(ids)
+    if ends == "forgotten":
+        store.forget(ids)
+    page = struct.unpack("<IIQQ", slots)[2] // PAGE
+    for _ in range(2):  # the next daemon may be killed, too
+        adopted = memory.adopted()
+        assert not adopted.ready and adopted.owners == [0] and adopted.dropped == 0
+        own, spaces = adopted.store, adopted.spaces
+        assert own.match(spaces[7], keys("a"))[:2] == (0, 0)
+    # The block can be saved again, elsewhere.
+    again = save(own, spaces[7], ("a",))
+    assert struct.unpack("<IIQQ", own.slots(again))[2] // PAGE != page
+    taken, others = own.reserve(spaces[7], 0, 0, None, keys(*range(PAGES)), bytes(PAGES))
+    assert len(unpack(taken)) == PAGES - 2
+    assert page not in {
+        struct.unpack_from("<IIQQ", others, at)[2] // PAGE for at in range(0, len(others), 24)
+    }
+
+
 @pytest.mark.parametrize("damage", ["overlap", "group", "extent", "state"])
 def test_a_note_that_contradicts_another_or_the_memory_costs_blocks_and_nothing_else(
     memory, damage

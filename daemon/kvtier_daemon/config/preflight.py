@@ -18,6 +18,7 @@ from typing import Final
 from kvtier.errors import ConfigError
 from kvtier.units import MIB, format_bytes
 from kvtier.wire import LIMIT_SOCKET_PATH
+from kvtier_daemon.claim import STORED, keeper_of
 from kvtier_daemon.config.problems import Problems
 from kvtier_daemon.config.profiles import losses_of
 from kvtier_daemon.config.schema import Config, LoadedConfig, WarmConfig
@@ -26,6 +27,7 @@ from kvtier_daemon.observing.web import LIMIT_CONNECTIONS
 
 GENERATION_BYTES: Final = 8  # one generation per page, in a table for each extent
 FDS_PER_EXTENT: Final = 4  # its memory and its table, both twice during the allocation
+FDS_TAKEN_OVER: Final = 4  # more of an extent of an earlier daemon, for a moment
 FDS_PER_CLIENT: Final = 4  # its socket and its pidfd, and those of a client that has not sent Hello
 FDS_RESERVED: Final = 64  # for the event loop, logs and other files
 
@@ -55,7 +57,7 @@ def look(loaded: LoadedConfig) -> list[MachineFinding]:
     """Return the findings of all checks. Creates the default socket's directory, and allocates nothing."""
     config = loaded.config
     return [
-        memory(config.warm),
+        _memory_of(config),
         locked_memory(config.warm),
         open_files(config),
         socket_path(config.socket),
@@ -118,6 +120,12 @@ def memory(
     if fitting >= MIB:
         fix = f"set warm.size to less than {format_bytes(fitting)}, or {fix}"
     return MachineFinding(need <= available, what, value, fix)
+
+
+def _memory_of(config: Config) -> MachineFinding:
+    """Where the memory of an earlier daemon is taken over, it counts as used until then."""
+    is_held = STORED in os.environ.get("LISTEN_FDNAMES", "") or keeper_of(config.socket).exists()
+    return memory_of_machine(config.warm) if config.warm.keep_s and is_held else memory(config.warm)
 
 
 def memory_of_machine(warm: WarmConfig, proc: Path = Path("/proc")) -> MachineFinding:
@@ -226,7 +234,8 @@ def open_files(
     setrlimit: SetLimits = resource.setrlimit,
 ) -> MachineFinding:
     """Check whether enough files may be open. Raises the soft limit to the hard limit if necessary."""
-    need = extents(config) * FDS_PER_EXTENT + config.max_clients * FDS_PER_CLIENT + FDS_RESERVED
+    per_extent = FDS_PER_EXTENT + (FDS_TAKEN_OVER if config.warm.keep_s else 0)
+    need = extents(config) * per_extent + config.max_clients * FDS_PER_CLIENT + FDS_RESERVED
     need += segments(config) + (LIMIT_CONNECTIONS if config.http else 0)
     soft, hard = _raised(resource.RLIMIT_NOFILE, need, getrlimit, setrlimit)
     value = (

@@ -38,7 +38,7 @@ class WarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     policy: Annotated[str, values.POLICY] = "auto"
     lock: Annotated[bool, values.SWITCH] = False
     huge_pages: Annotated[bool, values.SWITCH] = False
-    keep_s: Annotated[int, values.SECONDS] = 60
+    keep_s: Annotated[int, values.SECONDS] = 0
 
 
 class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from kvtier_daemon.claim import keeper_of
 from kvtier_daemon.notify import Notifier
 from kvtier_daemon.tiers import keeper
 
@@ -37,6 +38,22 @@ class FdStore(Protocol):
 
     def close(self) -> None:
         """This process stores nothing more."""
+
+
+class NoStore:
+    """Holds nothing: the memory ends with the daemon."""
+
+    def take(self) -> Mapping[str, int]:
+        return {}
+
+    def put(self, name: str, fd: int) -> None:
+        pass
+
+    def remove(self, name: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class SystemdStore:
@@ -65,25 +82,35 @@ class KeeperStore:
     """A keeper process beside the daemon's socket, started when none listens there."""
 
     def __init__(self, path: Path, idle_s: float) -> None:
+        self._path = path
         self._daemon: socket.socket | None = None
         try:
-            self._daemon = _connected(path) or _started(path, idle_s)
+            # Without a time it only looks for one that runs.
+            self._daemon = _connected(path) or (_started(path, idle_s) if idle_s else None)
         except (OSError, subprocess.SubprocessError) as error:
             self._fail(error)
 
     def take(self) -> Mapping[str, int]:
         taken: dict[str, int] = {}
+        if self._daemon is None:
+            return taken
         try:
-            if self._daemon is not None:
-                self._daemon.send(keeper.TAKE)
-                while True:
-                    message, fds, _, _ = socket.recv_fds(self._daemon, keeper.MESSAGE_BYTES, 1)
-                    if message[:1] != keeper.PUT:
-                        break
-                    taken[message[1:].decode()] = fds[0]
+            self._daemon.send(keeper.TAKE)
+            while True:
+                message, fds, _, _ = socket.recv_fds(self._daemon, keeper.MESSAGE_BYTES, 1)
+                if message == keeper.END:
+                    return taken
+                if message[:1] != keeper.PUT or not fds:
+                    raise ConnectionError("the keeper process did not return all descriptors")
+                taken[message[1:].decode()] = fds[0]
         except OSError as error:
+            # All or nothing. No later daemon may find what this one did not take over: it would have the
+            # blocks that were forgotten meanwhile.
+            for fd in taken.values():
+                os.close(fd)
+            self._path.unlink(missing_ok=True)
             self._fail(error)
-        return taken
+        return {}
 
     def put(self, name: str, fd: int) -> None:
         self._send(keeper.PUT + name.encode(), [fd])
@@ -114,10 +141,11 @@ class KeeperStore:
 def fd_store(
     notifier: Notifier, inherited: Mapping[str, int], socket_path: Path, idle_s: float
 ) -> FdStore:
-    """Return systemd's store if the unit has one ($FDSTORE is its size), otherwise a keeper process."""
-    if notifier.is_heard and os.environ.get("FDSTORE", "0") != "0":
+    """Return systemd's store if the unit has one ($FDSTORE is its size), otherwise a keeper process; with 0
+    seconds only one that runs."""
+    if inherited or (notifier.is_heard and os.environ.get("FDSTORE", "0") != "0"):
         return SystemdStore(notifier, inherited)
-    return KeeperStore(Path(f"{socket_path}.keeper"), idle_s)
+    return KeeperStore(keeper_of(socket_path), idle_s)
 
 
 def _connected(path: Path) -> socket.socket | None:

@@ -54,7 +54,7 @@ class Keeper:
             daemon, _ = self._listener.accept()
             credentials = daemon.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
             if PEER.unpack(credentials)[1] == os.geteuid():
-                daemon.settimeout(PATIENCE_S)
+                daemon.setblocking(False)
                 self._daemons[daemon.fileno()] = daemon
                 self._poll.register(daemon, select.POLLIN)
                 self._is_new = False
@@ -64,7 +64,7 @@ class Keeper:
     def _serve(self, daemon: socket.socket) -> bool:
         """Carry out one message; return whether there may be more."""
         try:
-            message, fds, _, _ = socket.recv_fds(daemon, MESSAGE_BYTES, 1, socket.MSG_DONTWAIT)
+            message, fds, _, _ = socket.recv_fds(daemon, MESSAGE_BYTES, 1)
             verb, name = message[:1], message[1:]
             if verb == PUT and fds and len(self._held) < LIMIT_FDS:
                 self._remove(name)
@@ -72,9 +72,11 @@ class Keeper:
             elif verb == REMOVE:
                 self._remove(name)
             elif verb == TAKE:
+                daemon.settimeout(PATIENCE_S)
                 for held, fd in self._held.items():
                     socket.send_fds(daemon, [PUT + held], [fd])
                 daemon.send(END)
+                daemon.setblocking(False)
             for fd in fds:
                 os.close(fd)
             if message:

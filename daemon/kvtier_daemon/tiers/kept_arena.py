@@ -21,7 +21,7 @@ import msgspec
 
 from kvtier.layout import KvSpec
 from kvtier.units import MIB, format_bytes
-from kvtier_daemon.tiers.fd_store import FdStore
+from kvtier_daemon.tiers.fd_store import FdStore, NoStore
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ ID_BYTES = 8
 # could not map its own arena for writing, nor could a client that connects later. So a client can punch holes
 # in its extents (measured on Linux 6.18: fallocate and MADV_REMOVE are refused under that seal alone).
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+ATTEMPTS = 2  # to take the same memory over
 PARTS = ("data", "generations", "notes")
 
 
@@ -68,6 +69,7 @@ class Format(msgspec.Struct):
 
 class Manifest(msgspec.Struct):
     format: int = FORMAT
+    attempts: int = 0  # to take it over
     tenants: dict[str, KeptTenant] = {}
     sessions: dict[int, KeptSession] = {}
 
@@ -110,12 +112,31 @@ class KeptArena:
         self._fds = dict(store.take())
         self._sequence = 0
         self._fd = self._fds.pop(MANIFEST, -1)
+        if self._fd >= 0 and (lock := _locked(self._fd)) < 0:
+            log.error(
+                "warm: another daemon uses the memory of the earlier one: this one begins with empty "
+                "memory, which does not survive its end"
+            )
+            self._store = store = NoStore()
+            for fd in (self._fd, *self._fds.values()):
+                os.close(fd)
+            self._fds, self._fd = {}, -1
         before = self._read() if self._fd >= 0 else None
         if self._fd < 0:
             self._fd = os.memfd_create(MANIFEST, os.MFD_CLOEXEC)
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, 2 * HALF_BYTES)
+            lock = _locked(self._fd)
             store.put(MANIFEST, self._fd)
+        self._lock = lock
+        if before is not None and before.attempts >= ATTEMPTS:
+            log.error(
+                "warm: the memory of the earlier daemon could not be taken over: it is not used"
+            )
+            before = None
+        if before is not None:
+            before.attempts += 1
+            self._write(before)
         self._before = before or Manifest()
         self._now = Manifest(tenants={name: KeptTenant(owner) for name, owner in owners.items()})
         self.earlier_sessions = self._before.sessions
@@ -194,7 +215,7 @@ class KeptArena:
             found = msgspec.msgpack.decode(text, type=Format).format
             if found == FORMAT:
                 return msgspec.msgpack.decode(text, type=Manifest)
-        except msgspec.ValidationError as error:
+        except msgspec.DecodeError as error:
             found = str(error)
         log.warning(
             "warm: the arena of the earlier daemon has format %s, not %s: its blocks are not used", found,
@@ -234,32 +255,60 @@ class KeptArena:
             self._write()
 
     def drop(self) -> None:
-        """Hold nothing: the memory ends with the daemon."""
+        """Hold nothing, and store nothing more: the memory ends with the daemon."""
         self._store.remove(MANIFEST)
         for tenant in self._now.tenants.values():
             for extent in tenant.extents:
                 for part in PARTS:
                     self._store.remove(f"{extent.id}-{part}")
+        self._store.close()
+        self._store = NoStore()
 
     def close(self) -> None:
         self._store.close()
         os.close(self._fd)
+        os.close(self._lock)
 
     @property
     def kept_bytes(self) -> int:
         return sum(one.nbytes for each in self._now.tenants.values() for one in each.extents)
 
-    def _write(self) -> None:
-        text = msgspec.msgpack.encode(self._now)
-        if len(text) > HALF_BYTES - HEAD.size:
-            log.error(
-                "warm: the manifest would have %s: the next daemon cannot take over all blocks",
-                format_bytes(len(text)),
-            )
-            return
+    def _write(self, manifest: Manifest | None = None) -> None:
+        text = msgspec.msgpack.encode(manifest or self._now)
         self._sequence += 1
         head = HEAD.pack(self._sequence, len(text), zlib.crc32(text))
-        os.pwrite(self._fd, head + text, self._sequence % 2 * HALF_BYTES)
+        half = self._sequence % 2 * HALF_BYTES
+        written = 0
+        if len(head) + len(text) <= HALF_BYTES:
+            written = os.pwrite(self._fd, head + text, half)
+        if written < len(head) + len(text):
+            # An older manifest lacks sessions that may write, and spaces.
+            for at in (0, HALF_BYTES):
+                os.pwrite(self._fd, bytes(HEAD.size), at)
+            log.error(
+                "warm: cannot write a manifest of %s: the next daemon does not take over any block",
+                format_bytes(len(text)),
+            )
+
+
+def _locked(fd: int) -> int:
+    """Lock a manifest for the life of this process; return the descriptor that has the lock, or -1 if another
+    process has it. The stored descriptors share their lock, so the file is opened anew."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(own)
+        return -1
+    return own
+
+
+def clear(store: FdStore) -> None:
+    """Let this store hold nothing of earlier daemons."""
+    for name, fd in store.take().items():
+        os.close(fd)
+        store.remove(name)
+    store.close()
 
 
 def _close(files: ExtentFiles) -> None:

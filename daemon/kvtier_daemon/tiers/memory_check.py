@@ -24,13 +24,27 @@ async def check_memory(
     tenant: Tenant, ids: bytes, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> None:
     """Forget those of these blocks whose bytes do not match their digest. A block that was saved without a
-    digest is not checked. No block is held: one that has left meanwhile has another generation."""
+    digest is not checked. No block is held: one that has left meanwhile has another generation. A failure is
+    logged."""
+    try:
+        await _check(tenant, ids, sleep)
+    except Exception:
+        log.exception(
+            "warm: internal error: the blocks of tenant %s are not all checked", tenant.name
+        )
+
+
+async def _check(tenant: Tenant, ids: bytes, sleep: Callable[[float], Awaitable[None]]) -> None:
     mappings = [Mapping(extent.fd, extent.nbytes, False) for extent in tenant.extents]
+    for mapping in mappings:
+        mapping.guard()
     for at in range(0, len(ids), PORTION * ID_BYTES):
         blocks = {
             one: block
             for one in array("I", ids[at : at + PORTION * ID_BYTES])
-            if (block := _block(tenant, one)) is not None and block.checksum
+            if (block := _block(tenant, one)) is not None
+            and block.checksum
+            and SLOT.unpack(block.slot)[0] < len(mappings)
         }
         nbytes = sum(_nbytes(block) for block in blocks.values())
         bad = await asyncio.to_thread(_differing, mappings, blocks)
