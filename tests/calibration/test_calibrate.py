@@ -75,7 +75,7 @@ def test_an_unwritable_target_is_reported_before_anything_is_loaded(
     before = sorted(here.iterdir())
     for out, told in (
         (here / "folder", "is a directory"),
-        (here / ("n" * 250), "File name too long"),
+        (here / ("n" * 256), "File name too long"),
         (Path("/proc/out"), "No such file"),
         ("", "is a directory"),
     ):

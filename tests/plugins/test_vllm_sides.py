@@ -752,6 +752,7 @@ def test_a_rank_that_does_not_connect_delays_one_request(
 ) -> None:
     engine = engine_of(cold_daemon, patience_ms=200)
     engine.serve(PROMPT)
+    engine.settle()
     seat = engine.scheduler._decisions.ranks.by_rank[0]
     engine.scheduler._decisions.ranks.by_rank[0] = RankMapping(
         bytes(16), seat.identity, seat.extents
