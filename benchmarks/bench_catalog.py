@@ -16,6 +16,7 @@ import time
 from array import array
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # `models`
 from kvtier_kernels import Store
 from models.policies.native import Lru
 

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import harness
 import traces
-from kvtier_daemon.catalog.policy import NATIVE, NO_PARENT, make
+from kvtier_daemon.catalog.policy import NAMED, NO_PARENT, make
 from kvtier_kernels import Optimum, Policy, Replay, Trace
 from models.policies.native import Value
 
 POINTS = (1, 2, 5, 10, 20)  # percent of a trace's unique blocks
 CLASSICS = ("lru", "lfu", "arc", "s3fifo")
-NAMES = [name for name in NATIVE if name != "auto"]
+NAMES = [name for name in NAMED if name != "auto"]
 BATCH = 1024
 ROUNDS = 3
 # Of `value`: kernels/include/policy_selector.h has what each means.
@@ -82,7 +82,7 @@ def recorded(path: Path, points: Sequence[int]) -> list[harness.Row]:
     rows = []
     for part, trace in halves(path).items():
         best = trace.rates(None, points)
-        found = {name: trace.rates(NATIVE[name], points) for name in NAMES}
+        found = {name: trace.rates(NAMED[name], points) for name in NAMES}
         for which in best:
             if (part, which) == ("first half alone", "second half"):
                 continue
@@ -123,7 +123,7 @@ def made_up(requests: int, points: Sequence[int], seeds: Sequence[int]) -> list[
     for kind, make_trace in traces.KINDS.items():
         for seed in seeds:
             trace = Made.of(make_trace(requests, seed))
-            found = {name: trace.rates(NATIVE[name], points) for name in NAMES}
+            found = {name: trace.rates(NAMED[name], points) for name in NAMES}
             least = least_over(found)
             rows.append(
                 harness.Row(
