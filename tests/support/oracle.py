@@ -83,6 +83,6 @@ class Oracle:
         assert version > dead or state.life < len(self._kills), f"{key.hex()[:8]} was forgotten"
         with self._lock:
             self.served += 1
-            if version <= state.dead:
+            if version <= dead:  # a forget since the read began is no return
                 self.returned.append(self._kills[state.life] - state.forgotten_at)
                 state.dead = version - 1
