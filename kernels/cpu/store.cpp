@@ -694,7 +694,6 @@ Adopted Store::adopt(std::span<const NotedPages> pages,
     }
     // Parents were mostly reserved before their children.
     std::ranges::sort(kept, {}, [](const Found& one) { return one.note->sequence; });
-    begin();
     for (std::size_t i = 0; i < kept.size(); ++i) {
         const Found& one = kept[i];
         if (i % 256 == 0) begin();

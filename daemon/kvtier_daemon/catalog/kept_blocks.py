@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.layout import KvSpec
 from kvtier_daemon.catalog.blocks import BlockTable
-from kvtier_daemon.catalog.leases import SessionId
+from kvtier_daemon.catalog.leases import NOBODY, SessionId
 from kvtier_daemon.catalog.spaces import SpaceTable
 from kvtier_daemon.catalog.writing import WriteLeases
 
@@ -41,6 +41,9 @@ class KeptBlocks:
             session = SessionId(owner)
             held[session] = held.get(session, b"") + array("I", (one,)).tobytes()
         self._writing.quarantine(held)
+        held.pop(
+            NOBODY, None
+        )  # a disk may write to these: no end of a session or process frees them
         self._spaces.retire(known)
         return ready, list(held), dropped
 

@@ -79,7 +79,7 @@ class SystemdStore:
 
 
 class KeeperStore:
-    """A keeper process beside the daemon's socket, started when none listens there."""
+    """A keeper process next to the daemon's socket, started when none listens there."""
 
     def __init__(self, path: Path, idle_s: float) -> None:
         self._path = path

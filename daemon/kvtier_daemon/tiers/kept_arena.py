@@ -176,12 +176,7 @@ class KeptArena:
 
     def settle(self) -> None:
         """Hold only what was taken over, and write the manifest of this daemon."""
-        held = {
-            f"{one.id}-{part}"
-            for each in self._now.tenants.values()
-            for one in each.extents
-            for part in PARTS
-        }
+        held = set(self._names())
         for name, fd in self._fds.items():
             os.close(fd)
             if name not in held:
@@ -256,11 +251,8 @@ class KeptArena:
 
     def drop(self) -> None:
         """Hold nothing, and store nothing more: the memory ends with the daemon."""
-        self._store.remove(MANIFEST)
-        for tenant in self._now.tenants.values():
-            for extent in tenant.extents:
-                for part in PARTS:
-                    self._store.remove(f"{extent.id}-{part}")
+        for name in (MANIFEST, *self._names()):
+            self._store.remove(name)
         self._store.close()
         self._store = NoStore()
 
@@ -272,6 +264,12 @@ class KeptArena:
     @property
     def kept_bytes(self) -> int:
         return sum(one.nbytes for each in self._now.tenants.values() for one in each.extents)
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the stored descriptors of all extents."""
+        for tenant in self._now.tenants.values():
+            for extent in tenant.extents:
+                yield from (f"{extent.id}-{part}" for part in PARTS)
 
     def _write(self, manifest: Manifest | None = None) -> None:
         text = msgspec.msgpack.encode(manifest or self._now)
@@ -293,7 +291,7 @@ class KeptArena:
 
 def _locked(fd: int) -> int:
     """Lock a manifest for the life of this process; return the descriptor that has the lock, or -1 if another
-    process has it. The stored descriptors share their lock, so the file is opened anew."""
+    process has it. The stored descriptors share their lock, so the file is opened again."""
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)

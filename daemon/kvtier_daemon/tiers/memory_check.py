@@ -71,7 +71,7 @@ def _block(tenant: Tenant, one: int) -> WritePlan | None:
 
 
 def _nbytes(block: WritePlan) -> int:
-    return block.space.spec.group_block_bytes(block.identity.group)
+    return block.space.block_bytes[block.identity.group]
 
 
 def _differing(mappings: list[Mapping], blocks: dict[int, WritePlan]) -> list[int]:

@@ -90,9 +90,7 @@ class WarmTier:
     ) -> None:
         self._lock = lock
         self._kept = kept
-        self._earlier: deque[Extent] = (
-            deque()
-        )  # that were taken over, and not yet returned by `ready`
+        self._earlier: deque[Extent] = deque()  # not yet returned by `taken_over`
         self._huge_pages = huge_pages
         page = HUGE_PAGE if huge_pages else PAGE
         left = dict(quotas)
@@ -128,7 +126,6 @@ class WarmTier:
             os.eventfd_read(self.event_fd)
         except BlockingIOError:
             return
-        yield from self.taken_over()
         progress = self._prefaulter.progress()
         while self._finished < len(self._plan) and not self.failure:
             pair = progress[2 * self._finished : 2 * self._finished + 2]
