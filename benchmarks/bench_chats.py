@@ -263,7 +263,8 @@ def counted(engine: Engine, daemon: harness.Daemon) -> dict[str, float]:
     waited = "vllm:kvtier_wait_seconds"
     found = {
         "read": cold["states"]["read"],
-        "loaded": told['vllm:kvtier_hit_tokens_total{tier="cold"}'] / BLOCK,
+        "loaded": cold["states"]["loaded"],
+        "loaded when read": told['vllm:kvtier_hit_tokens_total{tier="cold"}'] / BLOCK,
         "warm": told['vllm:kvtier_hit_tokens_total{tier="warm"}'] / BLOCK,
         "held": told[f"{waited}_count{{}}"] - told[f'{waited}_bucket{{le="1.0"}}'],
         "asked": told[f"{waited}_count{{}}"],
@@ -321,7 +322,7 @@ def rows_of(speed: Speed, arm: Arm) -> list[harness.Row]:
                     value >= least, low, high, {"CPU seconds without / with": median(arm.cpu)}),
         harness.at_most(f"{name}: p99 of first tokens, with / without", p99[0] / p99[1], "x", 1.05,
                         with_s=p99[0], without_s=p99[1], p50=p50[0] / p50[1]),
-        harness.at_most(f"{name}: blocks read for each loaded from disk", read, "", 1.1, **some),
+        harness.at_most(f"{name}: blocks read from disk for each of them loaded", read, "", 1.1, **some),
         harness.at_most(f"{name}: requests held beyond patience", counts["held"], "", 0),
     ]  # fmt: skip
 

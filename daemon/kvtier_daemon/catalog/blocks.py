@@ -140,6 +140,8 @@ class BlockTable:
         self.unwritten: Counter[str] = Counter(dict.fromkeys(UNWRITTEN, 0))
         self.why_unwritten = EVICTED  # the reason now; EVICTED: there is no disk
         self._writing: set[int] = set()  # held by a write to the disk, unknown to the policy
+        self._unloaded: set[int] = set()  # read from a tier below, and not used by a client since
+        self.loaded = 0  # blocks that were read from a tier below and then used by a client
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
 
     def lease(self, batches: list[bytes]) -> None:
@@ -163,6 +165,17 @@ class BlockTable:
     def _end_write_holds(self, ids: bytes) -> None:
         self._writing.difference_update(array("I", ids))
 
+    def note_read(self, ids: bytes) -> None:
+        """These blocks were read from a tier below."""
+        self._unloaded.update(array("I", ids))
+
+    def note_loaded(self, ids: bytes) -> None:
+        """A client has used these blocks. Each counts once for each read."""
+        if self._unloaded:
+            before = len(self._unloaded)
+            self._unloaded.difference_update(array("I", ids))
+            self.loaded += before - len(self._unloaded)
+
     def unlease(self, ids: bytes) -> None:
         evictable, freed = self.store.unlease(ids)
         self.policy.freed(evictable)
@@ -174,6 +187,7 @@ class BlockTable:
         if self.expiring.time_of:
             self.expiring.drop(ids)
         self.policy.gone(ids)
+        self._unloaded.difference_update(array("I", ids))
         self.evicted[why] += len(ids) // ID_BYTES
 
     def hold_for_write(self, victims: bytes) -> None:
@@ -266,6 +280,7 @@ class BlockTable:
             self.evicted["capacity"] += (len(evicted) - len(below)) // ID_BYTES
             self.evicted["demoted"] += len(below) // ID_BYTES
             self._count_unwritten(dirty, evicted, below)
+            self._unloaded.difference_update(array("I", evicted))
             if self.expiring.time_of:
                 self.expiring.drop(evicted)
             if victims and not evicted:

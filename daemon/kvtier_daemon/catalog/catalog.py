@@ -238,6 +238,8 @@ class Catalog:
         of `nbytes`. An expired lease is no error."""
         if lease_id in self._writing.of:
             raise Refused("unknown_lease", f"lease {lease_id} is a write lease, not a read lease")
+        if nbytes:
+            self._reading.note_loaded(lease_id)
         space = self._reading.release(session, lease_id)
         if nbytes:
             self.usage.count_used(space, warm, cold, nbytes)

@@ -195,6 +195,12 @@ class ReadLeases:
         self._leave(session, lease)
         return lease.space
 
+    def note_loaded(self, lease_id: LeaseId) -> None:
+        """A client has used blocks under this lease."""
+        if (lease := self._of.get(lease_id)) is not None:
+            for held in lease.parts:
+                self._blocks.note_loaded(held.ids)
+
     def expire(self, now: float) -> int:
         """End the leases whose deadline has passed, and those of ended sessions; return how many expired. A
         client that still reads detects by the generation that its slot was reused.

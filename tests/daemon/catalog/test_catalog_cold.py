@@ -871,3 +871,35 @@ def test_the_changes_of_a_feed_add_up_to_the_stored_blocks(seed: int) -> None:
             if index >= 0 and tenant.store.states(index, key) == bytes([PRESENT])
         }
     assert len(seen) == 4
+
+
+def test_read_blocks_count_as_loaded_once_a_read_and_only_if_a_client_used_them() -> None:
+    tenant = Tenant(8)
+    catalog, keys = tenant.catalog, chain(6)
+    tenant.save(keys)
+
+    def read() -> None:
+        tenant.move_out(keys)
+        plan = catalog.promotions.plan(tenant.space, keys, 100)
+        assert len(plan.ids) == 4 * 6
+        catalog.promotions.promoted(plan.ids)
+
+    def load(blocks: int, nbytes: int) -> None:
+        found = catalog.load(ME, tenant.space, keys[: 32 * blocks], 1.0, (0,), 0.0)
+        assert found.ready == blocks
+        catalog.release(ME, found.lease, nbytes=nbytes)
+
+    load(6, SIZE)
+    assert catalog.blocks.loaded == 0, "these were never on disk"
+    read()
+    load(6, 0)
+    assert catalog.blocks.loaded == 0, "the client used none of them"
+    load(4, SIZE)
+    load(5, SIZE)
+    assert catalog.blocks.loaded == 5
+    tenant.save(chain(8))  # evicts them: one was read in vain
+    tenant.check()
+    plan = catalog.promotions.plan(tenant.space, keys, 100)
+    catalog.promotions.promoted(plan.ids)
+    load(6, SIZE)
+    assert catalog.blocks.loaded == 5 + 6

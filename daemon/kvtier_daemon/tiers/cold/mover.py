@@ -240,6 +240,7 @@ class Mover:
         self.pending = cold.reads.pending
         self.forgets = TombstoneWriter(tenant, catalog, cold)
         self._tenant = tenant
+        self._blocks = catalog.blocks
         self._budget = WriteBudget(daily_bytes, clock)
         self.reclaimer = Reclaimer(
             tenant, catalog, cold, self._budget, self.forgets, self.counts, self.bytes
@@ -275,7 +276,8 @@ class Mover:
 
     def stats(self) -> TierStats:
         day_bytes, notes_bytes = self._budget.day_bytes(), self.reads.recomputed.memory_bytes()
-        return TierStats(self.counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes)
+        counts = self.counts | Counter(loaded=self._blocks.loaded)
+        return TierStats(counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes)
 
     def tend(self) -> None:
         """Do periodic work: write tombstones, and wake the flusher."""
