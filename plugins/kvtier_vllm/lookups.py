@@ -450,10 +450,11 @@ class LoadDecisions:
 
     def _load_ready(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
         """Load the blocks that are ready, if any. The memory of a daemon that ended is still mapped."""
-        session, lease = prompt.session, prompt.lookup.lease
-        if session is None or lease is None:
+        session, lease, block = prompt.session, prompt.lookup.lease, self._layout.block_tokens
+        # The lease lacks blocks that the engine had when it asked, and has lost since.
+        if session is None or lease is None or prompt.lookup.lease_first > computed // block:
             return None
-        more = lease.ready * self._layout.block_tokens > computed
+        more = lease.ready * block > computed
         good = more and self._lasts(prompt, now) and self.ranks.can_read(session, lease)
         return self._load(prompt, lease, computed) if good else None
 

@@ -272,3 +272,29 @@ def test_blocks_that_the_engine_loses_while_a_request_is_queued_are_read_in_adva
     )
     assert blocks_read(daemon) == 6
     assert patient.scheduler.matched(request, 2 * BLOCK)[0] == 6 * BLOCK
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_blocks_that_the_engine_lost_are_not_loaded_from_a_dead_daemon(
+    daemon: Daemon, patient: FakeEngine, held: int
+) -> None:
+    """The engine had 5 blocks itself when the request was queued, so the lease lacks these. `held` of the
+    blocks after them are leased."""
+    cache = Cache(5 * BLOCK)
+    enter(patient, cache)
+    request = patient.add(PROMPT)
+    patient.waiting.remove(request)
+    prompt = patient.scheduler._prompts[request.request_id]
+    state = prompt.lookup
+    if held:
+        patient.until(lambda: state.lease is not None and not state.lease.coming)
+    assert state.lease is not None and state.lease_first == 5
+    assert (state.lease.ready, len(state.lease.parts)) == (5 + held, min(held, 1))
+    daemon.process.kill()
+    daemon.process.wait()
+    patient.until(lambda: patient.scheduler._daemon.session is None)
+    request.resident = 2 * BLOCK
+    patient.waiting.append(request)
+    patient.run(request)
+    assert request.cached == 2 * BLOCK and not request.failed
+    assert not patient.wrong_pages(request)
