@@ -23,7 +23,7 @@ WHY = {
     "other_identity": "nothing was ever stored under this description; others that are like it have blocks",
     "evicted": "it was evicted for others, and there is no cold tier",
     "expired": "its pin ran out, and then it was evicted",
-    "forgotten": "somebody asked to forget it, or its ttl is over",
+    "forgotten": "a client or an operator forgot it, or its ttl is over",
     "lost": "its place on disk was used again",
     "spoilt": "its frame on disk was damaged",
     "budget": "it was evicted unwritten: cold.daily_writes was used up",
