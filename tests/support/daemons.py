@@ -140,7 +140,7 @@ def start_daemon(
     with log.open("ab") as sink:
         process: subprocess.Popen[bytes] | forked.Process
         if command is SERVE and env is None:
-            process = server().start(["serve", "--config", str(path)], sink.fileno())
+            process = server().start(["serve", "--config", str(path)], 1, sink.fileno())
         else:
             process = subprocess.Popen([*command, "--config", str(path)], stderr=sink, env=env)
     daemon = Daemon(process, socket, log)
@@ -157,8 +157,4 @@ def start_daemon(
 
 def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command `kvtier` and wait until it ends."""
-    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False,
-        env=dict(os.environ, **environment),
-    )  # fmt: skip
+    return server().run(list(arguments), dict(os.environ, **environment))
