@@ -81,10 +81,13 @@ class Server:
         atexit.register(self.close)
 
     def start(
-        self, words: list[str], stdout: int, stderr: int, env: Mapping[str, str] = os.environ
-    ) -> Process:
-        """Run `kvtier` with these arguments, without input, in the folder of this process."""
-        return Process(self, self.ask([FORK, words, os.getcwd(), dict(env)], stdout, stderr))
+        self, words: list[str], stdout: int, stderr: int, env: Mapping[str, str] = os.environ,
+        haste: Mapping[str, float] | None = None,
+    ) -> Process:  # fmt: skip
+        """Run `kvtier` with these arguments, without input, in the folder of this process. `haste`: values of
+        constants (support/hasty.py)."""
+        request = [FORK, words, os.getcwd(), dict(env), dict(haste or {})]
+        return Process(self, self.ask(request, stdout, stderr))
 
     def run(
         self, words: list[str], env: Mapping[str, str] = os.environ, timeout: float = 120.0
@@ -131,7 +134,7 @@ def serve() -> list[str]:
             continue
         asked.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        words, folder, environment = rest
+        words, folder, environment, haste = rest
         descriptors.insert(0, os.open(os.devnull, os.O_RDONLY))
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
@@ -141,6 +144,7 @@ def serve() -> list[str]:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        hasty.hurry_all(haste)
         return list(words)
 
 
@@ -156,6 +160,7 @@ if __name__ == "__main__":
     ):
         import_module(name)
     cli = import_module("kvtier_daemon.cli")
+    hasty = import_module("hasty")
     sys.path.pop(0)  # this file's folder, which a daemon does not have
     sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *serve()]
     cli.main()
