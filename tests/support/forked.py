@@ -7,6 +7,7 @@ Run as a program, this file is that process: it reads requests from its standard
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import select
@@ -161,6 +162,9 @@ if __name__ == "__main__":
         import_module(name)
     cli = import_module("kvtier_daemon.cli")
     hasty = import_module("hasty")
+    # No garbage collection of a fork visits, and thereby copies, the pages that it shares.
+    gc.collect()
+    gc.freeze()
     sys.path.pop(0)  # this file's folder, which a daemon does not have
     sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *serve()]
     cli.main()
