@@ -43,7 +43,7 @@ LONGEST = (
     "tests/plugins/test_vllm_cuda.py",
 )
 
-# The implementations of a codec. One process runs a test for all of them: the model's results are computed once.
+# The implementations of a codec. One process runs a test for all of them: it has the results of the model.
 LEVEL = re.compile(r"\b(scalar|avx\w+|neon|cuda)\b")
 
 # No deadline for an example: the machine may be busy.
