@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from e2e.test_cold_tier import CHAIN, SPEC, brought, cold_daemon, save, settled, tokens
 from kvtier import Client, Refused
-from support.daemons import Daemon
+from support.daemons import Daemon, kvtier
 from support.specs import pattern, spec_of
 
 
@@ -25,8 +23,7 @@ def disk(tmp_path: Path) -> Path:
 
 
 def explained(daemon: Daemon, *arguments: str) -> str:
-    command = [sys.executable, "-m", "kvtier_daemon.cli", "explain", "--socket", daemon.socket]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    done = kvtier("explain", "--socket", daemon.socket, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -31,18 +31,11 @@ from kvtier_daemon.cli.top_views import VIEWS, Moment, ScreenHistory
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.observing.events import LIMIT_KEPT
 from kvtier_daemon.tiers.cold.segment import Head, Trailer
-from support.daemons import Daemon
+from support.daemons import Daemon, kvtier
 from support.specs import pattern, spec_of
 
 NOBODY = 65_534
 COMMAND = [sys.executable, "-m", "kvtier_daemon.cli"]
-
-
-def kvtier(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False,
-        **({"stdin": subprocess.DEVNULL} | options),
-    )  # fmt: skip
 
 
 def json_of(*arguments: str) -> Any:
@@ -570,10 +563,7 @@ def test_doctor_knows_the_configuration_of_the_daemon_that_answers(
 
 @pytest.mark.parametrize("term", ["why=nosuch", "kind=nosuch", "what=nosuch", "lookup,why=nosuch"])
 def test_monitor_refuses_values_that_no_event_has(shared_daemon: Daemon, term: str) -> None:
-    done = subprocess.run(
-        [*COMMAND, "monitor", "--filter", term, "--limit", "1", "--socket", shared_daemon.socket],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = kvtier("monitor", "--filter", term, "--limit", "1", "--socket", shared_daemon.socket)
     assert done.returncode == 2 and "nosuch" in done.stderr
     known = {"why": "slower", "kind": "lookup", "what": "committed"}
     assert known[term.partition("=")[0].rpartition(",")[2]] in " ".join(done.stderr.split())
@@ -793,7 +783,7 @@ def test_top_once_fits_eighty_columns(shared_daemon: Daemon, view: str) -> None:
         keys = saved(client, "top", 5)
         done = kvtier(
             "top", "--once", "--interval", "0.2", "--view", view, "--socket", shared_daemon.socket,
-            env=dict(os.environ, COLUMNS="80", PYTHONIOENCODING="utf-8"),
+            COLUMNS="80", PYTHONIOENCODING="utf-8",
         )  # fmt: skip
         client.open(spec_of("top")).forget(keys)
     assert done.returncode == 0, done.stderr
@@ -920,11 +910,10 @@ def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
 
 def test_a_shell_completes_commands_and_flags() -> None:
     def completed(*words: str) -> set[str]:
-        environment = dict(
-            os.environ, _KVTIER_COMPLETE="complete_bash", COMP_WORDS=" ".join(("kvtier", *words)),
+        done = kvtier(
+            _KVTIER_COMPLETE="complete_bash", COMP_WORDS=" ".join(("kvtier", *words)),
             COMP_CWORD=str(len(words)),
         )  # fmt: skip
-        done = subprocess.run(COMMAND, capture_output=True, text=True, env=environment, check=False)
         return set(done.stdout.split())
 
     assert completed("st") == {"status"}

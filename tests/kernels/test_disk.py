@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import cache
 
 import pytest
 import xxhash
@@ -987,12 +988,12 @@ def test_random_operations_equal_those_of_the_model(bench, fixed):
 # --- encoded frames -------------------------------------------------------------------------------
 
 
-def encoded(number, codec="r32", nbytes=SLOT):
+@cache
+def encoded(number, codec="r32"):
     """A block, and its frame as in a file: the size of the header, the size of the payload, and all bytes."""
-    rng = random.Random(number)
-    block = bytes(
-        byte for _ in range(nbytes // 2) for byte in (rng.randrange(256), rng.choice((0x3E, 0xBF)))
-    )
+    rng, nbytes = random.Random(number), SLOT
+    low, high = rng.randbytes(nbytes // 2), rng.choices((0x3E, 0xBF), k=nbytes // 2)
+    block = bytes(byte for pair in zip(low, high, strict=True) for byte in pair)
     template = Template(b"s" * 32, 0, 0, RAW, (Entry(0, 0, RAW, 0, nbytes, nbytes),))
     header, into = template.blank(b""), bytearray(nbytes)
     size = framing.encode(BY_NAME[codec], "bfloat16", header, block, into)
@@ -1151,6 +1152,7 @@ def test_frames_larger_than_the_memory_together_are_all_read(tmp_path):
 # --- frames that are decoded while they are read ---------------------------------------------------
 
 
+@cache
 def large(number, parts=32, codec="r32"):
     """A frame of `parts` parts of a slot each; about 3/4 of it is read in pieces."""
     block, *_ = encoded(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 from kvtier import Client, Unavailable
 from kvtier_daemon.observing.metrics import SERIES
-from support import forked
+from support import forked, hasty
 
 START_S = 60.0  # on a busy machine
 STOP_S = 20.0  # less than the limit of the daemon's own stop
@@ -117,6 +118,11 @@ class Daemon:
             ) from None
 
 
+def hasty_command(haste: Mapping[str, float]) -> tuple[str, ...]:
+    """The command `kvtier serve` with other values of these constants."""
+    return sys.executable, str(Path(hasty.__file__)), json.dumps(haste), "serve"
+
+
 def start_daemon(
     folder: Path,
     warm: str = "64MiB",
@@ -125,9 +131,11 @@ def start_daemon(
     command: Sequence[str] = SERVE,
     env: Mapping[str, str] | None = None,
     keep_s: int | None = 0,
+    haste: Mapping[str, float] | None = None,
 ) -> Daemon:
     """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete. A
-    keeper process holds its memory for `keep_s` after its end, or for the default with None."""
+    keeper process holds its memory for `keep_s` after its end, or for the default with None. `haste`: values
+    of the daemon's constants."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:
@@ -140,8 +148,10 @@ def start_daemon(
     with log.open("ab") as sink:
         process: subprocess.Popen[bytes] | forked.Process
         if command is SERVE and env is None:
-            process = server().start(["serve", "--config", str(path)], sink.fileno())
+            words = ["serve", "--config", str(path)]
+            process = server().start(words, 1, sink.fileno(), haste=haste)
         else:
+            command = hasty_command(haste) if haste else command
             process = subprocess.Popen([*command, "--config", str(path)], stderr=sink, env=env)
     daemon = Daemon(process, socket, log)
     try:
@@ -157,8 +167,4 @@ def start_daemon(
 
 def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command `kvtier` and wait until it ends."""
-    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False,
-        env=dict(os.environ, **environment),
-    )  # fmt: skip
+    return server().run(list(arguments), dict(os.environ, **environment))

@@ -11,26 +11,16 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from support.cached import compiler, digest, made_once
+
 PATIENCE_S = 60.0
 SHUT_DOWN, WITHOUT_ITS_LOG = 0x8004587D, 2  # XFS_IOC_GOINGDOWN, and ext4's
-
-
-def hurry(**values: float) -> None:
-    """Replace constants of the daemon's modules, such as times and sizes that are large for a test. Each must
-    exist."""
-    modules = [one for name, one in sys.modules.items() if name.startswith("kvtier_daemon.")]
-    for name, value in values.items():
-        holders = [module for module in modules if name in vars(module)]
-        assert holders, name
-        for module in holders:
-            setattr(module, name, value)
 
 
 def needs(*tools: str, root: bool = True) -> None:
@@ -313,9 +303,13 @@ class Shim:
     def __init__(self, folder: Path, path: Path) -> None:
         needs("cc", root=False)
         self.path = path
-        source, library, switch = folder / "shim.c", folder / "shim.so", folder / "switch"
-        source.write_text(SHIM)
-        command("cc", "-shared", "-fPIC", "-O1", "-w", "-o", library, source, "-ldl")
+        words = ("cc", "-shared", "-fPIC", "-O1", "-w", "-x", "c", "-", "-ldl")
+
+        def make(library: Path) -> None:
+            subprocess.run([*words, "-o", library], input=SHIM, text=True, check=True)
+
+        library = made_once(digest(compiler("cc"), SHIM, *words) + ".so", make)
+        switch = folder / "switch"
         switch.write_bytes(bytes(4096))
         with switch.open("r+b") as file:
             self._told = mmap.mmap(file.fileno(), 4096)

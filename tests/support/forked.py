@@ -1,12 +1,13 @@
-"""Start daemons without their imports: a process that has imported `kvtier serve` forks once per daemon.
+"""Run daemons and commands without their imports: a process that has imported them forks once per command.
 
-Importing takes 0.2 s of CPU time, more than most tests; the fork runs the same command from its first line.
+Importing takes 0.1 to 0.2 s of CPU time, more than most tests; the fork runs the command from its first line.
 Run as a program, this file is that process: it reads requests from its standard input, a socket.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import select
@@ -14,7 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -78,10 +81,29 @@ class Server:
             self._process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
         atexit.register(self.close)
 
-    def start(self, words: list[str], stderr: int) -> Process:
-        """Run `kvtier` with these arguments, in the folder and the environment of this process."""
-        request = [FORK, words, os.getcwd(), dict(os.environ)]
-        return Process(self, self.ask(request, stderr))
+    def start(
+        self, words: list[str], stdout: int, stderr: int, env: Mapping[str, str] = os.environ,
+        haste: Mapping[str, float] | None = None,
+    ) -> Process:  # fmt: skip
+        """Run `kvtier` with these arguments, without input, in the folder of this process. `haste`: values of
+        constants (support/hasty.py)."""
+        request = [FORK, words, os.getcwd(), dict(env), dict(haste or {})]
+        return Process(self, self.ask(request, stdout, stderr))
+
+    def run(
+        self, words: list[str], env: Mapping[str, str] = os.environ, timeout: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `kvtier` with these arguments until it ends."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = self.start(words, out.fileno(), err.fileno(), env)
+            try:
+                code = process.wait(timeout)
+            finally:
+                process.kill()
+                process.wait()
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
     def ask(self, request: list[Any], *descriptors: int) -> int:
         with self._lock:
@@ -99,7 +121,7 @@ def serve() -> list[str]:
     asked = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its parent
     while True:
-        text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 1)
+        text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 2)
         if not text:
             os._exit(0)
         kind, *rest = json.loads(text)
@@ -107,32 +129,42 @@ def serve() -> list[str]:
             asked.send(str(os.waitpid(rest[0], 0)[1]).encode())
             continue
         if child := os.fork():
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
             asked.send(str(child).encode())
             continue
         asked.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        words, folder, environment = rest
-        os.dup2(descriptors[0], 2)
-        os.close(descriptors[0])
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        words, folder, environment, haste = rest
+        descriptors.insert(0, os.open(os.devnull, os.O_RDONLY))
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        encoding = environment.get("PYTHONIOENCODING") or sys.stdout.encoding
+        sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        hasty.hurry_all(haste)
         return list(words)
 
 
 if __name__ == "__main__":
     for name in (
         "uvloop",
+        "kvtier.client",
         "kvtier_daemon.app",
         "kvtier_daemon.cli.serve",
+        "kvtier_daemon.cli.status",
         "kvtier_daemon.config.preflight",
+        "rich.table",
     ):
         import_module(name)
     cli = import_module("kvtier_daemon.cli")
+    hasty = import_module("hasty")
+    # No garbage collection of a fork visits, and thereby copies, the pages that it shares.
+    gc.collect()
+    gc.freeze()
     sys.path.pop(0)  # this file's folder, which a daemon does not have
     sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *serve()]
     cli.main()

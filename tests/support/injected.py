@@ -22,7 +22,7 @@ from kvtier.errors import KvtierError
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from support.cold_bench import BLOCK, MIB, Bench, key
-from support.disks import hurry
+from support.hasty import hurry
 from support.specs import pattern
 
 SIZE = 40 * MIB

@@ -19,11 +19,13 @@ from models.policies.lru import Lru, LruModel
 from models.policies.prefix import Prefix, PrefixModel
 from models.policies.s3fifo import S3Fifo, S3FifoModel
 from models.policies.value import Value, ValueModel
+from support.effort import effort
 
 PAIRS = [
     (Lru, LruModel), (Lfu, LfuModel), (Arc, ArcModel), (S3Fifo, S3FifoModel),
     (Prefix, PrefixModel), (Attention, AttentionModel), (Value, ValueModel),
 ]  # fmt: skip
+EXAMPLES = effort(6, 15, 15)
 BY_CHAINS = [kind for pair in PAIRS[4:] for kind in pair]
 
 
@@ -107,7 +109,7 @@ def conversations(rnd, requests, names=1):
 
 
 @pytest.mark.parametrize(("native", "model"), PAIRS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.sampled_from([16, 40, 200]))
 def test_native_and_model_evict_the_same_of_conversations(native, model, seed, blocks):
     rnd = random.Random(seed)
@@ -121,7 +123,7 @@ def test_native_and_model_evict_the_same_of_conversations(native, model, seed, b
 
 
 @pytest.mark.parametrize(("native", "model"), PAIRS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_native_and_model_agree_on_random_events(native, model, seed):
     rnd = random.Random(seed)
@@ -148,7 +150,7 @@ def test_native_and_model_agree_on_random_events(native, model, seed):
 
 
 @pytest.mark.parametrize("kind", BY_CHAINS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_parent_is_evicted_before_its_children(kind, seed):
     rnd = random.Random(seed)
