@@ -34,10 +34,12 @@ class NoMount(Exception):  # noqa: N818
 
 class OneFile:
     """The file `path`, from the constructor until `unmount`. Subclasses implement `size`, `resize`, `read`,
-    `write` and `flush`; their errors are OSError. Nothing is kept in the page cache."""
+    `write` and `flush`; their errors are OSError. Nothing is kept in the page cache. `fence` makes all
+    requests fail that come through descriptors from before."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._descriptor = 1
         if os.geteuid() or not os.access("/dev/fuse", os.R_OK | os.W_OK):
             raise NoMount("needs root and /dev/fuse, to mount a file system of its own")
         path.touch()
@@ -53,6 +55,9 @@ class OneFile:
 
     def unmount(self) -> None:
         self._libc.umount2(os.fsencode(self.path), MNT_DETACH)
+
+    def fence(self) -> None:
+        self._descriptor += 1
 
     # --- the file ----------------------------------------------------------------------------
 
@@ -115,12 +120,14 @@ class OneFile:
                 0, 0, 0, 1, size, -(-size // 512), 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0
             )
         if opcode == OPEN:
-            return struct.pack("<QII", 1, DIRECT_IO | PARALLEL_WRITES, 0)
+            return struct.pack("<QII", self._descriptor, DIRECT_IO | PARALLEL_WRITES, 0)
+        if opcode in (READ, WRITE, FSYNC):
+            descriptor, at, size = AT.unpack_from(bytes(body[: AT.size]).ljust(AT.size))
+            if descriptor != self._descriptor:
+                raise OSError(errno.EIO, "opened before the fence")
         if opcode == READ:
-            _, at, size = AT.unpack_from(body)
             return self.read(at, size)
         if opcode == WRITE:
-            _, at, size = AT.unpack_from(body)
             if self.write(unique, at, body[WRITE_HEAD : WRITE_HEAD + size]):
                 self.wrote(unique, size)
             return None

@@ -72,6 +72,7 @@ class CachedDisk(OneFile):
         elif what == "cut":
             self._cut()
         elif what == "on":
+            self.fence()
             self._is_on = True
 
     # --- requests ----------------------------------------------------------------------------
@@ -189,8 +190,7 @@ def main(path: str, image: str, descriptor: str) -> None:
 class PoweredDisk:
     """A mounted file system on such a disk. `path` is where it is mounted while the power is on."""
 
-    def __init__(self, folder: Path, front: Path, told: socket.socket, kind: str, device: str) -> None:
-        self.kind = kind
+    def __init__(self, folder: Path, front: Path, told: socket.socket, kind: str) -> None:
         self.cuts: list[dict[str, int]] = []
         self._told = told
         self._restored = 0  # after how many cuts the power was last switched on
@@ -198,8 +198,10 @@ class PoweredDisk:
         self._heard = threading.Condition()
         self._front = front
         threading.Thread(target=self._listen, daemon=True).start()
-        self.mounted = Mounted(device, folder / "disk", OPTIONS[kind])
-        self.path = self.mounted.path
+        self._options = OPTIONS[kind]
+        self._mounts = contextlib.ExitStack()
+        self.path = folder / "disk"
+        self._mount()
 
     def arm(self, seed: int, after: int, sector: int) -> None:
         """Cut the power after this many writes and flushes; 0: not before `cut`."""
@@ -216,13 +218,19 @@ class PoweredDisk:
 
     def restore(self) -> None:
         """Switch the power on after a cut, and mount the file system, which replays its journal."""
-        deadline = time.monotonic() + PATIENCE_S
-        while (done := subprocess.run(["umount", self.path], capture_output=True)).returncode:
-            assert time.monotonic() < deadline, f"still in use: {done.stderr.decode()}"
-            time.sleep(0.01)
+        self.unmount()
         self._restored = len(self.cuts)
         self._order(what="on")
-        self.mounted.mount()
+        self._mount()
+
+    def unmount(self) -> None:
+        self._mounts.close()
+
+    def _mount(self) -> None:
+        # A new loop device: a process with a copy of all mounts may keep the old file system in use.
+        device = self._mounts.enter_context(loop(self._front))
+        command("losetup", "--direct-io=on", device)  # otherwise there is one write at a time
+        self._mounts.callback(Mounted(device, self.path, self._options).close)
 
     def _order(self, **order: Any) -> None:
         with self._heard:
@@ -271,9 +279,6 @@ def powered(folder: Path, kind: str, file: Path) -> Iterator[PoweredDisk]:
         if failure := json.loads(text).get("failure"):
             pytest.skip(failure)
         stack.callback(subprocess.run, ["umount", "-l", front], check=False)
-        device = stack.enter_context(loop(front))
-        with contextlib.suppress(AssertionError):  # otherwise one write at a time
-            command("losetup", "--direct-io=on", device)
-        disk = PoweredDisk(folder, front, own, kind, device)
-        stack.callback(disk.mounted.close)
+        disk = PoweredDisk(folder, front, own, kind)
+        stack.callback(disk.unmount)
         yield disk
