@@ -73,9 +73,10 @@ def used(folders: list[Path]) -> int:
     total = 0
     with AS_ANOTHER:
         for folder in folders:
-            for path in folder.rglob("*"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += path.lstat().st_blocks * 512
+            with contextlib.suppress(OSError):  # the disk may have lost power
+                for path in folder.rglob("*"):
+                    with contextlib.suppress(FileNotFoundError):
+                        total += path.lstat().st_blocks * 512
     return total
 
 
@@ -165,17 +166,19 @@ class Engine(threading.Thread):
     def run(self) -> None:
         try:
             while not self._over.is_set():
-                chance = self._chance.random()
-                if chance < 0.45:
-                    self._save()
-                elif chance < 0.9:
-                    self._read()
-                else:
-                    self._forget()
+                self._step(self._chance.random())
         except Unavailable:
             pass  # the request that failed may have had its effect
         except BaseException as error:  # noqa: BLE001
             self.failure = error
+
+    def _step(self, chance: float) -> None:
+        if chance < 0.45:
+            self._save()
+        elif chance < 0.9:
+            self._read()
+        else:
+            self._forget()
 
     def _save(self) -> None:
         place = self.places[self._own]

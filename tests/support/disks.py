@@ -53,7 +53,7 @@ class Mounted:
         self.device = device
         self.path = path
         self._options = options
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         self.mount()
 
     def mount(self, *options: str) -> None:

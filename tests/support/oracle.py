@@ -69,6 +69,10 @@ class Oracle:
         """Record when a daemon was killed, after all its answers were recorded."""
         self._kills.append(at)
 
+    def newest(self, key: bytes) -> int:
+        """Return the version that was saved last, or 0."""
+        return self._of(key).newest
+
     def dead(self, key: bytes) -> int:
         """Return the state before a load, which `judge` needs after it."""
         return self._of(key).dead
