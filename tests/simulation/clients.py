@@ -64,6 +64,7 @@ class Reading:
     slots: list[tuple[Slot, bytes]]
     space: int
     keys: list[bytes]
+    asked_at: float  # by the first holder
     request: int = 0
     token: bytes = b""
 
@@ -570,7 +571,7 @@ class Client:
                 machine.violate("slots without a lease")
             return None
         until = asked_at + deadline_ms / 1000
-        reading = Reading(reply.lease, until, [], space, keys[: reply.ready], 0, reply.token)
+        reading = Reading(reply.lease, until, [], space, keys[: reply.ready], asked_at, 0, reply.token)
         link.reading.append(reading)
         self._check_parts(space, reply, first, shards)
         for part in reply.parts:
@@ -656,7 +657,8 @@ class Client:
         owner, theirs = chance.choice(known)
         if theirs.until < CLOCK.now + 1.0 or owner.daemon is not link.daemon:
             return
-        asked_at = CLOCK.now
+        # It has the blocks of the load, also if they were forgotten since.
+        asked_at = theirs.asked_at
 
         def adopted(reply: wire.Loaded) -> None:
             shards = list(range(SPECS[theirs.space].cache_groups[0].shards))

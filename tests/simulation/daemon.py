@@ -34,6 +34,7 @@ from .plan import SimulatedConfig
 import kvtier_daemon.app
 from kvtier_daemon import app as app_module
 from kvtier_daemon.app import App
+from kvtier_daemon.catalog import demotion
 from kvtier_daemon.config.schema import ColdConfig, Config, LoadedConfig, TenantConfig, WarmConfig
 from kvtier_daemon.observing import loop_lag
 from kvtier_daemon.serving import peer as peer_module
@@ -111,7 +112,8 @@ def install() -> None:
     app_module.gc = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
     app_module.faulthandler = SimpleNamespace(dump_traceback_later=lambda *_, **__: None)
     app_module.fd_store = lambda *_: KeptDescriptors(MACHINE.now)
-    app_module.TEND_S = 0.25
+    app_module.TEND_S = 0.5
+    lifecycle.POLL_S = 1.0
     App._leave = _leave
     loop_lag.TICK_S = 5.0
     disk.Disk = DiskWorker
@@ -125,10 +127,11 @@ def install() -> None:
     encoder._started = lambda *_: MACHINE.now.make_threads()
     attached.threads_here = tier.threads_here = lambda: 1
     warm.Prefaulter = Prefaulter
+    demotion.SWEEP_IDS = 512
     peer_module.Peer.of = classmethod(_peer_of)
     os.pidfd_open = _pidfd_open
     # Sets of these have the order in which they were filled, and not that of their addresses.
-    for kind in (Session, Segment, segment_store.WriteBatch, disk.DirectoryDisk):
+    for kind in (Session, Segment, segment_store.SegmentStore, segment_store.WriteBatch, disk.DirectoryDisk):
         kind.__hash__ = lambda _: 0
     log = logging.getLogger()
     log.handlers = [Failures()]
@@ -151,7 +154,7 @@ def loaded(machine: Machine) -> LoadedConfig:
         cold = ColdConfig(
             directories=tuple(machine.folder / f"disk{at}" for at in range(how.directories)),
             size_bytes=size, segment_bytes=how.segment_pages * PAGE, write=how.write,
-            admission=how.admission, codec=how.codec, scrub_bytes=1 << 20,
+            admission=how.admission, codec=how.codec, scrub_bytes=how.scrub_bytes,
         )  # fmt: skip
     config = Config(
         socket=Path("/simulated/kvtier.sock"), state=machine.folder, log_level="warning",
@@ -229,8 +232,8 @@ class Daemon:
         machine.trace("daemon killed", self.number)
         for worker in machine.workers:
             worker.killed()
-        for index in machine.index_processes:
-            index.killed()
+        for replaced in (*machine.index_processes, *machine.prefaulters):
+            replaced.killed()
         for threads in machine.all_threads:
             threads.killed(machine.chance.random() < 0.5)
         for task in _tasks_of(self.loop):

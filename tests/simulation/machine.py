@@ -585,6 +585,7 @@ class Prefaulter:
         self._files: list[tuple[int, int]] = []
         self._progress: list[tuple[int, int]] = []
         self._is_over = False
+        self._machine.prefaulters.append(self)
 
     def add(self, fd: int, size: int, lock: bool = False) -> int:
         self._files.append((fd, size))
@@ -594,7 +595,7 @@ class Prefaulter:
         return len(self._files) - 1
 
     def _step(self, at: int) -> None:
-        if self._is_over or not self._machine.app:
+        if self._is_over:
             return
         fd, size = self._files[at]
         os.posix_fallocate(fd, 0, size)
@@ -692,6 +693,7 @@ class Machine:
         self.loop: Any = None
         self.workers: list[DiskWorker] = []
         self.index_processes: list[Index] = []
+        self.prefaulters: list[Prefaulter] = []
         self.all_threads: list[Threads] = []
         self.threads = self.make_threads()
 
@@ -701,7 +703,7 @@ class Machine:
         return threads
 
     def trace(self, *what: Any) -> None:
-        text = f"{CLOCK.now:.9f} {what!r}"
+        text = f"{CLOCK.now:.9f} {what!r}".replace(str(self.folder), "FOLDER")
         self.hash.update(text.encode())
         if self.lines is not None:
             self.lines.append(text)
@@ -738,7 +740,39 @@ class Machine:
         if self.violations:
             raise Violation(self.violations[0])
         self.steps += 1
-        loop, chance = self.loop, self.chance
+        loop, chance, events = self.loop, self.chance, self._events
+        due = events[0][0] if events else NEVER
+        loop_at = loop.next_at if loop is not None else NEVER
+        draw = chance.random()
+        if due <= CLOCK.now and draw < 0.5:
+            self._run_event()
+            return True
+        if loop_at > 0.0 or draw < 0.8:
+            for_daemon, for_clients = self._ready()
+            if for_clients and (not for_daemon or draw < 0.4):
+                chance.choice(for_clients)()
+                return True
+            if len(for_daemon) > 1:
+                chance.shuffle(for_daemon)
+        else:
+            for_daemon = ()
+        if for_daemon or loop_at <= CLOCK.now:
+            CLOCK.now += draw * self.config.iteration_s
+            loop.run_once(for_daemon)
+            return True
+        if due <= CLOCK.now:
+            self._run_event()
+            return True
+        then = min(due, loop_at)
+        if then > until:
+            CLOCK.now = max(CLOCK.now, until)
+            return False
+        CLOCK.now = max(CLOCK.now, then)
+        return True
+
+    def _ready(self) -> tuple[list[Any], list[Callable[[], None]]]:
+        """The callbacks of descriptors that are ready: the daemon's, and those of clients."""
+        loop = self.loop
         for_daemon: list[Any] = []
         for_clients: list[Callable[[], None]] = []
         for fd, what in self._poll.poll(0):
@@ -751,29 +785,7 @@ class Machine:
                 for_daemon.append(loop.readers[fd])
             if what & (select.POLLOUT | select.POLLERR | select.POLLHUP) and fd in loop.writers:
                 for_daemon.append(loop.writers[fd])
-        if for_clients and (not for_daemon or chance.random() < 0.5):
-            chance.choice(for_clients)()
-            return True
-        due = self._events[0][0] if self._events else NEVER
-        loop_at = loop.next_at if loop is not None else NEVER
-        if due <= CLOCK.now and chance.random() < 0.5:
-            self._run_event()
-            return True
-        if for_daemon or loop_at <= CLOCK.now:
-            if len(for_daemon) > 1:
-                chance.shuffle(for_daemon)
-            CLOCK.now += chance.random() * self.config.iteration_s
-            loop.run_once(for_daemon)
-            return True
-        if due <= CLOCK.now:
-            self._run_event()
-            return True
-        then = min(due, loop_at)
-        if then > until:
-            CLOCK.now = max(CLOCK.now, until)
-            return False
-        CLOCK.now = max(CLOCK.now, then)
-        return True
+        return for_daemon, for_clients
 
     def _run_event(self) -> None:
         _, _, call, args = heapq.heappop(self._events)

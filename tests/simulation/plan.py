@@ -27,6 +27,7 @@ class SimulatedConfig:
     write: str
     admission: str
     codec: str
+    scrub_bytes: int
     policy: str
     send_buffer: int
     tick_s: float
@@ -73,6 +74,7 @@ def config_of(seed: int) -> SimulatedConfig:
         segments=fit + pick((2, 2, 3, 6)),
         write=pick(("back", "through")),
         admission=pick(("auto", "all")),
+        scrub_bytes=pick((0, 0, 0, 1 << 20)),
         codec=pick(("raw", "raw", "auto", "zstd")),
         policy=pick(("auto", "lru", "s3fifo")),
         send_buffer=pick((0, 0, 0, 2048)),

@@ -32,6 +32,7 @@ from .virtual import CLOCK
 
 OPERATOR_PID = 4000
 SETTLE_S = 30.0
+START_S = 60.0
 SWEEP_S = 60.0
 FOLDERS = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
@@ -79,6 +80,24 @@ class Simulation:
         self.daemon.memory = 0 if self.machine.config.keep_s else self.runs
         if not self.machine.kept:
             self.oracle.forget_slots()
+
+    def wait_serving(self) -> None:
+        """Wait until the daemon serves, its tiers are on, and it knows all blocks."""
+        machine, until = self.machine, CLOCK.now + START_S
+        machine.run(CLOCK.now + 0.1)
+        while not (self.daemon and self.daemon.is_serving and self._is_recovered()):
+            link = self.operator.connected()
+            if link is not None and machine.config.directories:
+                link.ask(wire.Tier(0, "cold", "on"), lambda _: None)
+                link.ask(wire.Tier(0, "warm", "on"), lambda _: None)
+            if CLOCK.now > until:
+                machine.violate(f"the daemon does not serve all blocks after {START_S:.0f} s")
+            machine.run(CLOCK.now + 0.5)
+
+    def _is_recovered(self) -> bool:
+        app = self.daemon.app
+        states = {app.lower.state(tier) for tier in ("warm", "cold")}
+        return states == {"on"} and all(one.tier.recovery.is_complete for one in app.tenants.values())
 
     def restart(self, how: str, chance: random.Random) -> None:
         machine, daemon = self.machine, self.daemon
@@ -192,34 +211,39 @@ class Simulation:
         """Heal the machine, let everything end, check that nothing is left, and load everything."""
         machine = self.machine
         machine.disk.heal()
-        machine.run(CLOCK.now + 1.0)
-        if self.operator.connected() is not None and machine.config.directories:
-            self.operator.link.ask(wire.Tier(0, "cold", "on"), lambda _: None)
-            self.operator.link.ask(wire.Tier(0, "warm", "on"), lambda _: None)
-        machine.run(CLOCK.now + 2.0)
+        self.wait_serving()
         for client in (*self.clients, self.operator):
             for link in (client.link,):
                 if link is not None:
                     link.stalled_until = 0.0
                     machine.run(CLOCK.now + 0.1)
             client.die()
-        machine.run(CLOCK.now + SETTLE_S)
-        self.check_idle()
+        self.settle()
         self.sweep()
+        self.settle()
         chance = random.Random(len(self.plan))
         self.restart(chance.choice(("stop", "stop", "kill", "power")), chance)
-        machine.run(CLOCK.now + 5.0)
+        self.wait_serving()
         self.sweep()
-        self.check_idle()
+        self.settle()
         assert self.daemon is not None
         self.daemon.stop()
         self.daemon.wait_stopped()
         self._check_descriptors(leaks=not machine.has_left)
         machine.run(CLOCK.now)
 
-    def check_idle(self) -> None:
-        """No client is connected and nothing moves: nothing may be held."""
-        daemon, machine = self.daemon, self.machine
+    def settle(self) -> None:
+        """Wait until nothing is held any longer, but not longer than that may take."""
+        until = CLOCK.now + SETTLE_S
+        self.machine.run(CLOCK.now + 0.1)
+        while left := self.held():
+            if CLOCK.now >= until:
+                self.machine.violate(f"left {SETTLE_S:.0f} s after the last client: {left}")
+            self.machine.run(CLOCK.now + 1.0)
+
+    def held(self) -> dict[str, Any]:
+        """What is held or moves. No client is connected."""
+        daemon = self.daemon
         assert daemon is not None
         app = daemon.app
         server = app._server
@@ -246,9 +270,7 @@ class Simulation:
                 if state.lower() not in ("ready", "free", "absent", "cold")
             }
             found |= {f"{name} blocks {state}": count for state, count in states.items()}
-        left = {what: count for what, count in found.items() if count}
-        if left:
-            machine.violate(f"left although no client is connected: {left}")
+        return {what: count for what, count in found.items() if count}
 
     def sweep(self) -> None:
         """Load all blocks of all tenants: each is one that may be loaded, and each load ends."""
@@ -278,7 +300,6 @@ class Simulation:
                     machine.violate(f"loads did not end in {SWEEP_S:.0f} s: {list(link.asked.values())[:2]}")
         for client in sweepers:
             client.link.close("bye")
-        machine.run(CLOCK.now + 8.0)
 
 
 class _Swept:
