@@ -1,0 +1,264 @@
+"""The daemon on the simulated machine: which of its parts are replaced, and how it starts, stops and is
+killed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from . import virtual  # first: it replaces the clocks
+from .loop import NumberedTask, SimulatedLoop
+from .machine import (
+    MACHINE,
+    Child,
+    DiskWorker,
+    Index,
+    KeptDescriptors,
+    Listener,
+    Machine,
+    Prefaulter,
+    Process,
+    Violation,
+)
+from .plan import SimulatedConfig
+
+# isort: split
+import kvtier_daemon.app
+from kvtier_daemon import app as app_module
+from kvtier_daemon.app import App
+from kvtier_daemon.catalog import demotion
+from kvtier_daemon.config.schema import ColdConfig, Config, LoadedConfig, TenantConfig, WarmConfig
+from kvtier_daemon.observing import loop_lag
+from kvtier_daemon.serving import peer as peer_module
+from kvtier_daemon.serving.session import Session
+from kvtier_daemon.tiers import warm
+from kvtier_daemon.tiers.cold import attached, directory, disk, encoder, lifecycle, segment_store, tier
+from kvtier_daemon.tiers.cold.directory_lock import claim
+from kvtier_daemon.tiers.cold.segment_log import Segment
+
+PAGE = 4096
+FIRST_UID = 1001
+TENANTS = ("one", "two")
+STOP_S = 60.0  # in which a daemon must stop
+INDEX_BYTES = 64 << 10
+
+
+# --- replaced parts ------------------------------------------------------------------------------
+
+
+class Origins(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "file"
+
+
+class LoadedHere(LoadedConfig):
+    """A configuration whose files are what the machine says."""
+
+    def again(self) -> LoadedConfig:
+        return loaded(MACHINE.now)
+
+
+class Failures(logging.Handler):
+    """An internal error in the log of the daemon is a violation."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and not isinstance(record.exc_info[1], Violation):
+            machine = MACHINE.now
+            with contextlib.suppress(Violation):
+                text = logging.Formatter().formatException(record.exc_info)
+                machine.violate(f"internal error: {record.getMessage()}\n{text}")
+        elif "never retrieved" in (text := record.getMessage()) or "destroyed" in text:
+            with contextlib.suppress(Violation):
+                MACHINE.now.violate(text)
+
+
+def _wait(jobs: Iterable[Future[Any]], timeout_s: float) -> SimpleNamespace:
+    """Wait for calls in threads, without waiting."""
+    machine, jobs = MACHINE.now, list(jobs)
+    if machine.disk.hangs_for() <= timeout_s:
+        for threads in machine.all_threads:
+            if threads.runs_one_of(jobs):
+                threads.finish()
+    return SimpleNamespace(not_done=[job for job in jobs if not job.done()])
+
+
+def _peer_of(cls: type[peer_module.Peer], sock: Any) -> peer_module.Peer:
+    process: Process = sock.process
+    return cls(process.pid, process.uid, os.dup(process.pidfd))
+
+
+def _pidfd_open(pid: int) -> int:
+    process = MACHINE.now.processes.get(pid)
+    if process is None or not process.is_alive:
+        raise ProcessLookupError
+    return os.dup(process.pidfd)
+
+
+def _leave(app: App, why: str) -> NoReturn:
+    MACHINE.now.has_left = True
+    raise SystemExit(why)
+
+
+def install() -> None:
+    """Replace what must not run here: threads, processes, native I/O, the order of sets."""
+    app_module.gc = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
+    app_module.faulthandler = SimpleNamespace(dump_traceback_later=lambda *_, **__: None)
+    app_module.fd_store = lambda *_: KeptDescriptors(MACHINE.now)
+    app_module.TEND_S = 0.5
+    lifecycle.POLL_S = 1.0
+    App._leave = _leave
+    loop_lag.TICK_S = 5.0
+    disk.Disk = DiskWorker
+    disk.ThreadPoolExecutor = lambda *_: MACHINE.now.make_threads(waits_for_disk=True)
+    disk.wait = _wait
+    lifecycle.ThreadPoolExecutor = lambda *_: MACHINE.now.make_threads(waits_for_disk=True)
+    lifecycle.Child = Child
+    directory.IndexProcess = Index
+    directory.lock = lambda child, path, device: claim(path, os.getpid(), device)
+    directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
+    encoder._started = lambda *_: MACHINE.now.make_threads()
+    attached.threads_here = tier.threads_here = lambda: 1
+    warm.Prefaulter = Prefaulter
+    demotion.SWEEP_IDS = 512
+    peer_module.Peer.of = classmethod(_peer_of)
+    os.pidfd_open = _pidfd_open
+    # Sets of these have the order in which they were filled, and not that of their addresses.
+    for kind in (Session, Segment, segment_store.SegmentStore, segment_store.WriteBatch, disk.DirectoryDisk):
+        kind.__hash__ = lambda _: 0
+    log = logging.getLogger()
+    log.handlers = [Failures()]
+    log.setLevel(logging.WARNING)
+
+
+install()
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def loaded(machine: Machine) -> LoadedConfig:
+    """The configuration of the machine at this time."""
+    how: SimulatedConfig = machine.config
+    names = TENANTS[: how.tenants]
+    warm_bytes = how.memory_pages * PAGE * how.tenants
+    cold = None
+    if how.directories:
+        size = how.directories * (how.segments * how.tenants * how.segment_pages * PAGE + INDEX_BYTES)
+        cold = ColdConfig(
+            directories=tuple(machine.folder / f"disk{at}" for at in range(how.directories)),
+            size_bytes=size, segment_bytes=how.segment_pages * PAGE, write=how.write,
+            admission=how.admission, codec=how.codec, scrub_bytes=how.scrub_bytes,
+        )  # fmt: skip
+    config = Config(
+        socket=Path("/simulated/kvtier.sock"), state=machine.folder, log_level="warning",
+        max_clients=32, history_bytes=64 << 10,
+        warm=WarmConfig(
+            size_bytes=warm_bytes, extent_bytes=min(how.extent_pages, how.memory_pages) * PAGE,
+            policy=how.policy, keep_s=how.keep_s,
+        ),
+        cold=cold,
+        tenants={
+            name: TenantConfig(uids=(FIRST_UID + at,), quota_bytes=warm_bytes // how.tenants)
+            for at, name in enumerate(names)
+        },
+    )  # fmt: skip
+    return LoadedHere(config, Origins())
+
+
+class Daemon:
+    """One run of the daemon."""
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.machine = machine
+        self.number = number
+        self.is_up = True
+        self.is_stopping = False
+        self.connections: list[socket.socket] = []
+        for at in range(machine.config.directories):
+            (machine.folder / f"disk{at}").mkdir(mode=0o700, exist_ok=True)
+        machine.begin_daemon()
+        machine.loop = self.loop = SimulatedLoop(machine)
+        machine.has_left = False
+        self.listener = Listener()
+        secrets = {name: bytes([at]) * 32 for at, name in enumerate(TENANTS[: machine.config.tenants])}
+        self.app = machine.app = App(loaded(machine), secrets, self.listener)
+        self.main = self.loop.create_task(self.app.serve())
+        self.main.add_done_callback(self._ended)
+        machine.trace("daemon starts", number)
+
+    def _ended(self, main: NumberedTask) -> None:
+        if not main.cancelled() and (error := main.exception()) is not None:
+            if isinstance(error, SystemExit) and self.machine.disk.hangs:
+                return
+            raise error
+
+    @property
+    def is_serving(self) -> bool:
+        return self.is_up and not self.is_stopping and self.app._server is not None
+
+    def connect(self, process: Process) -> socket.socket:
+        client, connection = self.listener.connect(process, self.machine.config.send_buffer)
+        self.connections.append(connection)
+        return client
+
+    def stop(self) -> None:
+        """Ask it to stop."""
+        self.is_stopping = True
+        self.loop.raise_signal(signal.SIGTERM)
+
+    def wait_stopped(self) -> None:
+        until = virtual.CLOCK.now + STOP_S
+        machine = self.machine
+        while not self.main.done():
+            if not machine.step(until):
+                machine.violate(f"the daemon did not stop in {STOP_S:.0f} s")
+        if machine.has_left:
+            self.kill()
+            return
+        self.main.result()
+        self._close()
+        machine.trace("daemon stopped", self.number)
+
+    def kill(self) -> None:
+        """End it at once, as SIGKILL does."""
+        machine = self.machine
+        machine.trace("daemon killed", self.number)
+        for worker in machine.workers:
+            worker.killed()
+        for replaced in (*machine.index_processes, *machine.prefaulters):
+            replaced.killed()
+        for threads in machine.all_threads:
+            threads.killed(machine.chance.random() < 0.5)
+        for task in _tasks_of(self.loop):
+            task._log_destroy_pending = False
+            with contextlib.suppress(RuntimeError):
+                task.get_coro().close()
+        self._close()
+
+    def _close(self) -> None:
+        """Nothing of the daemon runs any longer: close its descriptors."""
+        machine = self.machine
+        self.is_up = False
+        machine.app = None
+        for fd in [*self.loop.readers]:
+            self.loop.remove_reader(fd)
+        for fd in [*self.loop.writers]:
+            self.loop.remove_writer(fd)
+        self.loop.close()
+        machine.loop = None
+        for connection in self.connections:
+            connection.close()
+        self.listener.close()
+
+
+def _tasks_of(loop: SimulatedLoop) -> list[Any]:
+    import asyncio
+
+    return sorted(asyncio.all_tasks(loop), key=lambda task: task.number)

@@ -1,0 +1,401 @@
+"""One simulation: a plan is carried out, the machine heals, and everything is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from . import virtual  # first: it replaces the clocks
+from .loop import NumberedTask
+from .machine import Machine, Violation
+from .oracle import Oracle
+from .plan import CHAINS, KEYS, OF_DISKS, OF_MACHINES, OF_OPERATORS, SPECS, Operation, config_of, plan_of
+
+# isort: split
+from kvtier import wire
+
+from .clients import Client, Link
+from .daemon import FIRST_UID, Daemon
+from .virtual import CLOCK
+
+OPERATOR_PID = 4000
+SETTLE_S = 30.0
+START_S = 60.0
+SWEEP_S = 60.0
+FOLDERS = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+@dataclass
+class Outcome:
+    seed: int
+    failure: str = ""
+    trace: str = ""
+    steps: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+
+
+class Simulation:
+    def __init__(self, seed: int, plan: Sequence[Operation], folder: Path, keeps_lines: bool) -> None:
+        config = config_of(seed)
+        virtual.reset(seed, config.tick_s)
+        NumberedTask.made = 0
+        self.base_fds = _descriptors()
+        self.machine = machine = Machine(seed, config, folder)
+        machine.lines = [] if keeps_lines else None
+        machine.counts = self.counts = Counter()
+        machine.client_fds = set()
+        self.plan = plan
+        self.oracle = Oracle(machine)
+        self.daemon: Daemon | None = None
+        self.runs = 0
+        machine.clients = self.clients = [
+            Client(machine, self.oracle, f"client {at}", at % config.tenants, FIRST_UID + at % config.tenants,
+                   self.current)
+            for at in range(config.clients)
+        ]  # fmt: skip
+        self.operator = Client(machine, self.oracle, "operator", -1, 0, self.current)
+
+    def current(self) -> Daemon | None:
+        return self.daemon
+
+    # --- the daemon --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.runs += 1
+        self.daemon = Daemon(self.machine, self.runs)
+        # Memory that an earlier daemon left has the same slots.
+        self.daemon.memory = 0 if self.machine.config.keep_s else self.runs
+        if not self.machine.kept:
+            self.oracle.forget_slots()
+
+    def wait_serving(self) -> None:
+        """Wait until the daemon serves, its tiers are on, and it knows all blocks."""
+        machine, until = self.machine, CLOCK.now + START_S
+        machine.run(CLOCK.now + 0.1)
+        while not (self.daemon and self.daemon.is_serving and self._is_recovered()):
+            link = self.operator.connected()
+            if link is not None and machine.config.directories:
+                link.ask(wire.Tier(0, "cold", "on"), lambda _: None)
+                link.ask(wire.Tier(0, "warm", "on"), lambda _: None)
+            if CLOCK.now > until:
+                machine.violate(f"the daemon does not serve all blocks after {START_S:.0f} s")
+            machine.run(CLOCK.now + 0.5)
+
+    def _is_recovered(self) -> bool:
+        app = self.daemon.app
+        states = {app.lower.state(tier) for tier in ("warm", "cold")}
+        return states == {"on"} and all(one.tier.recovery.is_complete for one in app.tenants.values())
+
+    def restart(self, how: str, chance: random.Random) -> None:
+        machine, daemon = self.machine, self.daemon
+        if daemon is None or (daemon.app._server is None and how == "stop"):
+            return
+        self.oracle.pins.clear()
+        if how == "stop":
+            daemon.stop()
+            daemon.wait_stopped()
+            self._check_descriptors(leaks=not machine.has_left)
+        else:
+            daemon.kill()
+            self._check_descriptors(leaks=False)
+        if how == "power":
+            for client in self.clients:
+                client.die()
+            machine.disk.cut_power(machine.folder)
+            for fd in machine.kept.values():
+                os.close(fd)
+            machine.kept.clear()
+        self.daemon = None
+        machine.run(CLOCK.now + chance.choice((0.0, 0.01, 2.0)))
+        self.start()
+
+    def _check_descriptors(self, leaks: bool) -> None:
+        """All descriptors of the daemon are closed; those of one that was killed are closed here."""
+        machine = self.machine
+        known = self.base_fds | machine.client_fds | set(machine.kept.values())
+        known |= {process.pidfd for process in machine.processes.values()}
+        for client in (*self.clients, self.operator):
+            for link in ([client.link] if client.link else []):
+                known |= set(link._fds)
+        left = _descriptors() - known
+        if leaks and left:
+            names = [os.readlink(f"/proc/self/fd/{fd}") for fd in sorted(left)]
+            machine.violate(f"the daemon left {len(left)} descriptors open: {names[:8]}")
+        for fd in left:
+            os.close(fd)
+
+    # --- the plan ----------------------------------------------------------------------------
+
+    def carry_out(self) -> None:
+        machine = self.machine
+        self.start()
+        began = CLOCK.now
+        for one in self.plan:
+            machine.run(max(CLOCK.now, began + one.at))
+            machine.trace("operation", one.kind, one.number)
+            self.act(one.kind, random.Random(one.number))
+            for client in self.clients:
+                if client.link is not None:
+                    client.link.check_progress()
+
+    def act(self, kind: str, chance: random.Random) -> None:
+        machine = self.machine
+        self.counts[kind] += 1
+        if kind in OF_MACHINES:
+            self.restart(kind, chance)
+        elif kind in OF_DISKS:
+            self.harm(kind, chance)
+        elif kind in OF_OPERATORS:
+            self.operate(kind, chance)
+        else:
+            chance.choice(self.clients).act(kind, chance)
+        machine.trace("done")
+
+    def harm(self, kind: str, chance: random.Random) -> None:
+        """Give the disk a fault for some time."""
+        disk, machine = self.machine.disk, self.machine
+        lasts = chance.choice((0.05, 0.5, 3.0))
+        if kind == "slow":
+            disk.slow_s = chance.choice((0.005, 0.05, 0.5))
+        elif kind == "hang":
+            disk.hangs_until = CLOCK.now + chance.choice((0.2, 2.0, 8.0))
+            return
+        elif kind == "rot":
+            disk.rot(machine.folder, chance)
+            return
+        else:
+            kinds = chance.choice((("read",), ("write",), ("sync",), ("index",), ("write", "sync", "read")))
+            disk.fails = dict.fromkeys(kinds, chance.choice((0.1, 0.5, 1.0)))
+            disk.code = chance.choice((errno.EIO, errno.EIO, errno.ENOSPC))
+        machine.after(lasts, self._heal, kind)
+
+    def _heal(self, kind: str) -> None:
+        disk = self.machine.disk
+        if kind == "slow":
+            disk.slow_s = 0.0005
+        else:
+            disk.fails = {}
+
+    def operate(self, kind: str, chance: random.Random) -> None:
+        link = self.operator.connected()
+        if link is None:
+            return
+        if kind == "tier":
+            tier, order = chance.choice(
+                (("cold", "off"), ("cold", "off"), ("cold", "drain"), ("cold", "on"), ("cold", "on"),
+                 ("warm", "drain"), ("warm", "on"), ("warm", "status"))
+            )  # fmt: skip
+            link.ask(wire.Tier(0, tier, order), lambda _: None)
+        else:
+            config = self.machine.config
+            change = {"write": chance.choice(("back", "through")), "codec": chance.choice(("raw", "auto", "zstd"))}
+            self.machine.config = replace(config, **change)
+            link.ask(wire.Settings(0, "reload"), lambda _: None)
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Heal the machine, let everything end, check that nothing is left, and load everything."""
+        machine = self.machine
+        machine.disk.heal()
+        self.wait_serving()
+        for client in (*self.clients, self.operator):
+            for link in (client.link,):
+                if link is not None:
+                    link.stalled_until = 0.0
+                    machine.run(CLOCK.now + 0.1)
+            client.die()
+        self.settle()
+        self.sweep()
+        self.settle()
+        chance = random.Random(len(self.plan))
+        self.restart(chance.choice(("stop", "stop", "kill", "power")), chance)
+        self.wait_serving()
+        self.sweep()
+        self.settle()
+        assert self.daemon is not None
+        self.daemon.stop()
+        self.daemon.wait_stopped()
+        self._check_descriptors(leaks=not machine.has_left)
+        machine.run(CLOCK.now)
+
+    def settle(self) -> None:
+        """Wait until nothing is held any longer, but not longer than that may take."""
+        until = CLOCK.now + SETTLE_S
+        self.machine.run(CLOCK.now + 0.1)
+        while left := self.held():
+            if CLOCK.now >= until:
+                self.machine.violate(f"left {SETTLE_S:.0f} s after the last client: {left}")
+            self.machine.run(CLOCK.now + 1.0)
+
+    def held(self) -> dict[str, Any]:
+        """What is held or moves. No client is connected."""
+        daemon = self.daemon
+        assert daemon is not None
+        app = daemon.app
+        server = app._server
+        found: dict[str, Any] = {
+            "sessions": len(server.sessions), "ghosts": len(server.ghosts),
+            "answering": len(server.answering), "internal": server.failures["internal"],
+        }  # fmt: skip
+        for name, tenant in app.tenants.items():
+            catalog = tenant.catalog
+            counts = catalog.counts()
+            found |= {
+                f"{name} leases": len(catalog.leases) - len(catalog.pins._living()),
+                f"{name} holds": len(catalog.holds),
+                f"{name} write leases": len(catalog._writing.of),
+                f"{name} quarantined": len(catalog._writing._quarantined),
+                f"{name} reading": catalog.promotions.reading,
+                f"{name} writing": catalog.demotions.writing,
+                f"{name} unsent": server.share_of(tenant).unsent_bytes,
+                f"{name} receiving": server.share_of(tenant).receiving_bytes,
+            }
+            states = {
+                state: count
+                for state, count in counts["blocks"].items()
+                if state.lower() not in ("ready", "free", "absent", "cold")
+            }
+            found |= {f"{name} blocks {state}": count for state, count in states.items()}
+        return {what: count for what, count in found.items() if count}
+
+    def sweep(self) -> None:
+        """Load all blocks of all tenants: each is one that may be loaded, and each load ends."""
+        machine = self.machine
+        until = CLOCK.now + SWEEP_S
+        waiting = 0
+        sweepers = []
+        for tenant in range(machine.config.tenants):
+            client = Client(machine, self.oracle, f"sweep {tenant}", tenant, FIRST_UID + tenant, self.current)
+            sweepers.append(client)
+            link = client.connected()
+            assert link is not None
+            for space in range(len(SPECS)):
+                client._open(link, space, lambda link=link, space=space, client=client: None)
+        machine.run(CLOCK.now + 0.05)
+        for client in sweepers:
+            link = client.link
+            assert link is not None
+            for space in range(len(SPECS)):
+                for chain in range(CHAINS):
+                    waiting += 1
+                    _Swept(client, link, space, chain, until).ask()
+        for client in sweepers:
+            link = client.link
+            while link.asked or link.reading:
+                if not machine.step(until):
+                    machine.violate(f"loads did not end in {SWEEP_S:.0f} s: {list(link.asked.values())[:2]}")
+        for client in sweepers:
+            client.link.close("bye")
+
+
+class _Swept:
+    """Loads one chain until nothing more is coming."""
+
+    def __init__(self, client: Client, link: Link, space: int, chain: int, until: float) -> None:
+        self.client, self.link, self.space = client, link, space
+        self.keys = KEYS[space][chain]
+        self.until = until
+        client.requests += 1
+        self.request = client.requests
+        self.shards = list(range(SPECS[space].cache_groups[0].shards))
+
+    def ask(self) -> None:
+        self.asked_at = CLOCK.now
+        load = wire.Load(
+            0, self.link.spaces[self.space], b"".join(self.keys), 30_000, self.shards, self.request, 20_000,
+            0, 500,
+        )  # fmt: skip
+        self.link.ask(load, self.loaded)
+
+    def loaded(self, reply: wire.Loaded) -> None:
+        client = self.client
+        reading = client._loaded(
+            self.link, self.space, self.keys, 0, 30_000, self.shards, self.asked_at, reply, "sweep"
+        )
+        client.machine.count("swept", reply.ready)
+        if reading is not None:
+            client._release_reading(self.link, reading, random.Random(0))
+        if reply.coming and CLOCK.now < self.until:
+            client.machine.after(0.05, self.ask)
+        elif reply.coming:
+            client.machine.violate(f"blocks are coming and never come: {reply}")
+
+
+def _descriptors() -> set[int]:
+    with os.scandir("/proc/self/fd") as found:
+        fds = {int(one.name) for one in found}
+    return {fd for fd in fds if _is_open(fd)}
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def simulate(
+    seed: int, plan: Sequence[Operation] | None = None, keeps_lines: bool = False
+) -> Outcome:
+    """Carry out the plan of this seed, or another one; return what happened."""
+    plan = plan_of(seed) if plan is None else plan
+    outcome = Outcome(seed)
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-simulation-", dir=FOLDERS))
+    simulation = None
+    gc.disable()
+    before = _descriptors()
+    try:
+        simulation = Simulation(seed, plan, folder, keeps_lines)
+        try:
+            simulation.carry_out()
+            simulation.finish()
+        except Violation as error:
+            outcome.failure = str(error)
+        except Exception:
+            outcome.failure = "the simulation failed:\n" + traceback.format_exc()
+        machine = simulation.machine
+        if machine.violations:
+            outcome.failure = machine.violations[0]
+        outcome.trace, outcome.steps = machine.hash.hexdigest(), machine.steps
+        outcome.counts, outcome.lines = simulation.counts, machine.lines or []
+        _discard(simulation)
+        simulation = machine = None
+        gc.collect()
+    finally:
+        for fd in _descriptors() - before:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        shutil.rmtree(folder, ignore_errors=True)
+        gc.enable()
+    return outcome
+
+
+def _discard(simulation: Simulation) -> None:
+    """Close what is left of a simulation that failed."""
+    machine = simulation.machine
+    for client in (*simulation.clients, simulation.operator):
+        if client.link is not None:
+            client.link.sock.close()
+    if simulation.daemon is not None and simulation.daemon.is_up:
+        with contextlib.suppress(Exception):
+            simulation.daemon.kill()
+    for process in machine.processes.values():
+        os.close(process.pidfd)
+    for fd in machine.kept.values():
+        os.close(fd)
+    sys.stdout.flush()
