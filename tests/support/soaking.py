@@ -89,7 +89,7 @@ class SoakClient:
     def _tell(self, client: Client, space: Space) -> None:
         client.stats()
         client.explain()
-        client.explain(keys=self._keys(space).packed)
+        client.explain(keys=self._keys(space)[:1].packed)
 
 
 if __name__ == "__main__":
