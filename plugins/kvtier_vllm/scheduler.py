@@ -193,7 +193,8 @@ class SchedulerSide:
             saves = self._saves.in_order(self._new_saves(scheduled))
         self._forecast_step(scheduled)
         self.timelines.scheduled(self._steps, scheduled.num_scheduled_tokens)
-        session = self._daemon.session
+        # Its leases may be promised until the next step, even if it was lost meanwhile.
+        session = self._session
         extents = session.reader.extents if session is not None else 0
         run = session.reader.daemon_run if session is not None else b""
         spec = b"" if self._decisions.ranks.reported else self._spec

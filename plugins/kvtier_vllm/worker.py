@@ -191,9 +191,9 @@ class DaemonMappings:
             self.connection.lost(session, str(error))
 
     def changed(self) -> RankMapping | None:
-        """The mapping, if it differs from the last one that this returned."""
+        """The mapping that loads use, if it differs from the last one that this returned."""
         session = self.session
-        if session is None:
+        if session is None or self.readers.get(session.reader.daemon_run) is not session.reader:
             return None
         run, extents = session.reader.daemon_run, session.reader.extents
         if self._reported == (run, extents):

@@ -166,8 +166,8 @@ def test_slots_of_a_process_that_may_still_write_are_held_until_it_ends(folder: 
         [sys.executable, "-c", WRITER, daemon.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"reserved\n"
-        for _ in range(2):
-            end(daemon, signal.SIGKILL)
+        for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+            end(daemon, how)
             daemon = start(folder)
             assert quarantined(daemon) == 8
     daemon.wait_for(lambda stats: not stats["tiers"]["warm"]["states"]["quarantined"])

@@ -5,24 +5,19 @@ correct, and hits return."""
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.served import ANSWER_S, Records, Served
-from kvtier import Unavailable, wire
-from support.daemons import Daemon, start_daemon
-from support.disks import Mounted, mounted
+from support.disks import mounted
 from support.effort import effort
+from support.faulted import AGAIN_S, KINDS, NEEDS_DISK, Daemons
 from support.prompts import BLOCK, check_same, prompt
 
 SEED = 5
@@ -35,188 +30,7 @@ PROMPTS = [
 ]
 PAGES = 64  # in the engine's own cache: a sixth of what the prompts need
 PATIENCE_S = 1.0  # the option's default
-AGAIN_S = 60.0
 MIB = 1 << 20
-
-
-class Daemons:
-    """Consecutive daemons at one socket, with a cold tier on a separate small disk."""
-
-    def __init__(self, folder: Path, disk: Mounted | None) -> None:
-        self.folder, self.disk = folder, disk
-        self.cold = folder / "cold" if disk is None else disk.path
-        self.cold.mkdir(exist_ok=True)
-        self.spoilt = 0
-        self.now = self.start()
-
-    def start(self) -> Daemon:
-        self.now = start_daemon(
-            self.folder,
-            config=f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{self.cold}"]\n'
-            f'size = "96MiB"\nsegment = "1MiB"\nwrite = "through"\nscrub = 0\n',
-            wait=False,
-        )
-        return self.now
-
-    def kill(self) -> None:
-        self.look()
-        self.now.process.kill()
-        self.now.process.wait()
-
-    def end(self) -> None:
-        self.look()
-        assert self.now.stop() == 0
-
-    def look(self) -> None:
-        """Record what this daemon has found, unless it has not started completely."""
-        with contextlib.suppress(Unavailable):
-            self.spoilt += self.now.stats()["tiers"]["cold"]["states"]["spoilt"]
-
-    def said(self) -> str:
-        return self.now.log.read_text()[-2000:]
-
-    def damage(self, chance: random.Random) -> None:
-        """Flip a bit in each 16 KiB of most segments."""
-        for path in sorted(self.cold.rglob("*")):
-            if path.is_file() and chance.random() < 0.8:
-                with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
-                    for at in range(0, os.fstat(file.fileno()).st_size, 1 << 14):
-                        at += chance.randrange(1 << 14)
-                        was = os.pread(file.fileno(), 1, at)
-                        if was:
-                            os.pwrite(file.fileno(), bytes([was[0] ^ 16]), at)
-
-
-class Impostor(threading.Thread):
-    """Listens at the socket of the daemon, and sends invalid replies."""
-
-    def __init__(self, path: str, answer: Callable[[wire.Hello], bytes | None]) -> None:
-        super().__init__(daemon=True)
-        self._answer = answer
-        self._held: list[socket.socket] = []
-        Path(path).unlink(missing_ok=True)
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(path)
-        self._listening.listen(16)
-        self.served = 0
-        self.start()
-
-    def run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listening.accept()
-                self._held.append(client)
-                client.settimeout(1.0)
-                self._serve(client)
-
-    def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            framer = wire.Framer()
-            bodies = list(framer.feed(client.recv(1 << 16)))
-            hello = wire.decode_request(bodies[0])
-            assert isinstance(hello, wire.Hello)
-            self.served += 1
-            answer = self._answer(hello)
-            if answer is not None:
-                client.sendall(answer)
-
-    def close(self) -> None:
-        # Wakes the thread from its accept.
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self.join()
-        for client in self._held:
-            client.close()
-
-
-def other_schema(hello: wire.Hello) -> bytes:
-    return wire.encode(wire.Failed(hello.id, "wrong_schema", "another version", True))
-
-
-def garbage(hello: wire.Hello) -> bytes:
-    return random.Random(1).randbytes(4096)
-
-
-def another_answer(hello: wire.Hello) -> bytes:
-    return wire.encode(wire.Done(hello.id))
-
-
-def silence(hello: wire.Hello) -> None:
-    return None
-
-
-def welcome_and_silence(hello: wire.Hello) -> bytes:
-    return wire.encode(wire.Welcome(hello.id, "0", "default", bytes(16), bytes(16)))
-
-
-IMPOSTORS = (other_schema, garbage, another_answer, silence, welcome_and_silence)
-
-
-# --- what may happen --------------------------------------------------------------------------
-
-
-def killed(daemons: Daemons, chance: random.Random) -> None:
-    daemons.kill()
-    time.sleep(chance.uniform(0.0, 1.0))
-    daemons.start()
-
-
-def hung(daemons: Daemons, chance: random.Random) -> None:
-    daemons.now.process.send_signal(signal.SIGSTOP)
-    time.sleep(chance.choice([0.02, 0.2, 1.5, 2.5]))
-    daemons.now.process.send_signal(signal.SIGCONT)
-
-
-def hung_and_killed(daemons: Daemons, chance: random.Random) -> None:
-    daemons.look()
-    daemons.now.process.send_signal(signal.SIGSTOP)
-    time.sleep(chance.uniform(0.0, 1.5))
-    daemons.now.process.kill()
-    daemons.now.process.wait()
-    daemons.start()
-
-
-def restarted(daemons: Daemons, chance: random.Random) -> None:
-    daemons.end()
-    time.sleep(chance.uniform(0.0, 0.3))
-    daemons.start()
-
-
-def replaced(daemons: Daemons, chance: random.Random) -> None:
-    chance.choice([daemons.kill, daemons.end])()
-    impostor = Impostor(daemons.now.socket, chance.choice(IMPOSTORS))
-    deadline = time.monotonic() + AGAIN_S
-    while not impostor.served:
-        assert time.monotonic() < deadline, "nobody tries to connect"
-        time.sleep(0.02)
-    time.sleep(chance.uniform(0.0, 1.0))
-    impostor.close()
-    daemons.start()
-
-
-def out_of_disk(daemons: Daemons, chance: random.Random) -> None:
-    assert daemons.disk is not None
-    daemons.disk.fill()
-    try:
-        time.sleep(chance.uniform(0.2, 1.0))
-        if chance.random() < 0.3:
-            restarted(daemons, chance)
-            time.sleep(chance.uniform(0.2, 1.0))
-    finally:
-        daemons.disk.drain()
-
-
-def damaged(daemons: Daemons, chance: random.Random) -> None:
-    daemons.damage(chance)
-    if chance.random() < 0.5:
-        # With an empty memory, the next requests are read from the disk.
-        killed(daemons, chance)
-
-
-KINDS = (killed, hung, hung_and_killed, restarted, replaced, out_of_disk, damaged)
-
-
-# --- who asks meanwhile -----------------------------------------------------------------------
 
 
 class Traffic:
@@ -265,7 +79,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
             print(f"there is no disk to fill: {why}")
         daemons = Daemons(folder, disk)
         yield daemons
-        daemons.now.stop()
+        daemons.close()
         _, raised, what = daemons.now.log.read_text().partition("Traceback")
         assert not raised, what[:4000]
 
@@ -291,7 +105,7 @@ def test_no_request_fails_whatever_happens_to_the_daemon(
     records, chance = Records(engine.engine.records), random.Random(SEED)
     traffic = Traffic(engine, right)
     request.addfinalizer(traffic.end)
-    kinds = [kind for kind in KINDS if kind is not out_of_disk or daemons.disk is not None]
+    kinds = [kind for kind in KINDS if kind not in NEEDS_DISK or daemons.disk is not None]
     happened: Counter[str] = Counter()
     away_s = []
     for number in range(FAULTS):

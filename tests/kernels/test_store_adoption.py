@@ -199,6 +199,22 @@ def test_a_block_that_was_read_from_disk_is_noted(memory):
     assert adopted.store.keys_of(adopted.ready) == keys("a", "b")
 
 
+def test_a_block_that_was_read_from_a_lossy_frame_is_still_lossy(memory):
+    """Otherwise it would be encoded a second time with a loss."""
+    store, spaces = memory.store()
+    ids = save(store, spaces[7], ("lossy", "raw"))
+    frames = b"".join(
+        struct.pack("<IIIBBBB", 1, page, PAGE, 0, 1, flags, 0) for page, flags in ((1, 3), (3, 1))
+    )
+    store.framed(1, ids, frames, bytes(32))
+    store.evict(ids)
+    store.promote(ids)
+    store.promoted(ids)
+    assert store.lossy(ids) == ids[:4]
+    adopted = memory.adopted()
+    assert adopted.store.keys_of(adopted.store.lossy(adopted.ready)) == key("lossy")
+
+
 @pytest.mark.parametrize("ends", ["killed", "forgotten"])
 def test_a_slot_that_a_disk_was_reading_into_is_never_given_out_again(memory, ends):
     store, spaces = memory.store()

@@ -537,6 +537,52 @@ def test_a_rank_keeps_promised_blocks_of_a_daemon_that_ended_mapped(
     assert engine.serve(PROMPT).cached == 8 * BLOCK, "the next step has it again"
 
 
+def test_a_step_names_the_daemon_whose_blocks_may_still_be_promised(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost while the scheduler makes a step: ranks keep that daemon's memory mapped until
+    the step in which the scheduler gives up its leases."""
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    side, (worker,) = engine.scheduler, engine.workers
+    (run,) = worker.mappings.readers
+    request = engine.add(PROMPT)
+    engine.until(lambda: not side.in_flight["tickets"])
+    scheduler_line, rank_line = side._daemon.connection, worker.mappings.connection
+    assert scheduler_line is not None and rank_line is not None
+    step = side._decisions.next_step
+
+    def lost_meanwhile() -> None:
+        step()
+        cold_daemon.process.kill()
+        cold_daemon.process.wait()
+        wait_until(lambda: scheduler_line.session is None and rank_line.session is None)
+
+    monkeypatch.setattr(side._decisions, "next_step", lost_meanwhile)
+    monkeypatch.setattr(side, "matched", lambda request, computed: (None, False))
+    engine.step()
+    assert run in worker.mappings.readers
+    monkeypatch.undo()
+    engine.run(request)
+    assert request.cached == 8 * BLOCK and not request.failed and not engine.wrong_pages(request)
+
+
+def test_a_rank_reports_only_memory_that_its_loads_can_use(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """It connects during a step, and loses the daemon before the next one."""
+    engine = engine_of(cold_daemon)
+    engine.serve(PROMPT)
+    (worker,) = engine.workers
+    mappings = worker.mappings
+    (run,) = mappings.readers
+    mappings._reported = None
+    reader = mappings.readers.pop(run)
+    assert mappings.changed() is None
+    mappings.readers[run] = reader
+    assert mappings.changed() is not None
+
+
 def test_a_very_long_prompt_is_hashed_and_saved_in_parts(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,17 @@ def test_a_save_of_blocks_that_another_session_writes_gets_in_progress_without_w
     assert save(catalog, space, keys, YOU).outcomes == bytes([GRANTED] * 4)
 
 
+def test_a_lease_that_a_session_joined_twice_ends_with_the_session() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(8)
+    save(catalog, space, keys)
+    found = catalog.load(ME, space, keys, 3600.0, [0], 0.0)
+    catalog.adopt(ME, found.token, [0])
+    catalog.end_session(ME, gone=False)
+    assert len(catalog.leases) == 0
+    assert save(catalog, space, chain(8), YOU).outcomes == bytes([GRANTED] * 8)
+
+
 def test_old_blocks_are_evicted_for_new_ones_tails_before_heads() -> None:
     catalog = catalog_of(8)
     space, old, new = space_of(catalog), chain(8), chain(3)

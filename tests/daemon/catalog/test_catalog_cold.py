@@ -725,6 +725,16 @@ def test_holds_are_limited_to_a_share_of_the_memory() -> None:
     assert granted.outcomes.count(GRANTED) == 16, "a slot is missing"
 
 
+def test_more_can_be_held_when_the_memory_has_grown() -> None:
+    tenant = Tenant(8)
+    waits_for(tenant, chain(4), (ME, 1))
+    waits_for(tenant, chain(4), (ME, 2))
+    assert tenant.catalog.holds.nbytes == 8 * SIZE * HOLD_SHARE
+    tenant.catalog.add_extent(8 * SIZE, bytearray(8 * SIZE // 4096 * 8))
+    waits_for(tenant, chain(4), (ME, 3))
+    assert tenant.catalog.holds.nbytes == 16 * SIZE * HOLD_SHARE
+
+
 def test_holds_are_limited_to_what_one_call_can_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds, "LIMIT_HELD", 5)
     tenant, keys = Tenant(16), chain(4)

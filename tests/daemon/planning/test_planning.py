@@ -172,6 +172,18 @@ def test_a_repeated_request_gets_the_same_verdict() -> None:
     assert len(world.planner.order) == 50
 
 
+def test_a_request_is_decided_again_after_it_was_cancelled() -> None:
+    """The disk may be faster by then."""
+    world = World()
+    slow = Load("slow", 0.0, blocks("s", 500), 0.1)
+    world.ask(slow)
+    assert slow.verdict is not None and not slow.verdict.load
+    world.planner.cancel("slow")
+    assert not world.planner.knows("slow")
+    world.ask(slow)
+    assert slow.verdict.first
+
+
 def test_a_load_that_is_late_is_given_up() -> None:
     world = World()
     load = Load("a", 0.0, blocks("a", 100), 0.2)
