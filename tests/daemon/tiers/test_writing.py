@@ -582,7 +582,7 @@ def test_a_low_budget_is_left_for_blocks_that_are_close_to_eviction(tmp_path: Pa
         desk.mover.tend()
         await desk.rest()
         assert desk.mover.counts["written"] == 4, "more than the coldest quarter was written"
-        desk.now += 360  # the budget grows by a tenth of an hour's share
+        desk.now += 3600
         desk.mover.tend()
         await desk.written(16)
         await desk.end()

@@ -174,6 +174,7 @@ class Flusher:
         self._saved = bytearray()  # ids of blocks to write, in the order of their commits
         self._sweep_at = 0  # where the search for other blocks continues
         self._next_sweep_s = clock()
+        self._in_flight_bytes = 0  # planned to be written, and not yet subtracted from the budget
         self._clock = clock
         self._tended_at = clock()
         self._saved_blocks = 0  # since then
@@ -233,7 +234,7 @@ class Flusher:
 
     def _plan(self) -> Demotion | None:
         """Return the blocks to write next, or None."""
-        left = self.gate()
+        left = self.gate() - self._in_flight_bytes
         if not self._cold.writer.is_on or (left <= 0 and not self.drain.is_on):
             return None
         if not self._cold.writer.may_write():
@@ -242,9 +243,10 @@ class Flusher:
         # Before newer saves; otherwise the drain would never end.
         if self.drain.is_on and not self.drain.is_done and (plan := self.drain.plan()).ids:
             return plan
-        ahead = self._through or self.drain.is_on or left > self._budget.plenty
-        if ahead:
-            some = min(WRITE_BLOCKS, catalog.demotions.blocks_of(WRITE_BYTES)) * ID_BYTES
+        ahead_bytes = WRITE_BYTES if self.drain.is_on else left - self._kept_budget()
+        if ahead_bytes > 0:
+            blocks = catalog.demotions.blocks_of(int(min(ahead_bytes, WRITE_BYTES)))
+            some = min(WRITE_BLOCKS, blocks) * ID_BYTES
             while self._saved:
                 ids = bytes(self._saved[:some])
                 del self._saved[:some]
@@ -254,7 +256,16 @@ class Flusher:
             most = int(min(left, WRITE_BYTES))
             if (plan := catalog.demotions.plan(most, self._clean_bytes, WRITE_BLOCKS)).ids:
                 return plan
-        return self._sweep() if ahead and (self.drain.is_done or not self.drain.is_on) else None
+        if ahead_bytes > 0 and (self.drain.is_done or not self.drain.is_on):
+            return self._sweep()
+        return None
+
+    def _kept_budget(self) -> float:
+        """The part of the budget that is kept for blocks that are close to eviction, or requested twice."""
+        if not self._through:
+            return self._budget.plenty
+        twice = self._admission == "auto" and not self._catalog.blocks.admission.strict
+        return self._budget.scarce if twice else 0.0
 
     def _sweep(self) -> Demotion | None:
         """Return blocks that are only in memory, although they left the queue of saved blocks: their write
@@ -296,7 +307,9 @@ class Flusher:
         """
         catalog = self._catalog
         blocks = self._outgoing(plan)
-        self._sizes.note(sum(block.block_bytes for block in blocks), len(blocks))
+        nbytes = sum(block.block_bytes for block in blocks)
+        self._sizes.note(nbytes, len(blocks))
+        self._in_flight_bytes += nbytes
         unfit = [block for block in blocks if not self._cold.writer.fits(block)]
         if unfit:
             text = (
@@ -327,6 +340,7 @@ class Flusher:
             if before is not None:
                 await in_time(before)
         finally:
+            self._in_flight_bytes -= nbytes
             left = [*piece, *chain.from_iterable(rest)]
             for block in left:
                 block.release()
