@@ -234,7 +234,7 @@ class Flusher:
 
     def _plan(self) -> Demotion | None:
         """Return the blocks to write next, or None."""
-        left = self.gate() - self._in_flight_bytes
+        left = self.gate()
         if not self._cold.writer.is_on or (left <= 0 and not self.drain.is_on):
             return None
         if not self._cold.writer.may_write():
@@ -282,7 +282,7 @@ class Flusher:
     def gate(self) -> float:
         """Set the reason that an eviction without a frame gets, and the admission; return how many bytes may
         be written."""
-        left = self._budget.left()
+        left = self._budget.left() - self._in_flight_bytes
         blocks = self._catalog.blocks
         scarce = self._budget.is_limited and left < self._budget.scarce
         shut = not self.drain.is_on and (
