@@ -83,7 +83,7 @@ class Drain:
     daily budget, and then those that are saved."""
 
     def __init__(self, catalog: Catalog, waiting: WaitingWriters) -> None:
-        self.is_on = self.is_done = False
+        self.is_on = self.is_done = self.is_last = False
         self._store = catalog.blocks.store
         self._demotions = catalog.demotions
         self._waiting = waiting
@@ -98,10 +98,10 @@ class Drain:
             self._reset(True)
 
     def begin_last(self, limit_bytes: int) -> None:
-        """Write what is only in memory before a stop, the blocks that would be evicted last first, up to
-        about this many bytes."""
+        """Write what is only in memory before a stop, the blocks that would be evicted last first, up to this
+        many bytes, and nothing else."""
         self._reset(True)
-        self._swept = True
+        self._swept = self.is_last = True
         self._order.frombytes(self._demotions.last_to_keep(limit_bytes))
         self._left = len(self._order)
 
@@ -243,6 +243,8 @@ class Flusher:
         # Before newer saves; otherwise the drain would never end.
         if self.drain.is_on and not self.drain.is_done and (plan := self.drain.plan()).ids:
             return plan
+        if self.drain.is_last:
+            return None
         ahead_bytes = WRITE_BYTES if self.drain.is_on else left - self._kept_budget()
         if ahead_bytes > 0:
             blocks = catalog.demotions.blocks_of(int(min(ahead_bytes, WRITE_BYTES)))
