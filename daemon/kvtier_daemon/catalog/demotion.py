@@ -106,7 +106,9 @@ class Demotions:
         victims, _ = store.coldest(ids, ALL_BYTES, ALL_BYTES)
         places = frozenset(array("I", victims))
         self._blocks.hold_for_write(victims)
-        self._blocks.lease([array("I", (one for one in array("I", ids) if one not in places)).tobytes()])
+        self._blocks.lease(
+            [array("I", (one for one in array("I", ids) if one not in places)).tobytes()]
+        )
         self._writing.update((one, one in places) for one in array("I", ids))
         return Demotion(ids, tuple(self.described(ids, store.slots(ids), store.lossy(ids))))
 

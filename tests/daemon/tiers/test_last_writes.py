@@ -22,6 +22,7 @@ from kvtier_daemon.tiers.cold.last_writes import LastWrites
 from support.apps import served
 from support.cold_bench import BLOCK, SEGMENT, SPACE, SPEC, Bench, key, run
 
+
 def last_writes_of(desk: Desk) -> LastWrites:
     tenants = {"t": SimpleNamespace(catalog=desk.catalog)}
     return LastWrites(desk.bench.tier, tenants, {"t": desk.mover})  # type: ignore[arg-type]

@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITES_AT_ONCE = 2
-CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks, which are written even if the budget is low
+CLEAN_SHARE = (
+    1 / 4
+)  # of the warm tier: the coldest blocks, which are written even if the budget is low
 PAUSE_S = 0.05
 SWEEP_S = 10.0  # after a search of all blocks, until the next one
 LIMIT_SAVED = 1 << 20  # saved blocks that wait to be written; 4 bytes each

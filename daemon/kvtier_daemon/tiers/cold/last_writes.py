@@ -26,7 +26,9 @@ class LastWrites:
     """The last writes of a daemon that serves no clients. Like a drain, they ignore the daily budget and the
     admission. Blocks with a TTL are not written and do not count."""
 
-    def __init__(self, tier: ColdTier, tenants: Mapping[str, Tenant], movers: Mapping[str, Mover]) -> None:
+    def __init__(
+        self, tier: ColdTier, tenants: Mapping[str, Tenant], movers: Mapping[str, Mover]
+    ) -> None:
         self._tier = tier
         self._catalogs = [tenant.catalog for tenant in tenants.values()]
         self._movers = movers
@@ -54,7 +56,9 @@ class LastWrites:
             why = await self._write(most_s, told)
         finally:
             # The stop completes the writes in flight.
-            kept = self._written - self._before + sum(one.demotions.writing for one in self._catalogs)
+            kept = (
+                self._written - self._before + sum(one.demotions.writing for one in self._catalogs)
+            )
             nbytes = sum(self._new_bytes(name) for name in self._movers)
             left = max(0, self._left)
             log.log(
