@@ -139,15 +139,19 @@ class App:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unforeseen.of_loop)
-        stopped = asyncio.Event()
+        stopped, hurried = asyncio.Event(), asyncio.Event()
+
+        def terminated() -> None:
+            (hurried if stopped.is_set() else stopped).set()
 
         def interrupted() -> None:
-            # An operator at a terminal expects the memory to be free.
+            # An operator at a terminal expects the memory to be free, at once.
             if self._kept is not None:
                 self._kept.drop()
             stopped.set()
+            hurried.set()
 
-        loop.add_signal_handler(signal.SIGTERM, stopped.set)
+        loop.add_signal_handler(signal.SIGTERM, terminated)
         loop.add_signal_handler(signal.SIGINT, interrupted)
         reload = asyncio.Event()
         loop.add_signal_handler(signal.SIGHUP, reload.set)
@@ -205,16 +209,14 @@ class App:
             if looked_at is not None:
                 running.append(tasks.create_task(self._keep_history(), name="history"))
             await stopped.wait()
+            self._figures.stopping = True
+            log.info("stopping")
+            self._server.disconnect("the daemon was told to stop")
+            await self._end_moving(hurried)
             for task in running:
                 task.cancel()
-            self.lower.end_moving()
-        self._figures.stopping = True
         self._notifier.stopping("completing the writes to disk that have started")
-        self._notifier.extend_timeout(STOP_S)
-        log.info("stopping")
-        if sys.stderr is not None:
-            # If the stop hangs, log where, and end.
-            faulthandler.dump_traceback_later(STOP_S, exit=True)
+        self._limit_stop(STOP_S)
         self._server.close("the daemon was told to stop")
         loop.remove_reader(self.warm.event_fd)  # further extents are not used
         if not await self.lower.close():
@@ -228,6 +230,32 @@ class App:
         if self._stand_in is not None:
             loop.remove_reader(self._stand_in.ended)
             self._stand_in.end(0)
+
+    async def _end_moving(self, hurried: asyncio.Event) -> None:
+        """Let the tier below memory write what is only in memory, until it has ended or `hurried` is set."""
+
+        def told(progress: str) -> None:
+            self._notifier.stopping(progress)
+            self._notifier.extend_timeout(STOP_S)
+
+        cold = self.config.cold
+        self._limit_stop(STOP_S + (cold.stop_s if cold is not None else 0))
+        ways = [
+            asyncio.create_task(self.lower.end_moving(told)),
+            asyncio.create_task(hurried.wait()),
+        ]
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        await asyncio.wait(ways)
+        if not ways[0].cancelled():
+            ways[0].result()
+
+    def _limit_stop(self, seconds: float) -> None:
+        self._notifier.extend_timeout(STOP_S)
+        if sys.stderr is not None:
+            # If the stop hangs, log where, and end.
+            faulthandler.dump_traceback_later(seconds, exit=True)
 
     async def _open_lower(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
         """Open the tier below memory; this may take long, for a large index or a slow disk."""

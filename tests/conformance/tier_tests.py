@@ -106,7 +106,7 @@ class ServedTenant:
                         self._tables.append(extent.table)
                 self.lower.run_periodic()
                 await asyncio.sleep(0.01)
-            self.lower.end_moving()
+            await self.lower.end_moving(lambda progress: None)
         assert await self.lower.close()
 
     def _until(self, holds: Callable[[], bool]) -> None:

@@ -308,7 +308,9 @@ class HostMemory:
             "state": self.state(self.name),
         }
 
-    def end_moving(self) -> None:
+    async def end_moving(self, told: Callable[[str], None]) -> None:
+        for one in self.of.values():
+            one.begin()
         self.goes_on.set()
 
     async def close(self) -> bool:

@@ -7,8 +7,10 @@ Planned blocks cannot be evicted until they are reported, in any number of parts
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 
 from kvtier.wire import CAME, DIGEST_BYTES, DISK, SLOT_BYTES
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
@@ -21,6 +23,7 @@ SWEEP_IDS, SWEEP_TURNS = 4096, 8  # ids per step, and steps per call of `sweep`:
 LEAST_RECORD_BYTES = 32  # a block's record in the store takes more
 LOOK_BLOCKS = 4096  # most blocks to search for some that admission accepts
 MOST_VICTIMS = 16_384  # most victims to search in one call: a millisecond
+ALL_BYTES = 1 << 62
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +53,7 @@ class Demotions:
     def __init__(self, blocks: BlockTable, spaces: SpaceTable) -> None:
         self._blocks = blocks
         self._spaces = spaces
-        self._writing: dict[int, bool] = {}  # planned blocks; True: the policy selected the block
+        self._writing: dict[int, bool] = {}  # planned blocks; True: it could be a victim
 
     @property
     def writing(self) -> int:
@@ -79,27 +82,34 @@ class Demotions:
                 if admission.strict:
                     ids = admission.filter(ids, self._blocks.store.keys_of)
                     ids = ids[: limit_blocks * ID_BYTES]
-                self._blocks.hold_for_write(ids)
-                return self._planned(ids, victims=True)
+                return self._planned(ids)
             ask *= 2
 
     def plan_write_through(self, ids: bytes, limit_blocks: int | None = None) -> Demotion:
-        """Select the blocks of these that are only in memory and not being written. Never selects blocks that
-        expire."""
+        """Select the blocks of these that are only in memory and not being written, in this order. Never
+        selects blocks that expire."""
         new = self._lasting(self._blocks.store.dirty(ids))
-        fresh = (one for one in array("I", new) if one not in self._writing)
+        # An id may be given twice: its first block was evicted, and another one has it now.
+        fresh = dict.fromkeys(one for one in array("I", new) if one not in self._writing)
         ids = array("I", islice(fresh, limit_blocks)).tobytes()
         if self._blocks.admission.strict:
             ids = self._blocks.admission.filter(ids, self._blocks.store.keys_of)
-        self._blocks.lease([ids])
-        return self._planned(ids, victims=False)
+        return self._planned(ids)
 
     def _lasting(self, ids: bytes) -> bytes:
         return self._blocks.expiring.lasting(ids) if self._blocks.expiring.time_of else ids
 
-    def _planned(self, ids: bytes, victims: bool) -> Demotion:
-        self._writing.update(dict.fromkeys(array("I", ids), victims))
+    def _planned(self, ids: bytes) -> Demotion:
+        """Hold these blocks until the end of their writes. Those that could be victims keep their places in
+        the order of the policy: a write is no use."""
         store = self._blocks.store
+        victims, _ = store.coldest(ids, ALL_BYTES, ALL_BYTES)
+        places = frozenset(array("I", victims))
+        self._blocks.hold_for_write(victims)
+        self._blocks.lease(
+            [array("I", (one for one in array("I", ids) if one not in places)).tobytes()]
+        )
+        self._writing.update((one, one in places) for one in array("I", ids))
         return Demotion(ids, tuple(self.described(ids, store.slots(ids), store.lossy(ids))))
 
     def described(self, ids: bytes, slots: bytes = b"", lossy: bytes = b"") -> list[WritePlan]:
@@ -181,10 +191,34 @@ class Demotions:
             writing.extend(one for one in new if one < at and one in self._writing)
             if at >= most or len(found) == limit_blocks:
                 break
-        ids = found.tobytes()
-        self._blocks.lease([ids])
-        plan = self._planned(ids, victims=False)
+        plan = self._planned(found.tobytes())
         return plan, at if at < most else 0, writing.tobytes()
+
+    def last_to_keep(self, limit_bytes: int) -> bytes:
+        """The blocks that are only in memory, up to about this many bytes: first those that are held, then
+        those that would be evicted last, so the head of a chain comes before the blocks below it. Takes 0.1 s
+        for 100,000 blocks: only for a daemon that serves no clients."""
+        store, policy = self._blocks.store, self._blocks.policy
+        most = store.memory_bytes() // LEAST_RECORD_BYTES
+        dirty = self._lasting(store.dirty(array("I", range(most)).tobytes()))
+        victims = array("I", policy.victims(len(policy)))
+        places = {one: at for at, one in enumerate(victims)}
+        order = sorted(array("I", dirty), key=lambda one: -places.get(one, inf))
+        return array("I", self._within(order, limit_bytes)).tobytes()
+
+    def _within(self, ids: list[int], limit_bytes: int) -> Iterator[int]:
+        """The leading blocks of these that have at most this many bytes."""
+        names = IDENTITY.iter_unpack(self._blocks.store.identities(array("I", ids).tobytes()))
+        for one, (index, group, *_) in zip(ids, names, strict=True):
+            limit_bytes -= self._spaces.at_index(index).spec.group_block_bytes(group)
+            if limit_bytes < 0:
+                return
+            yield one
+
+    def blocks_of(self, nbytes: int) -> int:
+        """About how many blocks have this many bytes, at least one."""
+        counts = self._blocks.store.counts()
+        return max(1, nbytes * counts["blocks"]["ready"] // max(1, counts["bytes"]["ready"]))
 
 
 def note_dead_frames(blocks: BlockTable, ids: bytes, late: bytes, frames: bytes) -> None:

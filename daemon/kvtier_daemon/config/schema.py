@@ -55,6 +55,7 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     admission: Annotated[str, values.ADMISSION] = "auto"
     daily_bytes: Annotated[int, values.BUDGET] = msgspec.field(name="daily_writes", default=0)
     scrub_bytes: Annotated[int, values.RATE] = msgspec.field(name="scrub", default=16 * MIB)
+    stop_s: Annotated[int, values.SECONDS] = 60
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

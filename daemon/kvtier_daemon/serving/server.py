@@ -77,6 +77,7 @@ class Server:
         self.ghosts: set[Session] = set()
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
         self.latencies = Latencies()
+        self._going_down = ""
         self._listener = listener
         self._tenant_of = tenant_of
         self.limit_clients(max_clients)
@@ -101,6 +102,10 @@ class Server:
                 self.loop.call_later(PAUSE_S, self._resume)
                 return
             sock.setblocking(False)
+            if self._going_down:
+                with sock, contextlib.suppress(OSError):
+                    sock.send(wire.encode(wire.GoingDown(0, self._going_down)))
+                continue
             try:
                 peer = Peer.of(sock)
             except OSError as error:
@@ -235,9 +240,9 @@ class Server:
             ):
                 session.end("does not read its answers")
 
-    def close(self, reason: str) -> None:
-        """Disconnect all clients. The caller must close the listener."""
-        self.loop.remove_reader(self._listener.fileno())
+    def disconnect(self, reason: str) -> None:
+        """Disconnect all clients, and send those that connect from now on away."""
+        self._going_down = reason
         for session in list(self.sessions):
             session.send(wire.GoingDown(0, reason))
             session.end(reason)
@@ -245,3 +250,8 @@ class Server:
         for session in list(self.ghosts):
             session.abandon()
         self.ghosts.clear()
+
+    def close(self, reason: str) -> None:
+        """Disconnect all clients, and accept no others. The caller must close the listener."""
+        self.disconnect(reason)
+        self.loop.remove_reader(self._listener.fileno())

@@ -245,8 +245,9 @@ class LowerTier(Protocol):
     def report(self, tenants: Collection[str]) -> dict[str, Any]:
         """Return the status of the tier, with the figures of these tenants."""
 
-    def end_moving(self) -> None:
-        """Stop to move blocks. The files stay open."""
+    async def end_moving(self, told: Callable[[str], None]) -> None:
+        """Write the blocks that are only in memory, as far as the configuration permits, then stop to move
+        blocks. The files stay open. `told` gets the progress. A cancellation skips the rest of the writes."""
 
     async def close(self) -> bool:
         """Close the tier. Return False if something hangs that uses files or memory of the daemon."""

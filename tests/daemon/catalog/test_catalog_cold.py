@@ -274,6 +274,9 @@ def test_a_commit_is_written_through_once() -> None:
     assert plan.ids == ids and plan.blocks[0].checksum == b""
     assert [one.parent for one in plan.blocks[:2]] == [b"", keys[:32]]
     assert tenant.catalog.demotions.plan_write_through(ids).ids == b""
+    tenant.catalog.demotions.not_demoted(plan.ids)
+    plan = tenant.catalog.demotions.plan_write_through(ids + ids)
+    assert plan.ids == ids, "an id may be given twice"
     tenant.write(plan)
     assert tenant.catalog.demotions.plan_write_through(ids).ids == b""
     tenant.check()

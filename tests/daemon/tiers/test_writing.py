@@ -35,15 +35,16 @@ class Desk:
     """A mover with an arena. `tend` runs only when a test calls it."""
 
     def __init__(
-        self, bench: Bench, quota_bytes: int = ALL, *, through: bool = False, daily_bytes: int = 0
-    ) -> None:
+        self, bench: Bench, quota_bytes: int = ALL, *, through: bool = False, daily_bytes: int = 0,
+        admission: str = "auto",
+    ) -> None:  # fmt: skip
         self.now = 1000.0
         self.bench = bench
         self.catalog = Catalog(Store(), make("lru"))
         self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
         self.mover = Mover(
             "t", self.catalog, bench.tier, quota_bytes, through=through, daily_bytes=daily_bytes,
-            clock=lambda: self.now,
+            admission=admission, clock=lambda: self.now,
         )  # fmt: skip
         self.mover.extents.append(bench.extent)
         self.space = self.catalog.open(SPACE, SPEC, ME)
@@ -68,13 +69,18 @@ class Desk:
             while self.mover.counts["written"] < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
+    def spend_budget(self, left: int) -> None:
+        """Leave this many bytes of the budget."""
+        budget = self.mover._budget
+        budget.spend(int(budget.left()) - left)
+
     async def end(self) -> None:
         self.moving.cancel()
         await asyncio.gather(self.moving, return_exceptions=True)
         await self.bench.tier.close()
 
 
-async def desk_in(folder: Path, quota_bytes: int = ALL, **ways: bool | int) -> Desk:
+async def desk_in(folder: Path, quota_bytes: int = ALL, **ways: bool | int | str) -> Desk:
     bench = Bench([folder])
     await bench.recover()
     desk = Desk(bench, quota_bytes, **ways)  # type: ignore[arg-type]
@@ -120,11 +126,12 @@ def test_the_flusher_sleeps_while_no_block_is_dirty(
 def test_one_writer_polls_for_all_while_no_block_is_urgent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[bool]
 ) -> None:
-    """Dirty blocks that are not among the coldest: they may become so at any time."""
+    """The budget is low, and dirty blocks are not among the coldest: they may become so at any time."""
     monkeypatch.setattr(flusher, "PAUSE_S", 0.0)
 
     async def work() -> None:
-        desk = await desk_in(tmp_path, quota_bytes=4 * BLOCK)
+        desk = await desk_in(tmp_path, quota_bytes=4 * BLOCK, daily_bytes=24 * 100 * BLOCK)
+        desk.spend_budget(75 * BLOCK)
         desk.save(100, 8)
         await desk.written(1)
         await desk.rest()
@@ -219,7 +226,8 @@ def test_a_promotion_wakes_the_flusher(tmp_path: Path) -> None:
 
 def test_a_drain_wakes_the_flusher(tmp_path: Path) -> None:
     async def work() -> None:
-        desk = await desk_in(tmp_path, quota_bytes=0)
+        desk = await desk_in(tmp_path, quota_bytes=0, daily_bytes=24 * 100 * BLOCK)
+        desk.spend_budget(0)
         desk.save(100, 8)
         await desk.rest()
         assert not desk.mover.counts["written"], "the blocks were written before the drain"
@@ -238,7 +246,8 @@ def test_a_drain_ends_though_saves_outrun_the_disk(tmp_path: Path) -> None:
     """For each block that reaches the disk another one is saved, so the flusher always has work."""
 
     async def work() -> None:
-        desk = await desk_in(tmp_path, quota_bytes=0)
+        desk = await desk_in(tmp_path, quota_bytes=0, daily_bytes=24 * 100 * BLOCK)
+        desk.spend_budget(0)
         asked = array("I", desk.save(100, SLOTS // 2))
         await desk.rest()
         asked += array("I", desk.save(500, SLOTS // 4))
@@ -268,7 +277,8 @@ def test_a_drain_ends_though_saves_outrun_the_disk(tmp_path: Path) -> None:
 
 def test_a_drain_ends_after_failed_writes_were_repeated(tmp_path: Path) -> None:
     async def work() -> None:
-        desk = await desk_in(tmp_path, quota_bytes=0)
+        desk = await desk_in(tmp_path, quota_bytes=0, daily_bytes=24 * 100 * BLOCK)
+        desk.spend_budget(0)
         desk.save(100, 8)
         await desk.rest()
         write, refused = desk.bench.tier.writer.write, 0
@@ -477,3 +487,150 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+# --- ahead of evictions -----------------------------------------------------------------------
+
+
+class Written:
+    """The keys of the blocks in the order in which their writes were submitted."""
+
+    def __init__(self, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: list[bytes] = []
+        write = desk.bench.tier.writer.write
+
+        def begin(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
+            count = write(tenant, blocks, done)
+            self.keys += [block.key for block in blocks[:count]]
+            return count
+
+        monkeypatch.setattr(desk.bench.tier.writer, "write", begin)
+
+
+def test_bursts_of_half_of_the_memory_are_written_before_they_are_evicted(tmp_path: Path) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path, quota_bytes=SLOTS * BLOCK)
+        for burst in range(1, 7):
+            desk.save(1000 * burst, SLOTS // 2)
+            await desk.written(burst * SLOTS // 2)
+        assert not sum(desk.catalog.blocks.unwritten.values())
+        await desk.end()
+
+    run(work())
+
+
+def test_the_head_of_a_chain_is_written_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher, "WRITE_BLOCKS", 4)
+    monkeypatch.setattr(flusher, "WRITES_AT_ONCE", 1)
+
+    async def work() -> None:
+        desk = await desk_in(tmp_path)
+        order = Written(desk, monkeypatch)
+        desk.save(100, 16)
+        desk.save(200, 16)
+        await desk.written(32)
+        assert order.keys == [key(at) for first in (100, 200) for at in range(first, first + 16)]
+        await desk.end()
+
+    run(work())
+
+
+def test_a_write_is_no_use_of_a_block(tmp_path: Path) -> None:
+    """Otherwise the head of a chain, which is written first, would be evicted before the rest."""
+
+    async def work() -> None:
+        desk = await desk_in(tmp_path, through=True)
+        desk.save(100, 16)
+        desk.save(200, 16)
+        victims = desk.catalog.blocks.policy.victims(32)
+        await desk.written(32)
+        await desk.rest()
+        assert desk.catalog.blocks.policy.victims(32) == victims
+        await desk.end()
+
+    run(work())
+
+
+def test_a_held_block_is_written_and_can_be_evicted_later(tmp_path: Path) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path)
+        desk.bench.tier.writer.accepts = False
+        desk.save(100, 4)
+        found = desk.catalog.load(ME, desk.space, keys(100, 4), 1e9, range(1), 0.0)
+        desk.bench.tier.writer.accepts = True
+        desk.mover.tend()
+        await desk.written(4)
+        await desk.rest()
+        assert not len(desk.catalog.blocks.policy)
+        desk.catalog.release(ME, found.lease)
+        assert len(desk.catalog.blocks.policy) == 4
+        await desk.end()
+
+    run(work())
+
+
+def test_a_low_budget_is_left_for_blocks_that_are_close_to_eviction(tmp_path: Path) -> None:
+    async def work() -> None:
+        desk = await desk_in(
+            tmp_path, quota_bytes=16 * BLOCK, daily_bytes=24 * 100 * BLOCK, admission="all"
+        )
+        desk.spend_budget(75 * BLOCK)
+        desk.save(100, 16)
+        await desk.written(4)
+        desk.mover.tend()
+        await desk.rest()
+        assert desk.mover.counts["written"] == 4, "more than the coldest quarter was written"
+        desk.now += 3600
+        desk.mover.tend()
+        await desk.written(16)
+        await desk.end()
+
+    run(work())
+
+
+def test_blocks_that_left_the_queue_are_found_by_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher, "LIMIT_SAVED", 4)
+
+    async def work() -> None:
+        desk = await desk_in(tmp_path, quota_bytes=0)
+        desk.bench.tier.writer.accepts = False
+        desk.save(100, 16)
+        desk.bench.tier.writer.accepts = True
+
+        def written(count: int) -> bool:
+            desk.now += flusher.SWEEP_S
+            desk.mover.tend()  # continues the search
+            return desk.mover.counts["written"] == count
+
+        await until(lambda: written(16))
+        desk.save(200, 2, told=False)
+        await until(lambda: written(18))
+        await desk.end()
+
+    run(work())
+
+
+def test_the_last_writes_begin_with_the_newest_chain_and_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher, "WRITE_BLOCKS", 4)
+    monkeypatch.setattr(flusher, "WRITES_AT_ONCE", 1)
+
+    async def work() -> None:
+        desk = await desk_in(tmp_path, through=True)
+        desk.bench.tier.writer.accepts = False
+        for first in (100, 200, 300):
+            desk.save(first, 8)
+        order = Written(desk, monkeypatch)
+        desk.bench.tier.writer.accepts = True
+        desk.mover.writes.drain.begin_last(20 * BLOCK)
+        await desk.written(20)
+        newest = [key(at) for first in (300, 200) for at in range(first, first + 8)]
+        assert order.keys[:20] == [*newest, *(key(at) for at in range(100, 104))]
+        await desk.end()
+
+    run(work())

@@ -1,5 +1,5 @@
-"""Writes blocks to the disks: the coldest blocks of the warm tier, so that they can be evicted at once; or
-all saved blocks (write-through)."""
+"""Writes blocks to the disks in the order of their saves, so that the head of a chain is on disk before the
+blocks below it, and that memory can evict blocks at once."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ log = logging.getLogger(__name__)
 
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITES_AT_ONCE = 2
-CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks that are kept clean
+CLEAN_SHARE = (
+    1 / 4
+)  # of the warm tier: the coldest blocks, which are written even if the budget is low
 PAUSE_S = 0.05
-LIMIT_SAVED = 4096  # commits that wait to be written through
+SWEEP_S = 10.0  # after a search of all blocks, until the next one
+LIMIT_SAVED = 1 << 20  # saved blocks that wait to be written; 4 bytes each
 SAVES_S = 10.0  # half-life of older saves
 SIZES_BLOCKS = 1024
 COPY_S = 3.0  # longest time that writes wait for the copies of the reclaimer
@@ -82,12 +85,13 @@ class Drain:
     daily budget, and then those that are saved."""
 
     def __init__(self, catalog: Catalog, waiting: WaitingWriters) -> None:
-        self.is_on = self.is_done = False
+        self.is_on = self.is_done = self.is_last = False
         self._store = catalog.blocks.store
         self._demotions = catalog.demotions
         self._waiting = waiting
-        self._at = 0  # where the sweep continues
+        self._at = 0  # where the sweep continues, or the order
         self._swept = False  # the sweep has checked all blocks from before the drain
+        self._order = array("I")  # instead of the sweep, at a stop
         self._unsure: set[int] = set()  # blocks of the sweep that may not be on disk yet
         self._left = 0  # blocks that the drain has yet to write, at least
 
@@ -95,13 +99,21 @@ class Drain:
         if not self.is_on:
             self._reset(True)
 
+    def begin_last(self, limit_bytes: int) -> None:
+        """Write what is only in memory before a stop, the blocks that would be evicted last first, up to this
+        many bytes, and nothing else."""
+        self._reset(True)
+        self._swept = self.is_last = True
+        self._order.frombytes(self._demotions.last_to_keep(limit_bytes))
+        self._left = len(self._order)
+
     def end(self) -> None:
         if self.is_on:
             self._reset(False)
 
     def _reset(self, is_on: bool) -> None:
         self.is_on, self.is_done = is_on, False
-        self._at, self._swept, self._unsure = 0, False, set()
+        self._at, self._swept, self._unsure, self._order = 0, False, set(), array("I")
         self._left = self._demotions.in_memory_alone
         self._waiting.wake()
 
@@ -126,16 +138,17 @@ class Drain:
             self._unsure.update(array("I", plan.ids), array("I", writing))
             if plan.ids or not self._swept:
                 return plan
+        while self._at < len(self._order):
+            some = self._order[self._at : self._at + WRITE_BLOCKS]
+            self._at += WRITE_BLOCKS
+            self._unsure.update(some)
+            plan = self._demotions.plan_write_through(some.tobytes())
+            if plan.ids:
+                return plan
         left = self._store.dirty(array("I", self._unsure).tobytes())
         self._unsure = set(array("I", left))
         self.is_done = not left
         return self._demotions.plan_write_through(left, WRITE_BLOCKS)
-
-    def plan_later_saves(self) -> Demotion:
-        """Return a portion of the blocks that were saved since the drain began and did not fit into the queue
-        of commits."""
-        plan, self._at, _ = self._demotions.sweep(self._at, WRITE_BLOCKS)
-        return plan
 
 
 class Flusher:
@@ -160,7 +173,10 @@ class Flusher:
         catalog.blocks.why_unwritten = SLOW_DISK
         self.waiting = WaitingWriters()
         self.drain = Drain(catalog, self.waiting)
-        self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
+        self._saved = bytearray()  # ids of blocks to write, in the order of their commits
+        self._sweep_at = 0  # where the search for other blocks continues
+        self._next_sweep_s = clock()
+        self._in_flight_bytes = 0  # planned to be written, and not yet subtracted from the budget
         self._clock = clock
         self._tended_at = clock()
         self._saved_blocks = 0  # since then
@@ -176,13 +192,9 @@ class Flusher:
 
     def saved(self, ids: bytes) -> None:
         self._saved_blocks += len(ids) // ID_BYTES
-        if (
-            (self._through or self.drain.is_on)
-            and self._cold.writer.is_on
-            and len(self._saved) < LIMIT_SAVED
-        ):
-            # Blocks beyond the limit are written when they are close to eviction.
-            self._saved.append(ids)
+        self._saved += ids
+        # The oldest have probably been evicted; a sweep finds the others.
+        del self._saved[: max(0, len(self._saved) - LIMIT_SAVED * ID_BYTES)]
         self.waiting.wake()
 
     def tend(self) -> None:
@@ -218,8 +230,7 @@ class Flusher:
             # each other forever.
             self.waiting.wake_idle()
             left, wrote = await self._write(plan)
-            if left and self._through and len(self._saved) < LIMIT_SAVED:
-                self._saved.append(left)
+            self._saved[:0] = left
             if left or not wrote:
                 await self.waiting.wait(PAUSE_S)
 
@@ -234,26 +245,48 @@ class Flusher:
         # Before newer saves; otherwise the drain would never end.
         if self.drain.is_on and not self.drain.is_done and (plan := self.drain.plan()).ids:
             return plan
-        while self._saved:
-            ids, some = self._saved.popleft(), WRITE_BLOCKS * ID_BYTES
-            if len(ids) > some:
-                self._saved.appendleft(ids[some:])
-            plan = catalog.demotions.plan_write_through(ids[:some])
-            if plan.ids:
-                return plan
+        if self.drain.is_last:
+            return None
+        ahead_bytes = WRITE_BYTES if self.drain.is_on else left - self._kept_budget()
+        if ahead_bytes > 0:
+            blocks = catalog.demotions.blocks_of(int(min(ahead_bytes, WRITE_BYTES)))
+            some = min(WRITE_BLOCKS, blocks) * ID_BYTES
+            while self._saved:
+                ids = bytes(self._saved[:some])
+                del self._saved[:some]
+                if (plan := catalog.demotions.plan_write_through(ids)).ids:
+                    return plan
         if not self.drain.is_on:
             most = int(min(left, WRITE_BYTES))
-            plan = catalog.demotions.plan(most, self._clean_bytes, WRITE_BLOCKS)
-        elif self.drain.is_done:
-            plan = self.drain.plan_later_saves()
-        else:
+            if (plan := catalog.demotions.plan(most, self._clean_bytes, WRITE_BLOCKS)).ids:
+                return plan
+        if ahead_bytes > 0 and (self.drain.is_done or not self.drain.is_on):
+            return self._sweep()
+        return None
+
+    def _kept_budget(self) -> float:
+        """The part of the budget that is kept for blocks that are close to eviction, or requested twice."""
+        if not self._through:
+            return self._budget.plenty
+        twice = self._admission == "auto" and not self._catalog.blocks.admission.strict
+        return self._budget.scarce if twice else 0.0
+
+    def _sweep(self) -> Demotion | None:
+        """Return blocks that are only in memory, although they left the queue of saved blocks: their write
+        failed, or their frame is gone."""
+        now, demotions = self._clock(), self._catalog.demotions
+        waits = self._catalog.blocks.admission.strict or now < self._next_sweep_s
+        if waits or demotions.in_memory_alone <= demotions.writing:
             return None
+        plan, self._sweep_at, _ = demotions.sweep(self._sweep_at, WRITE_BLOCKS)
+        if not self._sweep_at and not self.drain.is_on:
+            self._next_sweep_s = now + SWEEP_S
         return plan if plan.ids else None
 
     def gate(self) -> float:
         """Set the reason that an eviction without a frame gets, and the admission; return how many bytes may
         be written."""
-        left = self._budget.left()
+        left = self._budget.left() - self._in_flight_bytes
         blocks = self._catalog.blocks
         scarce = self._budget.is_limited and left < self._budget.scarce
         shut = not self.drain.is_on and (
@@ -278,7 +311,9 @@ class Flusher:
         """
         catalog = self._catalog
         blocks = self._outgoing(plan)
-        self._sizes.note(sum(block.block_bytes for block in blocks), len(blocks))
+        nbytes = sum(block.block_bytes for block in blocks)
+        self._sizes.note(nbytes, len(blocks))
+        self._in_flight_bytes += nbytes
         unfit = [block for block in blocks if not self._cold.writer.fits(block)]
         if unfit:
             text = (
@@ -309,6 +344,7 @@ class Flusher:
             if before is not None:
                 await in_time(before)
         finally:
+            self._in_flight_bytes -= nbytes
             left = [*piece, *chain.from_iterable(rest)]
             for block in left:
                 block.release()

@@ -33,6 +33,7 @@ from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
 from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
+from kvtier_daemon.tiers.cold.last_writes import LastWrites
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.scrub import Scrubber
@@ -363,11 +364,20 @@ class ColdLifecycle:
         if self.tier is not None:
             self._moving = tasks.create_task(self._move(self.tier), name="cold")
 
-    def end_moving(self) -> None:
-        self._tasks = None
-        self._ended = True
-        if self._moving is not None:
-            self._moving.cancel()
+    async def end_moving(self, told: Callable[[str], None]) -> None:
+        config = self._settings.config
+        try:
+            if self.tier is not None and config.cold is not None:
+                last = LastWrites(self.tier, self._tenants, self._movers)
+                otherwise = "left in memory" if config.warm.keep_s else "lost"
+                await last.run(config.cold.stop_s, otherwise, told)
+        except Exception:
+            log.exception("cold: internal error while writing blocks before the stop")
+        finally:
+            self._tasks = None
+            self._ended = True
+            if self._moving is not None:
+                self._moving.cancel()
 
     async def close(self) -> bool:
         """Write the last notes to the indexes and close the files; False if a disk hangs, now or when the

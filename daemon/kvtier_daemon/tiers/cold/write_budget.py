@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-SCARCE = 1 / 2  # of an hour's budget
+SCARCE, PLENTY = 1 / 2, 3 / 4  # of an hour's budget
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 
@@ -42,6 +42,11 @@ class WriteBudget:
     def scarce(self) -> float:
         """If fewer bytes than this are left, only some blocks should be written."""
         return self._most * SCARCE
+
+    @property
+    def plenty(self) -> float:
+        """If more bytes than this are left, blocks may be written that are not close to eviction."""
+        return self._most * PLENTY
 
     def left(self) -> float:
         """How many bytes may be written now."""
