@@ -15,6 +15,7 @@ from kvtier import wire
 from kvtier.units import MIB
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.context import Handler
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
@@ -73,7 +74,7 @@ async def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
         for name in ("attacker", "victim")
     }
     server = Server(
-        loop, listener, lambda uid: tenants[here.joining], tenants, lambda tenant: {}, 512,
+        loop, listener, lambda peer: (tenants[here.joining], Role.ADMIN), tenants, lambda tenant: {}, 512,
         Recorder(folder, loop.time), clock=lambda: now[0],
     )  # fmt: skip
     here = Site(str(folder / "s"), server, tenants, now)

@@ -118,9 +118,16 @@ def _group(value: object) -> int:
     return _id(value, "group", lambda name: grp.getgrnam(name).gr_gid)
 
 
+def group_entry(number: int) -> str:
+    """Return how a list of users names the members of a group."""
+    return f"@{number}"
+
+
 def _uid(value: object) -> int | str:
     if value == EVERYONE:
         return EVERYONE
+    if isinstance(value, str) and value.startswith("@"):
+        return group_entry(_group(value[1:]))
     return _id(value, "user", lambda name: pwd.getpwnam(name).pw_uid)
 
 
@@ -204,7 +211,7 @@ def _share(value: object) -> str | int:
 SIZE: Final = Key(_bytes_from(MIB), "a size such as 64GiB, at least 1 MiB")
 EXTENT: Final = Key(_bytes_from(PAGE_BYTES), "a size such as 1GiB")
 SHARE: Final = Key(_share, 'a share such as "40%" or a size such as 16GiB')
-UIDS: Final = Key(_uids, 'a list of "*", numbers and user names')
+UIDS: Final = Key(_uids, 'a list of "*", numbers, user names and "@GROUP"')
 PATH: Final = Key(_path, "an absolute path")
 
 

@@ -217,6 +217,8 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: sum(of["pinned_bytes"] for of in f["tenants"].values())),
     Metric("kvtier_failures", "counter", "Failed requests, by code; internal means a bug in the daemon.",
            lambda f: f["failures"], "code", CODES),
+    Metric("kvtier_audit_lost_entries", "counter", "Entries of the audit log that could not be written to "
+           "audit.path.", lambda f: f["audit"]["lost_entries"]),
     # The cold tier.
     Metric("kvtier_cold_on", "gauge", "1 if the cold tier reads and writes; 0 if not, or if there is no"
            " cold tier.",

@@ -125,6 +125,7 @@ class StatusFigures:
             "sessions": sum(sessions[each.name] for each in tenants),
             "engines": sum(engines[each.name] for each in tenants),
             "failures": dict(self._server.failures) if tenant is None else {},
+            "audit": {"lost_entries": self._server.audit.lost},
             "loop": self._lag.report(),
             "tenants": {
                 each.name: {

@@ -17,6 +17,8 @@ from typing import Any
 
 from kvtier import wire
 from kvtier_daemon.catalog import SessionId
+from kvtier_daemon.config.members import Role
+from kvtier_daemon.observing.audit import Actor, AuditLog, Order
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.context import Operated, Report
@@ -42,14 +44,14 @@ LIMIT_STRANGERS = 16  # clients of one tenant without a Hello; or its share of c
 
 
 class Server:
-    """The listening socket and the sessions. `tenant_of` maps a peer's uid to its tenant; `stats` reports on
-    one tenant or on all. Each tenant has an equal share of `max_clients`."""
+    """The listening socket and the sessions. `member_of` returns a peer's tenant and role; `stats` reports
+    on one tenant or on all. Each tenant has an equal share of `max_clients`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
-        tenant_of: Callable[[int], Tenant | None],
+        member_of: Callable[[Peer], tuple[Tenant | None, Role]],
         tenants: Mapping[str, Tenant],
         stats: Callable[[Tenant | None], Report],
         max_clients: int,
@@ -57,8 +59,10 @@ class Server:
         operated: Operated | None = None,
         clock: Callable[[], float] = time.monotonic,
         kept: KeptArena | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         self.loop = loop
+        self.audit = audit or AuditLog(clock, time.time)
         self.writers = Writers(loop, kept)
         self.stats = stats
         self.clock = clock
@@ -78,7 +82,7 @@ class Server:
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
         self.latencies = Latencies()
         self._listener = listener
-        self._tenant_of = tenant_of
+        self._member_of = member_of
         self.limit_clients(max_clients)
         # The kernel limits a user's descriptors in transit to its limit of open files.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -111,12 +115,13 @@ class Server:
                     "the daemon has no file descriptors left; raise its limit of open files",
                 )
                 continue
-            peer.tenant = self._tenant_of(peer.uid)
+            peer.tenant, peer.role = self._member_of(peer)
             strangers = sum(
                 not other.greeted and other.tenant is peer.tenant for other in self.sessions
             )
             if peer.tenant is None and not peer.privileged:
                 peer.close()
+                self.audit.note(Order("connect"), "no_tenant", Actor(peer.uid, peer.pid, ""))
                 self._turn_away(sock, "no_tenant", f"no tenant is configured for uid {peer.uid}")
             elif strangers >= max(LIMIT_STRANGERS, self._clients_each):
                 peer.close()
@@ -172,6 +177,7 @@ class Server:
                 "tenant": each.tenant.name if each.tenant else "",
                 "pid": each.peer.pid,
                 "uid": each.peer.uid,
+                "role": str(each.peer.role) if each.tenant else "",
                 "spaces": len(each.requests.spaces.opened),
                 "up_s": round(now - each.opened_at, 1),
             }

@@ -19,6 +19,7 @@ from kvtier import wire
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
 from kvtier_daemon.tenant import Tenant
@@ -43,7 +44,13 @@ def test_an_internal_error_ends_one_session_and_is_logged(
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")))
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
-            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+            loop,
+            listener,
+            lambda peer: (tenant, Role.ADMIN),
+            {"t": tenant},
+            lambda tenant: {},
+            8,
+            recorder,
         )
         monkeypatch.setattr(Catalog, "match", bug)
         answers = [
@@ -76,7 +83,13 @@ def test_leases_of_a_session_end_although_returning_its_reads_fails(
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
-            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+            loop,
+            listener,
+            lambda peer: (tenant, Role.ADMIN),
+            {"t": tenant},
+            lambda tenant: {},
+            8,
+            recorder,
         )
         await loop.run_in_executor(None, talk, str(tmp_path / "s"), 0)
         async with asyncio.timeout(60):
@@ -119,7 +132,8 @@ class Serving:
         tenants = [Tenant(name, bytes(32), 0, Catalog(Store(), make("lru"))) for name in names]
         self.turns, loop = itertools.cycle(tenants), asyncio.get_running_loop()
         self.server = Server(
-            loop, self.listener, lambda uid: next(self.turns), {one.name: one for one in tenants},
+            loop, self.listener, lambda peer: (next(self.turns), Role.ADMIN),
+            {one.name: one for one in tenants},
             lambda tenant: {}, max_clients, Recorder(folder, loop.time),
         )  # fmt: skip
         self.tenants, self.clients = tenants, list[Connected]()
@@ -272,7 +286,13 @@ def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> No
         tenant.catalog.add_extent(1 << 20, bytearray(1 << 12))
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
-            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+            loop,
+            listener,
+            lambda peer: (tenant, Role.ADMIN),
+            {"t": tenant},
+            lambda tenant: {},
+            8,
+            recorder,
         )
         await loop.run_in_executor(None, talk_of_a_match)
         server.close("done")
