@@ -173,6 +173,7 @@ class App:
             kept=self._kept,
             audit=self._audit,
         )
+        self._divide(self.config)
         lag = LoopLag(loop)
         self._figures.serving(self._server, lag)
         taken_over: dict[str, bytes] = {}
@@ -300,11 +301,18 @@ class App:
         """Apply this configuration, which differs only in settings that can change at run time."""
         assert self._server is not None
         logging.getLogger().setLevel(config.log_level.upper())
-        self._server.limit_clients(config.max_clients)
+        self._divide(config)
         self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)
         if self._kept is not None:
             self._kept.keep_owners(_owners(config, self.tenants))
+
+    def _divide(self, config: Config) -> None:
+        """Divide clients, time and memory for messages among the tenants."""
+        assert self._server is not None
+        own = {name: most for name, one in config.tenants.items() if (most := one.max_clients)}
+        self._server.limit_clients(config.max_clients, own)
+        self._server.turns.weigh({name: one.weight for name, one in config.tenants.items()})
 
     # --- status -------------------------------------------------------------------
 

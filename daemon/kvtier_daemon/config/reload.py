@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvtier_daemon.codec.losses import NAMES as LOSSY
 from kvtier_daemon.config.members import Member, member_of, roles_of
-from kvtier_daemon.config.schema import USERS, ColdConfig, Config, settled
+from kvtier_daemon.config.schema import BUDGETS, USERS, ColdConfig, Config, settled
 from kvtier_daemon.config.values import EVERYONE
 
 # no configuration contains this uid: it stands for users that no list names
@@ -44,7 +44,8 @@ def changes(running: Config, wanted: Config) -> list[SettingChange]:
         is_users = key.startswith("tenants.") and key.endswith(USERS) and keep_tenants
         if key == "cold.codecs" and not _same_losses(running.cold, wanted.cold):
             return False
-        return key in before and key in after and (key in LIVE or is_users)
+        is_live = key in LIVE or is_users or (key.startswith("tenants.") and key.endswith(BUDGETS))
+        return key in before and key in after and is_live
 
     return [
         SettingChange(key, before.get(key), after.get(key), live(key))
@@ -55,12 +56,12 @@ def changes(running: Config, wanted: Config) -> list[SettingChange]:
 
 def merged(running: Config, wanted: Config) -> Config:
     """Return the running configuration with all live values of the wanted one."""
-    tenants = running.tenants
-    if _all_keep_their_tenants(running, wanted):
-        tenants = {
-            name: replace(tenant, **{key: getattr(wanted.tenants[name], key) for key in USERS})
-            for name, tenant in tenants.items()
-        }
+    live = (*BUDGETS, *(USERS if _all_keep_their_tenants(running, wanted) else ()))
+    tenants = {
+        name: replace(tenant, **{key: getattr(wanted.tenants[name], key) for key in live})
+        if name in wanted.tenants else tenant
+        for name, tenant in running.tenants.items()
+    }  # fmt: skip
     return replace(
         running, log_level=wanted.log_level, max_clients=wanted.max_clients, audit=wanted.audit,
         tenants=tenants, cold=_merged_cold(running.cold, wanted.cold),

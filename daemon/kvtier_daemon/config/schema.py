@@ -78,6 +78,8 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     uids: Annotated[tuple[int | str, ...], values.UIDS] = ()
     writers: Annotated[tuple[int | str, ...], values.UIDS] = ()
     readers: Annotated[tuple[int | str, ...], values.UIDS] = ()
+    max_clients: Annotated[int | None, values.CLIENTS] = None
+    weight: Annotated[int, values.WEIGHT] = 1
     quota_bytes: Annotated[int, values.SHARE] = msgspec.field(name="quota")
 
 
@@ -228,7 +230,14 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     size_bytes = parsed[("warm", "size")][0]
     quotas = _quotas(shares, size_bytes, place)
     extent_bytes = _settled_extent(parsed, size_bytes, quotas)
-    tenants = {name: TenantConfig(**users, quota_bytes=quotas[name]) for name, users, _ in shares}
+    tenants = {name: TenantConfig(**said, quota_bytes=quotas[name]) for name, said, _ in shares}
+    least = sum(tenant.max_clients or 1 for tenant in tenants.values())
+    most = parsed[("max_clients",)][0] if ("max_clients",) in parsed else 256
+    if any(tenant.max_clients for tenant in tenants.values()) and least > most:
+        raise ConfigError(
+            f"{place}max_clients: {most} is less than {least}, the sum of tenants.NAME.max_clients and "
+            "one for each tenant without it"
+        )
     cold = _settled_cold(parsed, min(quotas.values()) / size_bytes, place)
     http = _settled_http(parsed, place)
 
@@ -252,16 +261,18 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     for section, there in (("cold.", cold), ("http.", http)):
         if there is None:
             every = [key for key in every if not key.startswith(section)]
-    every += [prefix + key for prefix in named.values() for key in (*USERS, "quota")]
+    every += [prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, "quota")]
     return LoadedConfig(config, {key: origins.get(key, "default") for key in every})
 
 
 USERS: Final = ("uids", "writers", "readers")  # the keys of a tenant that list users
-_TenantShare = tuple[str, dict[str, tuple[int | str, ...]], str | int]
+BUDGETS: Final = ("max_clients", "weight")
+_TenantShare = tuple[str, dict[str, Any], str | int]
 
 
 def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
-    """Return each tenant's name, users and share. Without tenants there is `default`, for every user."""
+    """Return each tenant's name, other values and share. Without tenants there is `default`, for every
+    user."""
     names = dict.fromkeys(path[1] for path in parsed if path[0] == "tenants" and len(path) > 1)
     if not names:
         return [("default", {"uids": (EVERYONE,)}, "100%")]
@@ -287,7 +298,9 @@ def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
                     what = f"{who} is already in {dotted(('tenants', name, list_))}; a user has one role"
                 problems.note(unfit(("tenants", name, key), leaf.place, what))
         quota, _ = parsed.get(("tenants", name, "quota"), ("100%", None))
-        shares.append((name, {key: listed for key, (listed, _) in users.items()}, quota))
+        keys = (*USERS, *BUDGETS)
+        said = {key: parsed[path][0] for key in keys if (path := ("tenants", name, key)) in parsed}
+        shares.append((name, said, quota))
     return shares
 
 

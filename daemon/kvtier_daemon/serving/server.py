@@ -75,15 +75,14 @@ class Server:
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self.receive_first = self.receive_buffer[:RECEIVE_FIRST_BYTES]
         # Root and the daemon's user have a share of their own if they have no tenant.
-        self.turns = Turns(loop, len(tenants) + 1)
-        self._shares: dict[str, Share] = {}
+        self.turns = Turns(loop, dict.fromkeys(tenants, 1))
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
         self.latencies = Latencies()
         self._listener = listener
         self._member_of = member_of
-        self.limit_clients(max_clients)
+        self.limit_clients(max_clients, {})
         # The kernel limits a user's descriptors in transit to its limit of open files.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._parking = max(64, min(soft, 1 << 16) // 2)
@@ -123,7 +122,7 @@ class Server:
                 peer.close()
                 self.audit.note(Order("connect"), "no_tenant", Actor(peer.uid, peer.pid, ""))
                 self._turn_away(sock, "no_tenant", f"no tenant is configured for uid {peer.uid}")
-            elif strangers >= max(LIMIT_STRANGERS, self._clients_each):
+            elif strangers >= max(LIMIT_STRANGERS, self.clients_of(peer.tenant)):
                 peer.close()
                 self._turn_away(
                     sock,
@@ -134,7 +133,7 @@ class Server:
                 self.sessions.add(Session(self, sock, peer, SessionId(next(self._ids))))
 
     def share_of(self, tenant: Tenant | None) -> Share:
-        return self._shares.setdefault(tenant.name if tenant else "", Share())
+        return self.turns.shares[tenant.name if tenant else ""]
 
     def refusal(self, peer: Peer) -> str:
         """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients."""
@@ -144,11 +143,8 @@ class Server:
                 f"{len(connected)} clients are connected, the limit is reached: raise max_clients"
             )
         theirs = [other for other in connected if other.tenant is peer.tenant]
-        if len(theirs) >= self._clients_each:
-            return (
-                f"{self._clients_each} clients of this tenant are already connected, its "
-                "limit is reached"
-            )
+        if len(theirs) >= (most := self.clients_of(peer.tenant)):
+            return f"{most} clients of this tenant are already connected, its limit is reached"
         # Processes in another pid namespace all have number 0.
         if (
             peer.pid
@@ -161,10 +157,17 @@ class Server:
             )
         return ""
 
-    def limit_clients(self, max_clients: int) -> None:
-        """Set the limit of connected clients. Clients above it stay connected."""
+    def limit_clients(self, max_clients: int, own: Mapping[str, int]) -> None:
+        """Set the limit of connected clients, and those of some tenants; the other tenants have equal shares
+        of the rest. Clients above a limit stay connected."""
         self._max_clients = max_clients
-        self._clients_each = max(1, max_clients // max(1, len(self.tenants)))
+        others = max(1, len(self.tenants) - len(own))
+        self._clients_each = max(1, (max_clients - sum(own.values())) // others)
+        self._clients_of = own
+
+    def clients_of(self, tenant: Tenant | None) -> int:
+        """How many clients this tenant may have."""
+        return self._clients_of.get(tenant.name if tenant else "", self._clients_each)
 
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]:
         """The connected clients of one tenant or of all, the oldest first; at most LIMIT_LISTED."""

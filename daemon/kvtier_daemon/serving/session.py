@@ -20,7 +20,7 @@ from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.requests import WITHOUT_TENANT, Requests, check_role
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
-from kvtier_daemon.serving.turns import TURN_S, Share, Turns
+from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
 
@@ -156,7 +156,7 @@ class Session:
 
     def _ready(self) -> None:
         """The socket has data, or room for answers."""
-        if self._share.used_s >= TURN_S or self._share.waiting:
+        if self._share.used_s >= self._share.turn_s or self._share.waiting:
             self._wait_for_turn()
         elif not self._closing:
             self.turn()
@@ -185,8 +185,8 @@ class Session:
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
-        self._share.used_s += now - began
-        if self._share.used_s >= TURN_S:
+        self._share.spend(now - began)
+        if self._share.used_s >= self._share.turn_s:
             self._server.turns.used_up(self._share)
 
     def _work(self, began: float) -> None:
@@ -213,7 +213,8 @@ class Session:
                 return
             body = following = inbox.framer.take()
             if following is not None and (
-                self.outbox.nbytes > LIMIT_UNSENT_BYTES or self._server.clock() >= began + TURN_S
+                self.outbox.nbytes > LIMIT_UNSENT_BYTES
+                or self._server.clock() >= began + self._share.turn_s
             ):
                 inbox.next = following
                 return
@@ -281,7 +282,7 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
-        self._share.used_s += self._server.clock() - began
+        self._share.spend(self._server.clock() - began)
         self._server.turns.used_up(self._share)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:

@@ -80,6 +80,7 @@ def test_every_key_can_be_written(read):
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
+        "max_clients = 2\nweight = 3\n"
         '[tenants.b]\nreaders = ["*"]\nquota = "256MiB"\n'
     ).config
     assert msgspec.to_builtins(config, enc_hook=str) == {
@@ -118,9 +119,18 @@ def test_every_key_can_be_written(read):
                 "uids": (0, 7),
                 "writers": ("@0", 8),
                 "readers": (),
+                "max_clients": 2,
+                "weight": 3,
                 "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES,
             },
-            "b": {"uids": (), "writers": (), "readers": ("*",), "quota": 256 * MIB},
+            "b": {
+                "uids": (),
+                "writers": (),
+                "readers": ("*",),
+                "max_clients": None,
+                "weight": 1,
+                "quota": 256 * MIB,
+            },
         },
     }
 
@@ -477,6 +487,13 @@ def test_quotas_that_exceed_the_size_are_an_error_with_the_numbers(read):
         read(
             WARM + '[tenants.a]\nuids = [1]\nquota = "60%"\n[tenants.b]\nuids = [2]\nquota="32GiB"'
         )
+
+
+def test_limits_of_clients_leave_one_for_each_other_tenant(read):
+    tenants = '[tenants.b]\nuids = [2]\nquota = "1%"\n[tenants.a]\nuids = [1]\nquota = "1%"\nmax_clients = '
+    assert read("max_clients = 8\n" + WARM + tenants + "7").config.tenants["a"].max_clients == 7
+    with pytest.raises(ConfigError, match=r"max_clients: 8 is less than 9"):
+        read("max_clients = 8\n" + WARM + tenants + "8")
 
 
 def test_a_quota_larger_than_the_tier_is_an_error(read):

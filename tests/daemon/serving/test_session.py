@@ -173,6 +173,29 @@ def test_a_tenant_has_exactly_its_share_of_the_clients(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
+def test_a_tenant_may_have_a_limit_of_clients_of_its_own(tmp_path: Path) -> None:
+    async def work() -> None:
+        with Serving(tmp_path, 6, "t", "u") as here:
+            for limits, t, u in (({"t": 1}, 1, 5), ({"t": 4, "u": 1}, 3, 0), ({}, 0, 1)):
+                here.server.limit_clients(6, limits)
+                for tenant, more in zip(here.tenants, (t, u), strict=True):
+                    here.turns = itertools.cycle([tenant])
+                    replies = [(await here.connect())[1] for _ in range(more + 1)]
+                    welcome = [isinstance(reply, wire.Welcome) for reply in replies]
+                    assert welcome == [True] * more + [False], (limits, tenant.name)
+                if limits == {"t": 1}:
+                    for client in here.clients:
+                        client.sock.close()
+                    here.clients.clear()
+                    while here.server.sessions:  # noqa: ASYNC110
+                        await asyncio.sleep(0.001)
+                    here.turns = itertools.cycle(here.tenants)
+                    for _ in range(2):
+                        await here.connect()
+
+    asyncio.run(work())
+
+
 def test_a_token_ends_only_a_session_of_its_own_tenant(tmp_path: Path) -> None:
     """Otherwise slots that a session still writes would be reused."""
 
