@@ -26,17 +26,20 @@ from kvtier_daemon.catalog.policy import AUTO, make
 from kvtier_daemon.claim import claim_socket, inherited_fds, inherited_socket, release_socket
 from kvtier_daemon.config import profiles
 from kvtier_daemon.config.current import CurrentConfig
-from kvtier_daemon.config.schema import Config, LoadedConfig, tenant_of
+from kvtier_daemon.config.members import Role, labelled_users, member_of
+from kvtier_daemon.config.schema import Config, LoadedConfig
 from kvtier_daemon.config.values import address_text
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.notify import LogFormatter, Notifier, to_journal, watchdog_s
 from kvtier_daemon.observing import hints, web
+from kvtier_daemon.observing.audit import Actor, AuditLog, Order
 from kvtier_daemon.observing.history import EVERY_S, History
 from kvtier_daemon.observing.loop_lag import LoopLag
 from kvtier_daemon.observing.recent_log import RECENT
 from kvtier_daemon.observing.status import StatusFigures
 from kvtier_daemon.probe import Probe
 from kvtier_daemon.secrets import load_secrets
+from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
 from kvtier_daemon.serving.writers import Writers
@@ -120,6 +123,8 @@ class App:
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages, self._kept
         )
         self._settings = CurrentConfig(loaded, self._notifier, self._swap, self._count_failure)
+        self._audit = AuditLog(time.monotonic, time.time)
+        self._audit.open(config.audit.path)
         self._unforeseen = InternalErrors(self._count_failure)
         self.lower = lower(self._settings, self.tenants, self.warm, self._unforeseen)
         self.tiers: Collection[str] = ("warm", self.lower.name)
@@ -163,14 +168,16 @@ class App:
         self._server = Server(
             loop,
             self._listener,
-            self._tenant_of,
+            self._member_of,
             self.tenants,
             self._figures.packed,
             self.config.max_clients,
             recorder,
             self,
             kept=self._kept,
+            audit=self._audit,
         )
+        self._divide(self.config)
         lag = LoopLag(loop)
         self._figures.serving(self._server, lag)
         taken_over: dict[str, bytes] = {}
@@ -193,7 +200,9 @@ class App:
             running = [
                 tasks.create_task(self._run_periodically(), name="tend"),
                 tasks.create_task(recorder.run(), name="record"),
-                tasks.create_task(self._settings.reload_when(reload), name="reload"),
+                tasks.create_task(
+                    self._settings.reload_when(reload, self._note_reload), name="reload"
+                ),
                 tasks.create_task(self._update_status_line(), name="tell"),
                 tasks.create_task(self._keep_hints(), name="hints"),
             ]
@@ -218,6 +227,7 @@ class App:
         self._notifier.stopping("completing the writes to disk that have started")
         self._limit_stop(STOP_S)
         self._server.close("the daemon was told to stop")
+        self._audit.close()
         loop.remove_reader(self.warm.event_fd)  # further extents are not used
         if not await self.lower.close():
             self._leave("a disk or a codec hangs: ending without waiting for it")
@@ -307,6 +317,10 @@ class App:
             return {"pid": os.getpid(), "lines": list(RECENT.lines)}
         return await self._settings.answer(order)
 
+    def _note_reload(self, outcome: str, changed: str) -> None:
+        """The service manager, or a user, reloaded with a signal."""
+        self._audit.note(Order("reload", what=changed), outcome, Actor(os.geteuid(), 0, "SIGHUP"))
+
     async def tier(self, tier: str, order: str) -> dict[str, Any]:
         """See `LowerTier.order`."""
         return self.lower.order(tier, order)
@@ -315,10 +329,18 @@ class App:
         """Apply this configuration, which differs only in settings that can change at run time."""
         assert self._server is not None
         logging.getLogger().setLevel(config.log_level.upper())
-        self._server.limit_clients(config.max_clients)
+        self._divide(config)
+        self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)
         if self._kept is not None:
             self._kept.keep_owners(_owners(config, self.tenants))
+
+    def _divide(self, config: Config) -> None:
+        """Divide clients, time and memory for messages among the tenants."""
+        assert self._server is not None
+        own = {name: most for name, one in config.tenants.items() if (most := one.max_clients)}
+        self._server.limit_clients(config.max_clients, own)
+        self._server.turns.weigh({name: one.weight for name, one in config.tenants.items()})
 
     # --- status -------------------------------------------------------------------
 
@@ -413,14 +435,16 @@ class App:
             self.lower.run_periodic()
             tried("clients", self._server.check_clients)
             tried("events", events.sample, self.tenants.values(), self.lower)
+            tried("audit log", self._audit.flush)
 
     def _count_failure(self) -> None:
         if self._server is not None:
             self._server.failures["internal"] += 1
 
-    def _tenant_of(self, uid: int) -> Tenant | None:
-        name = tenant_of(self.config, uid)
-        return self.tenants[name] if name is not None else None
+    def _member_of(self, peer: Peer) -> tuple[Tenant | None, Role]:
+        """The peer's tenant and role by the configuration in force."""
+        member = member_of(self.config, peer.uid, peer.groups)
+        return (self.tenants[member.tenant], member.role) if member else (None, Role.READ)
 
     def _extents_ready(self) -> None:
         for extent in self.warm.ready():
@@ -446,7 +470,8 @@ class App:
 
 def _owners(config: Config, tenants: Mapping[str, Tenant]) -> dict[str, bytes]:
     return {
-        name: owner_of(tenants[name].secret, tenant.uids) for name, tenant in config.tenants.items()
+        name: owner_of(tenants[name].secret, labelled_users(tenant))
+        for name, tenant in config.tenants.items()
     }
 
 

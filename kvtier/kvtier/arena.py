@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import threading
@@ -39,7 +40,9 @@ class Arena:
         try:
             if not 0 <= index < LIMIT_EXTENTS:
                 raise ProtocolError(f"extent {index}: at most {LIMIT_EXTENTS} are possible")
-            extent = Mapping(extent_fd, nbytes, not self._read_only)
+            # A user that may only read gets a read-only descriptor.
+            access = fcntl.fcntl(extent_fd, fcntl.F_GETFL) & os.O_ACCMODE
+            extent = Mapping(extent_fd, nbytes, not self._read_only and access == os.O_RDWR)
             table = Mapping(table_fd, os.fstat(table_fd).st_size, False)
         finally:
             os.close(extent_fd)

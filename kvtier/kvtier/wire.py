@@ -445,7 +445,8 @@ CODES = (
     "unknown_space",
     "unknown_lease",   # it has ended, or never belonged to this session
     "bad_request",     # well-formed, but invalid
-    "read_only",       # this session may not write
+    "read_only",       # this session, or this user, may not write
+    "not_admin",       # this user's role is not enough
     "disk_failed",     # done in memory, but could not be made durable on disk
     "internal",        # a bug in the daemon; fatal
 )  # fmt: skip

@@ -19,6 +19,7 @@ import pytest
 from kvtier import Group, KvSpec, Refused, Unavailable, wire
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import LIMIT_GHOSTS, Server
@@ -140,7 +141,7 @@ def test_processes_of_another_pid_namespace_are_distinguished(tmp_path: Path) ->
         server = Server(
             asyncio.get_running_loop(),
             listener,
-            lambda uid: tenant,
+            lambda peer: (tenant, Role.ADMIN),
             {"t": tenant},
             lambda tenant: {},
             64,

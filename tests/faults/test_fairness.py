@@ -15,6 +15,7 @@ from kvtier import wire
 from kvtier.units import MIB
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.context import Handler
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
@@ -41,6 +42,7 @@ class Site:
     cost_s: float = 0.0
     served: dict[str, int] = field(default_factory=lambda: {"attacker": 0, "victim": 0})
     served_at: dict[str, float] = field(default_factory=dict)
+    costly: tuple[str, ...] = ("attacker",)
     joining: str = "attacker"
     sockets: list[socket.socket] = field(default_factory=list)
 
@@ -73,7 +75,7 @@ async def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
         for name in ("attacker", "victim")
     }
     server = Server(
-        loop, listener, lambda uid: tenants[here.joining], tenants, lambda tenant: {}, 512,
+        loop, listener, lambda peer: (tenants[here.joining], Role.ADMIN), tenants, lambda tenant: {}, 512,
         Recorder(folder, loop.time), clock=lambda: now[0],
     )  # fmt: skip
     here = Site(str(folder / "s"), server, tenants, now)
@@ -84,7 +86,7 @@ async def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
         assert tenant is not None
         here.served[tenant.name] += 1
         here.served_at[tenant.name] = now[0]
-        if tenant.name == "attacker":
+        if tenant.name in here.costly:
             now[0] += here.cost_s
         if isinstance(request, wire.Stats):
             self.send(wire.Listed(request.id, 0, bytes(MIB)))
@@ -130,6 +132,30 @@ def test_many_connections_of_a_tenant_get_one_turn_of_each_iteration(
             assert here.now[0] - began < rounds * TURN_S + 2 * (TURN_S + cost_s), "debts are paid"
             while here.served["attacker"] < 60 * 50:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("cost_s", [TURN_S / 10, TURN_S * 3])
+def test_busy_tenants_are_served_in_proportion_to_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost_s: float
+) -> None:
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            here.costly = ("attacker", "victim")
+            here.server.turns.weigh({"attacker": 1, "victim": 4})
+            shares = here.server.turns.shares
+            assert shares["victim"].turn_s == TURN_S, "no turn is longer than without weights"
+            assert shares["victim"].receiving_most == RECEIVING_BYTES * 4 // 6
+            flood = [await here.join(tenant) for tenant in here.served for _ in range(20)]
+            here.cost_s, before = cost_s, dict(here.served)
+            for sock in flood:
+                sock.sendall(wire.encode(wire.Ping(7)) * 100)
+            while here.served["victim"] < before["victim"] + 1200:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            count = here.served["attacker"] - before["attacker"]
+            assert 250 < count < 350, "a fourth of 1200"
+            assert shares["attacker"].served_s == pytest.approx(count * cost_s, rel=0.2)
 
     asyncio.run(run())
 
@@ -214,7 +240,7 @@ def test_unread_answers_of_a_tenant_are_bounded(
 ) -> None:
     async def run() -> None:
         async with site(tmp_path, monkeypatch) as here:
-            monkeypatch.setattr(here.server.turns, "_unsent_most", 3 * MIB)
+            here.server.share_of(here.tenants["attacker"]).unsent_most = 3 * MIB
             share = here.server.share_of(here.tenants["attacker"])
             flood = [await here.join("attacker") for _ in range(10)]
             for sock in flood:
@@ -243,7 +269,7 @@ def test_sessions_that_end_with_unread_answers_are_not_kept(
 ) -> None:
     async def run() -> None:
         async with site(tmp_path, monkeypatch) as here:
-            monkeypatch.setattr(here.server.turns, "_unsent_most", MIB)
+            here.server.share_of(here.tenants["attacker"]).unsent_most = MIB
             share = here.server.share_of(here.tenants["attacker"])
             flood = [await here.join("attacker") for _ in range(10)]
             for sock in flood:
@@ -266,7 +292,7 @@ def test_an_incomplete_request_is_excused_while_the_daemon_does_not_read(
 
     async def run() -> None:
         async with site(tmp_path, monkeypatch) as here:
-            monkeypatch.setattr(here.server.turns, "_unsent_most", MIB)
+            here.server.share_of(here.tenants["attacker"]).unsent_most = MIB
             share = here.server.share_of(here.tenants["attacker"])
             slow = await here.join("attacker")
             (session,) = here.server.sessions

@@ -50,16 +50,18 @@ class CurrentConfig:
             loaded = await self._read_again()
             return {"changes": [asdict(one) for one in changes(self.config, loaded.config)]}
 
-    async def reload_when(self, asked: asyncio.Event) -> None:
-        """Reload whenever the event is set."""
+    async def reload_when(self, asked: asyncio.Event, note: Callable[[str, str], None]) -> None:
+        """Reload whenever the event is set; `note` gets the outcome and the keys that have changed."""
         while True:
             await asked.wait()
             asked.clear()
             try:
-                await self.answer("reload")
+                found = (await self.answer("reload"))["changes"]
+                note("done", ", ".join(one["key"] for one in found if one["live"]))
             except ConfigError:
-                pass  # already in the log
+                note("bad_request", "")  # the reason is in the log
             except Exception:
+                note("internal", "")
                 log.exception(
                     "internal error while reloading the configuration; the previous one stays "
                     "in force"

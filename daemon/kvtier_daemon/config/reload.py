@@ -13,12 +13,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvtier_daemon.codec.losses import NAMES as LOSSY
-from kvtier_daemon.config.schema import ColdConfig, Config, settled, tenant_of
+from kvtier_daemon.config.members import Member, member_of, roles_of
+from kvtier_daemon.config.schema import BUDGETS, USERS, ColdConfig, Config, settled
+from kvtier_daemon.config.values import EVERYONE
 
-# no configuration contains this uid: it stands for all users that "*" matches
+# no configuration contains this uid: it stands for users that no list names
 NOT_NAMED: Final = -1
 LIVE: Final = frozenset({
-    "log_level", "max_clients", "cold.codec", "cold.codecs", "cold.write", "cold.admission",
+    "log_level", "max_clients", "audit.path", "cold.codec", "cold.codecs", "cold.write", "cold.admission",
     "cold.daily_writes", "cold.scrub",
 })  # fmt: skip
 
@@ -39,10 +41,11 @@ def changes(running: Config, wanted: Config) -> list[SettingChange]:
     keep_tenants = _all_keep_their_tenants(running, wanted)
 
     def live(key: str) -> bool:
-        is_uids = key.startswith("tenants.") and key.endswith(".uids") and keep_tenants
+        is_users = key.startswith("tenants.") and key.endswith(USERS) and keep_tenants
         if key == "cold.codecs" and not _same_losses(running.cold, wanted.cold):
             return False
-        return key in before and key in after and (key in LIVE or is_uids)
+        is_live = key in LIVE or is_users or (key.startswith("tenants.") and key.endswith(BUDGETS))
+        return key in before and key in after and is_live
 
     return [
         SettingChange(key, before.get(key), after.get(key), live(key))
@@ -53,27 +56,34 @@ def changes(running: Config, wanted: Config) -> list[SettingChange]:
 
 def merged(running: Config, wanted: Config) -> Config:
     """Return the running configuration with all live values of the wanted one."""
-    tenants = running.tenants
-    if _all_keep_their_tenants(running, wanted):
-        tenants = {
-            name: replace(tenant, uids=wanted.tenants[name].uids)
-            for name, tenant in tenants.items()
-        }
+    live = (*BUDGETS, *(USERS if _all_keep_their_tenants(running, wanted) else ()))
+    tenants = {
+        name: replace(tenant, **{key: getattr(wanted.tenants[name], key) for key in live})
+        if name in wanted.tenants else tenant
+        for name, tenant in running.tenants.items()
+    }  # fmt: skip
     return replace(
-        running, log_level=wanted.log_level, max_clients=wanted.max_clients, tenants=tenants,
-        cold=_merged_cold(running.cold, wanted.cold),
+        running, log_level=wanted.log_level, max_clients=wanted.max_clients, audit=wanted.audit,
+        tenants=tenants, cold=_merged_cold(running.cold, wanted.cold),
     )  # fmt: skip
 
 
 def _all_keep_their_tenants(running: Config, wanted: Config) -> bool:
-    """Return whether the tenants are the same, and every user that has one keeps it."""
+    """Return whether the tenants are the same, and every user that has one keeps it and its role."""
     if running.tenants.keys() != wanted.tenants.keys():
         return False
     both = (*running.tenants.values(), *wanted.tenants.values())
-    named = {uid for tenant in both for uid in tenant.uids if isinstance(uid, int)}
+    listed = {entry for tenant in both for users in roles_of(tenant).values() for entry in users}
     return all(
-        tenant_of(running, uid) in (None, tenant_of(wanted, uid)) for uid in (*named, NOT_NAMED)
+        _member(running, entry) in (None, _member(wanted, entry)) for entry in (*listed, EVERYONE)
     )
+
+
+def _member(config: Config, entry: int | str) -> Member | None:
+    """Return the tenant and the role of this entry of a list of users, if nothing more precise applies."""
+    if isinstance(entry, int):
+        return member_of(config, entry)
+    return member_of(config, NOT_NAMED, () if entry == EVERYONE else (int(entry[1:]),))
 
 
 def _same_losses(running: ColdConfig | None, wanted: ColdConfig | None) -> bool:

@@ -66,10 +66,21 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     hosts: Annotated[tuple[str, ...], values.HOSTS] = ()
 
 
-class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The users that share blocks, and their part of the arena; `uids` contains "*" or numbers."""
+class AuditConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the audit log goes in addition to the daemon's log."""
 
-    uids: Annotated[tuple[int | str, ...], values.UIDS]
+    path: Annotated[Path | None, values.PATH] = None
+
+
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The users that share blocks, by role (see `members`), and their part of the arena. A list contains "*",
+    numbers, and groups as "@NUMBER"."""
+
+    uids: Annotated[tuple[int | str, ...], values.UIDS] = ()
+    writers: Annotated[tuple[int | str, ...], values.UIDS] = ()
+    readers: Annotated[tuple[int | str, ...], values.UIDS] = ()
+    max_clients: Annotated[int | None, values.CLIENTS] = None
+    weight: Annotated[int, values.WEIGHT] = 1
     quota_bytes: Annotated[int, values.SHARE] = msgspec.field(name="quota")
 
 
@@ -86,6 +97,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     warm: WarmConfig
     cold: ColdConfig | None
     http: HttpConfig | None = None
+    audit: AuditConfig = AuditConfig()
     tenants: dict[str, TenantConfig]
 
 
@@ -112,20 +124,6 @@ def settled(config: Config) -> dict[str, object]:
         for path, value in sources.flatten(tree)
         if path not in {("cold",), ("http",)}  # the section is absent
     }
-
-
-def tenant_of(config: Config, uid: int) -> str | None:
-    """Return the tenant of `uid`: one that names it, otherwise the one that accepts every uid.
-
-    None means that no tenant accepts this user, and the connection must be refused.
-    """
-    everyones = None
-    for name, tenant in config.tenants.items():
-        if uid in tenant.uids:
-            return name
-        if EVERYONE in tenant.uids:
-            everyones = name
-    return everyones
 
 
 # --- where things lie by default -----------------------------------------------------------------
@@ -233,7 +231,14 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     size_bytes = parsed[("warm", "size")][0]
     quotas = _quotas(shares, size_bytes, place)
     extent_bytes = _settled_extent(parsed, size_bytes, quotas)
-    tenants = {name: TenantConfig(uids=uids, quota_bytes=quotas[name]) for name, uids, _ in shares}
+    tenants = {name: TenantConfig(**said, quota_bytes=quotas[name]) for name, said, _ in shares}
+    least = sum(tenant.max_clients or 1 for tenant in tenants.values())
+    most = parsed[("max_clients",)][0] if ("max_clients",) in parsed else 256
+    if any(tenant.max_clients for tenant in tenants.values()) and least > most:
+        raise ConfigError(
+            f"{place}max_clients: {most} is less than {least}, the sum of tenants.NAME.max_clients and "
+            "one for each tenant without it"
+        )
     cold = _settled_cold(parsed, min(quotas.values()) / size_bytes, place)
     http = _settled_http(parsed, place)
 
@@ -241,6 +246,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     top = {path[0]: value for path, (value, _) in parsed.items() if path[0] not in _SECTIONS}
     if "history" in top:
         top["history_bytes"] = top.pop("history")
+    audit = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("audit",)}
     warm.pop("size")
     warm.pop("extent", None)
     config = Config(
@@ -248,6 +254,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
         warm=WarmConfig(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
         cold=cold,
         http=http,
+        audit=AuditConfig(**audit),
         tenants=tenants,
     )
     named = {name: f"tenants.{name}." for name in tenants}
@@ -255,36 +262,46 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     for section, there in (("cold.", cold), ("http.", http)):
         if there is None:
             every = [key for key in every if not key.startswith(section)]
-    every += [prefix + key for prefix in named.values() for key in ("uids", "quota")]
+    every += [prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, "quota")]
     return LoadedConfig(config, {key: origins.get(key, "default") for key in every})
 
 
-_TenantShare = tuple[str, tuple[int | str, ...], str | int]
+USERS: Final = ("uids", "writers", "readers")  # the keys of a tenant that list users
+BUDGETS: Final = ("max_clients", "weight")
+_TenantShare = tuple[str, dict[str, Any], str | int]
 
 
 def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
-    """Return each tenant's name, users and share. Without tenants there is `default`, for every user."""
+    """Return each tenant's name, other values and share. Without tenants there is `default`, for every
+    user."""
     names = dict.fromkeys(path[1] for path in parsed if path[0] == "tenants" and len(path) > 1)
     if not names:
-        return [("default", (EVERYONE,), "100%")]
+        return [("default", {"uids": (EVERYONE,)}, "100%")]
     shares = []
-    claimed: dict[int | str, str] = {}
+    claimed: dict[int | str, tuple[str, str]] = {}
     for name in names:
-        path = ("tenants", name, "uids")
-        if path not in parsed:
+        users = {key: parsed[path] for key in USERS if (path := ("tenants", name, key)) in parsed}
+        if not users:
             place_of = next(leaf.place for path, (_, leaf) in parsed.items() if name in path[1:2])
             got = f'is not set; expected {values.UIDS.expects}, such as ["*"]'
-            problems.note(unfit(path, place_of, got))
+            problems.note(unfit(("tenants", name, "uids"), place_of, got))
             continue
-        uids, leaf = parsed[path]
-        for uid in uids:
-            other = claimed.setdefault(uid, name)
-            if other != name:
-                who = 'everyone ("*")' if uid == EVERYONE else f"uid {uid}"
+        for key, (listed, leaf) in users.items():
+            for user in listed:
+                other, list_ = claimed.setdefault(user, (name, key))
+                if (other, list_) == (name, key):
+                    continue
+                who = 'everyone ("*")' if user == EVERYONE else f"uid {user}"
+                if isinstance(user, str) and user != EVERYONE:
+                    who = f"group {user}"
                 what = f"{who} already belongs to tenant {other}; a user has one tenant"
-                problems.note(unfit(path, leaf.place, what))
+                if other == name:
+                    what = f"{who} is already in {dotted(('tenants', name, list_))}; a user has one role"
+                problems.note(unfit(("tenants", name, key), leaf.place, what))
         quota, _ = parsed.get(("tenants", name, "quota"), ("100%", None))
-        shares.append((name, uids, quota))
+        keys = (*USERS, *BUDGETS)
+        said = {key: parsed[path][0] for key in keys if (path := ("tenants", name, key)) in parsed}
+        shares.append((name, said, quota))
     return shares
 
 

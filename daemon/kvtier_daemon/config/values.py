@@ -29,6 +29,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 EVERYONE: Final = "*"
 
 _CLIENTS_MAX = 65_536
+_WEIGHT_MAX = 1000
 _PORT_MAX = 65_535
 _ID_MAX = (1 << 32) - 2  # the last one is (uid_t)-1, which means "no change"
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -118,9 +119,16 @@ def _group(value: object) -> int:
     return _id(value, "group", lambda name: grp.getgrnam(name).gr_gid)
 
 
+def group_entry(number: int) -> str:
+    """Return how a list of users names the members of a group."""
+    return f"@{number}"
+
+
 def _uid(value: object) -> int | str:
     if value == EVERYONE:
         return EVERYONE
+    if isinstance(value, str) and value.startswith("@"):
+        return group_entry(_group(value[1:]))
     return _id(value, "user", lambda name: pwd.getpwnam(name).pw_uid)
 
 
@@ -204,7 +212,7 @@ def _share(value: object) -> str | int:
 SIZE: Final = Key(_bytes_from(MIB), "a size such as 64GiB, at least 1 MiB")
 EXTENT: Final = Key(_bytes_from(PAGE_BYTES), "a size such as 1GiB")
 SHARE: Final = Key(_share, 'a share such as "40%" or a size such as 16GiB')
-UIDS: Final = Key(_uids, 'a list of "*", numbers and user names')
+UIDS: Final = Key(_uids, 'a list of "*", numbers, user names and "@GROUP"')
 PATH: Final = Key(_path, "an absolute path")
 
 
@@ -242,6 +250,9 @@ GROUP: Final = Key(_group, "the name or the number of a group")
 LEVEL: Final = Key(_one_of(LOG_LEVELS), f"one of {', '.join(LOG_LEVELS)}")
 POLICY: Final = Key(_one_of(POLICIES), f"a known policy: {', '.join(POLICIES)}")
 SWITCH: Final = Key(_switch, "true or false")
+WEIGHT: Final = Key(
+    lambda value: _number(value, 1, _WEIGHT_MAX), f"a number from 1 to {_WEIGHT_MAX}"
+)
 CLIENTS: Final = Key(_clients, f"a number from 1 to {_CLIENTS_MAX}")
 SECONDS: Final = Key(lambda value: _number(value, 0, 86_400), "whole seconds from 0 to 86400")
 ADDRESS: Final = Key(_address, "an address and a port such as 127.0.0.1:9410 or [::1]:9410")

@@ -217,6 +217,8 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: sum(of["pinned_bytes"] for of in f["tenants"].values())),
     Metric("kvtier_failures", "counter", "Failed requests, by code; internal means a bug in the daemon.",
            lambda f: f["failures"], "code", CODES),
+    Metric("kvtier_audit_lost_entries", "counter", "Entries of the audit log that could not be written to "
+           "audit.path.", lambda f: f["audit"]["lost_entries"]),
     # The cold tier.
     Metric("kvtier_cold_on", "gauge", "1 if the cold tier reads and writes; 0 if not, or if there is no"
            " cold tier.",
@@ -273,6 +275,16 @@ SERIES: Final[tuple[Metric, ...]] = (
            open=True),
     Metric("kvtier_tenant_sessions", "gauge", "Clients of a tenant with an open space.",
            _of_tenants("sessions"), "tenant", open=True),
+    Metric("kvtier_tenant_connections", "gauge", "Connected clients of a tenant.",
+           _of_tenants("connections"), "tenant", open=True),
+    Metric("kvtier_tenant_connections_limit", "gauge", "How many clients of a tenant may be connected.",
+           _of_tenants("max_clients"), "tenant", open=True),
+    Metric("kvtier_tenant_served_seconds", "counter", "Time for which the event loop served a tenant.",
+           _of_tenants("served_s"), "tenant", open=True),
+    Metric("kvtier_tenant_message_bytes", "gauge", "Memory of a tenant's requests that are incomplete and "
+           "answers that its clients have not received.", _of_tenants("message_bytes"), "tenant", open=True),
+    Metric("kvtier_tenant_message_limit_bytes", "gauge", "Limit of this memory.",
+           _of_tenants("message_limit_bytes"), "tenant", open=True),
     Metric("kvtier_tenant_lookup_tokens", "counter", "Tokens looked up by a tenant.",
            lambda f: {name: of["lookup_tokens"] - of["coming_tokens"] for name, of in f["tenants"].items()},
            "tenant", open=True),

@@ -85,6 +85,7 @@ class StatusFigures:
         tenants = list(self._tenants.values()) if tenant is None else [tenant]
         sessions, waiting, coming = Counter[str](), Counter[str](), Counter[str]()
         names = set()
+        connections = Counter(one.tenant.name for one in self._server.sessions if one.tenant)
         for session in self._server.sessions:
             if session.tenant:
                 name, lookups = session.tenant.name, session.requests.lookups.counted
@@ -125,6 +126,7 @@ class StatusFigures:
             "sessions": sum(sessions[each.name] for each in tenants),
             "engines": sum(engines[each.name] for each in tenants),
             "failures": dict(self._server.failures) if tenant is None else {},
+            "audit": {"lost_entries": self._server.audit.lost},
             "loop": self._lag.report(),
             "tenants": {
                 each.name: {
@@ -140,6 +142,9 @@ class StatusFigures:
                     "hit_tokens": each.catalog.usage.hit_tokens.total(),
                     "used_tokens": each.catalog.usage.used_tokens.total(),
                     "coming_tokens": coming[each.name],
+                    "connections": connections[each.name],
+                    "max_clients": self._server.clients_of(each),
+                    **self._server.share_of(each).report(),
                 }
                 for each, count in zip(tenants, counts, strict=True)
             },

@@ -9,9 +9,12 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.tenant import Tenant
 
-SO_PEERPIDFD = 77  # Linux 6.5; not yet a name in the socket module
+SO_PEERGROUPS, SO_PEERPIDFD = 59, 77  # Linux 4.13 and 6.5; not names in the socket module
+GROUP = struct.Struct("=I")
+GROUPS_BYTES = 1024  # the most that Python's getsockopt returns: 256 groups
 UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
@@ -23,15 +26,17 @@ class Peer:
     uid: int
     pidfd: int
     tenant: Tenant | None = None
+    role: Role = Role.READ  # in its tenant
+    groups: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, sock: socket.socket) -> Peer:
         """The process that connected. Raises OSError if its end cannot be detected: such a client must not be
         served, because it would be unknown when its slots are free."""
-        pid, uid, _ = UCRED.unpack(
+        pid, uid, gid = UCRED.unpack(
             sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
         )
-        return cls(pid, uid, _pidfd(sock, pid))
+        return cls(pid, uid, _pidfd(sock, pid), groups=(gid, *_groups(sock)))
 
     @property
     def privileged(self) -> bool:
@@ -50,6 +55,16 @@ class Peer:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+def _groups(sock: socket.socket) -> tuple[int, ...]:
+    """The supplementary groups of the process when it connected; none if the kernel cannot tell, or if there
+    are too many: then only its user and its primary group count."""
+    try:
+        packed = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
+    except OSError:
+        return ()
+    return tuple(group for (group,) in GROUP.iter_unpack(packed))
 
 
 def _pidfd(sock: socket.socket, pid: int) -> int:

@@ -17,6 +17,8 @@ from typing import Any
 
 from kvtier import wire
 from kvtier_daemon.catalog import SessionId
+from kvtier_daemon.config.members import Role
+from kvtier_daemon.observing.audit import Actor, AuditLog, Order
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.context import Operated, Report
@@ -42,14 +44,14 @@ LIMIT_STRANGERS = 16  # clients of one tenant without a Hello; or its share of c
 
 
 class Server:
-    """The listening socket and the sessions. `tenant_of` maps a peer's uid to its tenant; `stats` reports on
-    one tenant or on all. Each tenant has an equal share of `max_clients`."""
+    """The listening socket and the sessions. `member_of` returns a peer's tenant and role; `stats` reports
+    on one tenant or on all. Each tenant has an equal share of `max_clients`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
-        tenant_of: Callable[[int], Tenant | None],
+        member_of: Callable[[Peer], tuple[Tenant | None, Role]],
         tenants: Mapping[str, Tenant],
         stats: Callable[[Tenant | None], Report],
         max_clients: int,
@@ -57,8 +59,10 @@ class Server:
         operated: Operated | None = None,
         clock: Callable[[], float] = time.monotonic,
         kept: KeptArena | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         self.loop = loop
+        self.audit = audit or AuditLog(clock, time.time)
         self.writers = Writers(loop, kept)
         self.stats = stats
         self.clock = clock
@@ -71,16 +75,15 @@ class Server:
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self.receive_first = self.receive_buffer[:RECEIVE_FIRST_BYTES]
         # Root and the daemon's user have a share of their own if they have no tenant.
-        self.turns = Turns(loop, len(tenants) + 1)
-        self._shares: dict[str, Share] = {}
+        self.turns = Turns(loop, dict.fromkeys(tenants, 1))
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
         self.latencies = Latencies()
         self._going_down = ""
         self._listener = listener
-        self._tenant_of = tenant_of
-        self.limit_clients(max_clients)
+        self._member_of = member_of
+        self.limit_clients(max_clients, {})
         # The kernel limits a user's descriptors in transit to its limit of open files.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._parking = max(64, min(soft, 1 << 16) // 2)
@@ -116,14 +119,15 @@ class Server:
                     "the daemon has no file descriptors left; raise its limit of open files",
                 )
                 continue
-            peer.tenant = self._tenant_of(peer.uid)
+            peer.tenant, peer.role = self._member_of(peer)
             strangers = sum(
                 not other.greeted and other.tenant is peer.tenant for other in self.sessions
             )
             if peer.tenant is None and not peer.privileged:
                 peer.close()
+                self.audit.note(Order("connect"), "no_tenant", Actor(peer.uid, peer.pid, ""))
                 self._turn_away(sock, "no_tenant", f"no tenant is configured for uid {peer.uid}")
-            elif strangers >= max(LIMIT_STRANGERS, self._clients_each):
+            elif strangers >= max(LIMIT_STRANGERS, self.clients_of(peer.tenant)):
                 peer.close()
                 self._turn_away(
                     sock,
@@ -134,7 +138,7 @@ class Server:
                 self.sessions.add(Session(self, sock, peer, SessionId(next(self._ids))))
 
     def share_of(self, tenant: Tenant | None) -> Share:
-        return self._shares.setdefault(tenant.name if tenant else "", Share())
+        return self.turns.shares[tenant.name if tenant else ""]
 
     def refusal(self, peer: Peer) -> str:
         """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients."""
@@ -144,11 +148,8 @@ class Server:
                 f"{len(connected)} clients are connected, the limit is reached: raise max_clients"
             )
         theirs = [other for other in connected if other.tenant is peer.tenant]
-        if len(theirs) >= self._clients_each:
-            return (
-                f"{self._clients_each} clients of this tenant are already connected, its "
-                "limit is reached"
-            )
+        if len(theirs) >= (most := self.clients_of(peer.tenant)):
+            return f"{most} clients of this tenant are already connected, its limit is reached"
         # Processes in another pid namespace all have number 0.
         if (
             peer.pid
@@ -161,10 +162,17 @@ class Server:
             )
         return ""
 
-    def limit_clients(self, max_clients: int) -> None:
-        """Set the limit of connected clients. Clients above it stay connected."""
+    def limit_clients(self, max_clients: int, own: Mapping[str, int]) -> None:
+        """Set the limit of connected clients, and those of some tenants; the other tenants have equal shares
+        of the rest. Clients above a limit stay connected."""
         self._max_clients = max_clients
-        self._clients_each = max(1, max_clients // max(1, len(self.tenants)))
+        others = max(1, len(self.tenants) - len(own))
+        self._clients_each = max(1, (max_clients - sum(own.values())) // others)
+        self._clients_of = own
+
+    def clients_of(self, tenant: Tenant | None) -> int:
+        """How many clients this tenant may have."""
+        return self._clients_of.get(tenant.name if tenant else "", self._clients_each)
 
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]:
         """The connected clients of one tenant or of all, the oldest first; at most LIMIT_LISTED."""
@@ -177,6 +185,7 @@ class Server:
                 "tenant": each.tenant.name if each.tenant else "",
                 "pid": each.peer.pid,
                 "uid": each.peer.uid,
+                "role": str(each.peer.role) if each.tenant else "",
                 "spaces": len(each.requests.spaces.opened),
                 "up_s": round(now - each.opened_at, 1),
             }

@@ -13,11 +13,14 @@ import kvtier
 from kvtier import wire
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier_daemon.catalog import SessionId
+from kvtier_daemon.config.members import Role
+from kvtier_daemon.observing.audit import Actor, AuditLog
 from kvtier_daemon.serving.context import Handler, Host
+from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Peer
-from kvtier_daemon.serving.requests import WITHOUT_TENANT, WRITES, Requests
+from kvtier_daemon.serving.requests import WITHOUT_TENANT, Requests, check_role
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
-from kvtier_daemon.serving.turns import TURN_S, Share, Turns
+from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
 
@@ -38,6 +41,7 @@ class Listener(Host, Protocol):
     run: bytes  # names this start of the daemon
     receive_buffer: memoryview
     receive_first: memoryview
+    audit: AuditLog
     sessions: set[Session]
     ghosts: set[Session]  # ended, but their processes may still write to slots
 
@@ -129,7 +133,7 @@ class Session:
         self.opened_at = server.clock()
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.greeted = False
-        self.read_only = False
+        self.read_only = False  # by its own choice
         self._farewell = False  # the client has declared that it does not write
         self._closing = False
         self._share = server.share_of(peer.tenant)
@@ -139,14 +143,20 @@ class Session:
         self.outbox = Outbox(sock, lambda count: server.may_park(self, count))
         self.alive_at = self.opened_at  # when the client last sent or received something
         self.requests = Requests(self, server)
+        self.orders = Orders(server.audit)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this session may write to slots."""
+        return not self.read_only and self.peer.role >= Role.WRITE
 
     # --- turns ---------------------------------------------------------------------------------
 
     def _ready(self) -> None:
         """The socket has data, or room for answers."""
-        if self._share.used_s >= TURN_S or self._share.waiting:
+        if self._share.used_s >= self._share.turn_s or self._share.waiting:
             self._wait_for_turn()
         elif not self._closing:
             self.turn()
@@ -175,8 +185,8 @@ class Session:
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
-        self._share.used_s += now - began
-        if self._share.used_s >= TURN_S:
+        self._share.spend(now - began)
+        if self._share.used_s >= self._share.turn_s:
             self._server.turns.used_up(self._share)
 
     def _work(self, began: float) -> None:
@@ -203,7 +213,8 @@ class Session:
                 return
             body = following = inbox.framer.take()
             if following is not None and (
-                self.outbox.nbytes > LIMIT_UNSENT_BYTES or self._server.clock() >= began + TURN_S
+                self.outbox.nbytes > LIMIT_UNSENT_BYTES
+                or self._server.clock() >= began + self._share.turn_s
             ):
                 inbox.next = following
                 return
@@ -271,7 +282,7 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
-        self._share.used_s += self._server.clock() - began
+        self._share.spend(self._server.clock() - began)
         self._server.turns.used_up(self._share)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:
@@ -287,8 +298,9 @@ class Session:
                     tenant.catalog.forget_expired(self._server.clock())
             elif type(request) not in WITHOUT_TENANT:
                 raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
-            if self.read_only and type(request) in WRITES:
-                raise Refused("read_only", "this session is read-only")
+            if type(request) in AUDITED:
+                self.orders.begin(request, tenant.name if tenant else "", self._actor())
+            check_role(self.peer, self.read_only, request)
             reply = handler(tenant, request)  # None: it is sent later
         except Refused as error:
             self.fail(request.id, error.code, error.message)
@@ -298,8 +310,13 @@ class Session:
             return
         if request.id and reply is not None:
             self.send(reply)
+        elif type(request) in AUDITED:
+            self.orders.served(self._actor())
         if tenant is not None and tenant.uses is not None:
             tenant.uses.settle()
+
+    def _actor(self) -> Actor:
+        return Actor(self.peer.uid, self.peer.pid, self.name)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -315,6 +332,8 @@ class Session:
         """Send this after all earlier messages. The rest that the socket does not take now is sent later."""
         if self._closing:
             return
+        if self.orders.begun and message.id in self.orders.begun:
+            self.orders.answered(message, self._actor())
         frame, outbox = wire.encode(message), self.outbox
         sent, waits = 0, bool(outbox.unsent)
         if not waits:
@@ -333,7 +352,7 @@ class Session:
     def _flush(self) -> None:
         """Send what the socket takes now, and arrange that the rest is sent later."""
         loop, before = self._server.loop, self.outbox.sent_bytes
-        result = self.outbox.flush(self.read_only)
+        result = self.outbox.flush(not self.writes)
         if self.outbox.sent_bytes != before:
             self.alive_at = self._server.clock()
         if result == FAILED:
@@ -361,6 +380,7 @@ class Session:
         if self._closing:
             return
         self._closing = True
+        self.orders.end(self._actor())
         log.debug("client %r: %s", self.name, why)
         loop = self._server.loop
         loop.remove_reader(self._sock.fileno())
@@ -439,7 +459,7 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     session.greeted = True
     session.inbox.framer.limit = wire.LIMIT_FRAME_BYTES
     session.read_only = request.read_only
-    if session.tenant is not None and not request.read_only:
+    if session.tenant is not None and session.writes:
         server.writers.began(session.id, session.tenant, session.token, session.peer.pid)
     session.announce()
     _tell_client(session, server, "came")

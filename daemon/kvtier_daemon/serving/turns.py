@@ -1,14 +1,17 @@
 """Divides the loop's time and the memory for requests among tenants, independent of their connections.
 
-A turn is an iteration of the loop. In each turn a tenant is served for TURN_S, or for one request if that
-takes longer; the excess is deducted from its next turns (deficit round robin). If no tenant exceeds its turn,
-nothing is queued, and no iteration is added.
+A turn is an iteration of the loop. In each turn a tenant is served for its `turn_s`, or for one request if
+that takes longer; the excess is deducted from its next turns (deficit round robin). If no tenant exceeds its
+turn, nothing is queued, and no iteration is added. The turns of the tenants with the largest weight last
+TURN_S, and those of the others are shorter by their weight: no weight makes another tenant wait longer than
+TURN_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 from kvtier.wire import LIMIT_FRAME_BYTES
@@ -32,10 +35,15 @@ class Share:
     """One tenant's part of the loop's time, and of the memory for requests and answers."""
 
     __slots__ = (
-        "is_unread", "receiving_bytes", "room_for", "unanswered", "unsent_bytes", "used_s", "waiting",
+        "is_unread", "receiving_bytes", "receiving_most", "room_for", "served_s", "turn_s", "unanswered",
+        "unsent_bytes", "unsent_most", "used_s", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self) -> None:
+        self.weight = 1
+        self.turn_s = TURN_S
+        self.receiving_most = self.unsent_most = LIMIT_FRAME_BYTES
+        self.served_s = 0.0  # in all turns
         self.used_s = 0.0  # in this turn, and the excess of earlier ones
         self.waiting: deque[TurnTaker] = deque()  # to be served
         self.receiving_bytes = 0  # reserved for incomplete requests
@@ -46,21 +54,46 @@ class Share:
             deque()
         )  # sessions that wait until fewer bytes are unsent
 
+    def spend(self, seconds: float) -> None:
+        """The tenant was served for this time."""
+        self.used_s += seconds
+        self.served_s += seconds
+
+    def report(self) -> dict[str, float]:
+        return {
+            "weight": self.weight,
+            "served_s": round(self.served_s, 6),
+            "message_bytes": self.receiving_bytes + self.unsent_bytes,
+            "message_limit_bytes": self.receiving_most + self.unsent_most,
+        }
+
 
 class Turns:
-    """The turns of one daemon. `shares` tenants divide the memory."""
+    """The turns of one daemon, and the shares of the tenants with these names and weights. Clients without a
+    tenant, which are root and the daemon's user, have the share "" of weight 1."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, shares: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, weights: Mapping[str, int]) -> None:
         self._loop = loop
-        self._receiving_most = max(LIMIT_FRAME_BYTES, RECEIVING_BYTES // shares)
-        self._unsent_most = max(LIMIT_FRAME_BYTES, UNSENT_BYTES // shares)
+        self.shares = {name: Share() for name in ("", *weights)}
+        self.weigh(weights)
         self._busy: dict[Share, None] = {}  # with waiting sessions, or an excess
         self._scheduled = False
         self.rounds = 0
 
+    def weigh(self, weights: Mapping[str, int]) -> None:
+        """Set the weights of tenants. What a tenant uses above its new share stays until it is freed."""
+        for name, weight in weights.items():
+            self.shares[name].weight = weight
+        total = sum(share.weight for share in self.shares.values())
+        most = max(share.weight for share in self.shares.values())
+        for share in self.shares.values():
+            share.turn_s = TURN_S * share.weight / most
+            share.receiving_most = max(LIMIT_FRAME_BYTES, RECEIVING_BYTES * share.weight // total)
+            share.unsent_most = max(LIMIT_FRAME_BYTES, UNSENT_BYTES * share.weight // total)
+
     def used_up(self, share: Share) -> None:
         """Serve other tenants next if the turn of this one is over."""
-        if share.used_s >= TURN_S:
+        if share.used_s >= share.turn_s:
             share.used_s = min(share.used_s, DEBT_S)
             self._schedule(share)
 
@@ -80,10 +113,10 @@ class Turns:
         self._scheduled = False
         self.rounds += 1
         for share in list(self._busy):
-            share.used_s = max(0.0, share.used_s - TURN_S)
-            while share.waiting and share.used_s < TURN_S:
+            share.used_s = max(0.0, share.used_s - share.turn_s)
+            while share.waiting and share.used_s < share.turn_s:
                 share.waiting.popleft().turn()
-            if share.used_s < TURN_S:
+            if share.used_s < share.turn_s:
                 del self._busy[share]
         if self._busy and not self._scheduled:
             self._scheduled = True
@@ -94,7 +127,7 @@ class Turns:
     def unsent(self, share: Share, nbytes: int) -> None:
         """The number of unsent bytes has grown by `nbytes`, or shrunk."""
         share.unsent_bytes += nbytes
-        share.is_unread = share.unsent_bytes > self._unsent_most
+        share.is_unread = share.unsent_bytes > share.unsent_most
         if not share.is_unread:
             while share.unanswered:
                 share.unanswered.popleft().answer_again()
@@ -102,7 +135,7 @@ class Turns:
     def may_receive(self, share: Share, nbytes: int) -> bool:
         """Reserve this much memory for the rest of a request until `received`. False if there is not
         enough."""
-        if share.receiving_bytes + nbytes > self._receiving_most:
+        if share.receiving_bytes + nbytes > share.receiving_most:
             return False
         share.receiving_bytes += nbytes
         return True

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.units import GIB, MIB, TIB
+from kvtier_daemon.config.members import member_of
 from kvtier_daemon.config.schema import (
+    Config,
     default_extent,
     default_socket,
     default_state,
     dotted_keys,
     load,
-    tenant_of,
 )
 from kvtier_daemon.config.values import LOG_LEVELS, PAGE_BYTES, POLICIES
 
@@ -77,8 +78,10 @@ def test_every_key_can_be_written(read):
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
         'admission = "second-touch"\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
-        f'[tenants.a]\nuids = ["{me}", 7]\nquota = "40%"\n'
-        '[tenants.b]\nuids = ["*"]\nquota = "256MiB"\n'
+        '[audit]\npath = "/var/log/a"\n'
+        f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
+        "max_clients = 2\nweight = 3\n"
+        '[tenants.b]\nreaders = ["*"]\nquota = "256MiB"\n'
     ).config
     assert msgspec.to_builtins(config, enc_hook=str) == {
         "socket": "/tmp/a.sock",
@@ -110,9 +113,24 @@ def test_every_key_can_be_written(read):
             "scrub": 4 * MIB,
         },
         "http": {"listen": ("0.0.0.0", 80), "allow_remote": True, "hosts": ("gpu7.example",)},
+        "audit": {"path": "/var/log/a"},
         "tenants": {
-            "a": {"uids": (0, 7), "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES},
-            "b": {"uids": ("*",), "quota": 256 * MIB},
+            "a": {
+                "uids": (0, 7),
+                "writers": ("@0", 8),
+                "readers": (),
+                "max_clients": 2,
+                "weight": 3,
+                "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES,
+            },
+            "b": {
+                "uids": (),
+                "writers": (),
+                "readers": ("*",),
+                "max_clients": None,
+                "weight": 1,
+                "quota": 256 * MIB,
+            },
         },
     }
 
@@ -220,8 +238,8 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
         ('size = "4GiB"', "size: unknown key; did you mean warm.size?"),
         ("lock = true", "lock: unknown key; did you mean warm.lock?"),
         ("[wram]\nsize = 1", "wram: unknown section; did you mean warm?"),
-        ("[hot]\nsize = '2TiB'", "hot: unknown section; known: cold, http, tenants, warm"),
-        ("[remote]", "remote: unknown section; known: cold, http, tenants, warm"),
+        ("[hot]\nsize = '2TiB'", "hot: unknown section; known: audit, cold, http, tenants, warm"),
+        ("[remote]", "remote: unknown section; known: audit, cold, http, tenants, warm"),
         ("[tenants.a]\nuid = [1]", "tenants.a.uid: unknown key; did you mean tenants.a.uids?"),
         ('"a\\nb" = 1', '"a\\nb": unknown key; known: '),
         ("warm = 5", "warm: expected a section, got 5"),
@@ -290,7 +308,7 @@ def test_all_errors_are_reported_together_each_with_its_place(read, tmp_path):
         f"{file}:1: max_client: unknown key; did you mean max_clients?",
         f"{file}:2: log_level: expected one of",
         f"{file}:4: warm.sise: unknown key; did you mean warm.size?",
-        f"{file}: remote: unknown section; known: cold, http, tenants, warm",
+        f"{file}: remote: unknown section; known: audit, cold, http, tenants, warm",
         f"{pieces}/2.toml:2: warm.lok: unknown key; did you mean warm.lock?",
         "environment KVTIER_WARM_EXTENT: warm_extent: unknown key; did you mean KVTIER_WARM__EXTENT?",
         "--warm-size: warm.size: '64G' is ambiguous",
@@ -409,26 +427,56 @@ def test_decimal_sizes_become_whole_pages(read):
 # --- tenants --------------------------------------------------------------------------------------
 
 
+def member(config: Config, uid: int, *groups: int) -> tuple[str, str] | None:
+    found = member_of(config, uid, groups)
+    return (found.tenant, str(found.role)) if found else None
+
+
 def test_a_user_named_exactly_is_found_before_everyone(read):
     config = read(
         WARM + '[tenants.all]\nuids = ["*"]\nquota = "10%"\n'
         '[tenants.a]\nuids = [1000, 1001]\nquota = "90%"'
     ).config
-    assert tenant_of(config, 1000) == tenant_of(config, 1001) == "a"
-    assert tenant_of(config, 0) == tenant_of(config, 65534) == "all"
+    assert member(config, 1000) == member(config, 1001) == ("a", "admin")
+    assert member(config, 0) == member(config, 65534) == ("all", "admin")
+
+
+def test_a_list_gives_its_users_a_role_and_a_name_precedes_groups_and_everyone(read):
+    config = read(
+        WARM
+        + '[tenants.a]\nuids = [1]\nwriters = [2, "@50"]\nreaders = ["@51", "@52", 4]\nquota = "50%"\n'
+        '[tenants.b]\nreaders = ["*"]\nwriters = ["@60"]\nquota = "50%"'
+    ).config
+    assert member(config, 1, 60) == ("a", "admin")
+    assert member(config, 2) == member(config, 9, 50) == ("a", "write")
+    assert member(config, 4, 50) == ("a", "read"), "the user is named, the group is not considered"
+    assert member(config, 9, 51) == ("a", "read")
+    assert member(config, 9, 51, 50) == ("a", "write"), "the highest role of its groups"
+    assert member(config, 9) == member(config, 9, 99) == ("b", "read")
+    assert member(config, 9, 50, 60) is None, "its groups belong to two tenants"
 
 
 def test_a_user_in_no_tenants_list_has_no_tenant(read):
-    config = read(WARM + "[tenants.a]\nuids = [1000]").config
-    assert tenant_of(config, 1001) is None
+    config = read(WARM + "[tenants.a]\nuids = [1000]\nreaders = ['@7']").config
+    assert member(config, 1001) is None and member(config, 7) is None
 
 
 def test_root_is_no_exception(read):
     config = read(WARM + "[tenants.a]\nuids = [1000]").config
-    assert tenant_of(config, 0) is None
+    assert member(config, 0) is None
 
 
-@pytest.mark.parametrize(("a", "b"), [("[1, 7]", "[7]"), ('["*"]', '["*"]'), ('["root"]', "[0]")])
+@pytest.mark.parametrize("key", ["writers", "readers"])
+def test_a_user_with_two_roles_is_an_error(read, key):
+    with pytest.raises(
+        ConfigError, match=rf"tenants\.a\.{key}: uid 7 is already in tenants\.a\.uids"
+    ):
+        read(f"{WARM}[tenants.a]\nuids = [1, 7]\n{key} = [7]")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("[1, 7]", "[7]"), ('["@7"]', '["@7"]'), ('["*"]', '["*"]'), ('["root"]', "[0]")]
+)
 def test_a_user_of_two_tenants_is_an_error(read, a, b):
     with pytest.raises(ConfigError, match=r"tenants\.b\.uids: .* already belongs to tenant a"):
         read(f'{WARM}[tenants.a]\nuids = {a}\nquota = "1%"\n[tenants.b]\nuids = {b}\nquota = "1%"')
@@ -439,6 +487,13 @@ def test_quotas_that_exceed_the_size_are_an_error_with_the_numbers(read):
         read(
             WARM + '[tenants.a]\nuids = [1]\nquota = "60%"\n[tenants.b]\nuids = [2]\nquota="32GiB"'
         )
+
+
+def test_limits_of_clients_leave_one_for_each_other_tenant(read):
+    tenants = '[tenants.b]\nuids = [2]\nquota = "1%"\n[tenants.a]\nuids = [1]\nquota = "1%"\nmax_clients = '
+    assert read("max_clients = 8\n" + WARM + tenants + "7").config.tenants["a"].max_clients == 7
+    with pytest.raises(ConfigError, match=r"max_clients: 8 is less than 9"):
+        read("max_clients = 8\n" + WARM + tenants + "8")
 
 
 def test_a_quota_larger_than_the_tier_is_an_error(read):

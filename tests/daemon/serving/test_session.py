@@ -19,6 +19,7 @@ from kvtier import wire
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
 from kvtier_daemon.tenant import Tenant
@@ -43,7 +44,13 @@ def test_an_internal_error_ends_one_session_and_is_logged(
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")))
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
-            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+            loop,
+            listener,
+            lambda peer: (tenant, Role.ADMIN),
+            {"t": tenant},
+            lambda tenant: {},
+            8,
+            recorder,
         )
         monkeypatch.setattr(Catalog, "match", bug)
         answers = [
@@ -76,7 +83,13 @@ def test_leases_of_a_session_end_although_returning_its_reads_fails(
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
-            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+            loop,
+            listener,
+            lambda peer: (tenant, Role.ADMIN),
+            {"t": tenant},
+            lambda tenant: {},
+            8,
+            recorder,
         )
         await loop.run_in_executor(None, talk, str(tmp_path / "s"), 0)
         async with asyncio.timeout(60):
@@ -119,7 +132,8 @@ class Serving:
         tenants = [Tenant(name, bytes(32), 0, Catalog(Store(), make("lru"))) for name in names]
         self.turns, loop = itertools.cycle(tenants), asyncio.get_running_loop()
         self.server = Server(
-            loop, self.listener, lambda uid: next(self.turns), {one.name: one for one in tenants},
+            loop, self.listener, lambda peer: (next(self.turns), Role.ADMIN),
+            {one.name: one for one in tenants},
             lambda tenant: {}, max_clients, Recorder(folder, loop.time),
         )  # fmt: skip
         self.tenants, self.clients = tenants, list[Connected]()
@@ -155,6 +169,29 @@ def test_a_tenant_has_exactly_its_share_of_the_clients(tmp_path: Path) -> None:
             assert isinstance((await here.connect())[1], wire.Welcome)
             here.turns = itertools.cycle(here.tenants[1:])
             assert isinstance((await here.connect())[1], wire.Welcome)
+
+    asyncio.run(work())
+
+
+def test_a_tenant_may_have_a_limit_of_clients_of_its_own(tmp_path: Path) -> None:
+    async def work() -> None:
+        with Serving(tmp_path, 6, "t", "u") as here:
+            for limits, t, u in (({"t": 1}, 1, 5), ({"t": 4, "u": 1}, 3, 0), ({}, 0, 1)):
+                here.server.limit_clients(6, limits)
+                for tenant, more in zip(here.tenants, (t, u), strict=True):
+                    here.turns = itertools.cycle([tenant])
+                    replies = [(await here.connect())[1] for _ in range(more + 1)]
+                    welcome = [isinstance(reply, wire.Welcome) for reply in replies]
+                    assert welcome == [True] * more + [False], (limits, tenant.name)
+                if limits == {"t": 1}:
+                    for client in here.clients:
+                        client.sock.close()
+                    here.clients.clear()
+                    while here.server.sessions:  # noqa: ASYNC110
+                        await asyncio.sleep(0.001)
+                    here.turns = itertools.cycle(here.tenants)
+                    for _ in range(2):
+                        await here.connect()
 
     asyncio.run(work())
 
@@ -272,7 +309,13 @@ def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> No
         tenant.catalog.add_extent(1 << 20, bytearray(1 << 12))
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
-            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+            loop,
+            listener,
+            lambda peer: (tenant, Role.ADMIN),
+            {"t": tenant},
+            lambda tenant: {},
+            8,
+            recorder,
         )
         await loop.run_in_executor(None, talk_of_a_match)
         server.close("done")

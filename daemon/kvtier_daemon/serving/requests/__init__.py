@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from kvtier import wire
+from kvtier.errors import Refused
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.context import Handlers, Host, Requester
+from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.requests.admin import AdminRequests
 from kvtier_daemon.serving.requests.feeds import FeedRequests
 from kvtier_daemon.serving.requests.lookups import LookupRequests
@@ -14,8 +17,28 @@ WITHOUT_TENANT = (
     wire.Stats, wire.Record, wire.Ping, wire.Settings, wire.Tier,
     wire.Spaces, wire.List, wire.Purge, wire.Monitor,
 )  # fmt: skip
-# Refused in a read-only session. Commit and Abort need a lease that such a session cannot have.
-WRITES = (wire.Reserve, wire.Pin, wire.Unpin, wire.Hint, wire.Forget, wire.Purge)
+# The role that a request needs if that is more than READ. Commit and Abort need a lease that a reader cannot
+# have.
+NEEDED = {
+    **dict.fromkeys((wire.Reserve, wire.Pin, wire.Unpin, wire.Hint, wire.Forget), Role.WRITE),
+    wire.Purge: Role.ADMIN,
+}  # fmt: skip
+
+
+def check_role(peer: Peer, read_only: bool, request: wire.Request) -> None:
+    """Raise Refused if this client may not make this request, by its role or by its own choice to read."""
+    needed = NEEDED.get(type(request))
+    if needed is None:
+        return
+    if read_only:
+        raise Refused("read_only", "this session is read-only")
+    if peer.role < needed and not (needed is Role.ADMIN and peer.privileged):
+        tenant = peer.tenant.name if peer.tenant else ""
+        text = (
+            f"uid {peer.uid} has the role {peer.role} in tenant {tenant}, and this needs the role "
+            f"{needed}"
+        )
+        raise Refused("read_only" if peer.role is Role.READ else "not_admin", text)
 
 
 class Requests:
