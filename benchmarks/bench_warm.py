@@ -120,6 +120,52 @@ def saves(client: Client, block_bytes: int, rounds: int) -> list[Row]:
     return rows
 
 
+def verified(socket: str, rounds: int) -> list[Row]:
+    """Loads whose blocks are compared with their checksums, to the same loads without that."""
+    with Client.connect(socket, verify=True) as checking, Client.connect(socket) as trusting:
+        return [
+            row
+            for block_bytes in (2 * MIB, 32 * MIB)
+            for row in _verified(checking, trusting, block_bytes, rounds)
+        ]
+
+
+def _verified(checking: Client, trusting: Client, block_bytes: int, rounds: int) -> list[Row]:
+    count = REQUEST_BYTES // block_bytes
+    space, unverified = (one.open(spec_of(block_bytes)) for one in (checking, trusting))
+    sources, targets = buffers(count, block_bytes), buffers(count, block_bytes)
+    keys = fresh_keys(space, count)
+    assert space.save(keys, sources).stored == count
+
+    def load(space: Space, threads: int | None) -> Callable[[], None]:
+        def run() -> None:
+            assert space.load_into(keys, targets, threads=threads) == count
+
+        return run
+
+    def as_views() -> None:
+        with space.load(keys) as blocks:
+            assert len(blocks) == count
+
+    load(space, None)()
+    assert all(a == b for a, b in zip(targets, sources, strict=True))
+    label, rows = f"{block_bytes // MIB} MiB blocks", []
+    for title, run, other_run in (
+        (f"verified load, {label}, to it unverified", load(space, None), load(unverified, None)),
+        (
+            f"verified load by one thread, {label}, to it unverified",
+            load(space, 1),
+            load(unverified, 1),
+        ),
+        (f"verified views, {label}, to a copy by one thread", as_views, load(unverified, 1)),
+    ):
+        one, other = Arm(run), Arm(other_run)
+        ratios = pairs(one, other, rounds, warmups=2)
+        rows.append(ratio_row(title, ratios, None, REQUEST_BYTES, one, other))
+        rows[-1].more["cpu ratio"] = median(one.cpu_seconds) / median(other.cpu_seconds)
+    return rows
+
+
 def views(client: Client, rounds: int) -> list[Row]:
     """256 blocks as read-only views: match, lease, map, release."""
     space = client.open(spec_of(2 * MIB))
@@ -304,6 +350,7 @@ def main() -> int:
                 rows += saves(client, block_bytes, arguments.rounds)
             rows += views(client, arguments.rounds)
             rows += pieces(client, arguments.rounds)
+        rows += verified(daemon.socket, arguments.rounds)
         rows += four_clients(daemon, arguments.rounds)
     probes.append(harness.noise())
     return harness.report("warm", rows, probes, arguments.out)

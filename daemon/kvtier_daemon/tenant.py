@@ -30,6 +30,8 @@ class Tenant:
     extents: list[Extent] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     uses: DeferredPolicy | None = None  # events that its policy gets after the answer
+    spoilt_blocks: int = 0  # that differed in memory from the checksums of their saves
+    rechecking: bool = False  # blocks are being compared with their checksums
 
     def add(self, extent: Extent) -> int:
         """Add this extent for the life of the daemon; return its number among the tenant's."""

@@ -72,6 +72,7 @@ class Client:
         populate: bool = True,
         name: str = "",
         engine: str = "",
+        verify: bool = False,
         clock: Clock = time.monotonic,
     ) -> Client:
         """Connect to the daemon at `socket`. None means $KVTIER_SOCKET, then the socket of a daemon of this
@@ -79,7 +80,9 @@ class Client:
 
         `timeout_s` is the time limit of every request. `read_only` maps the arena read-only; such a client
         cannot save. `populate` maps the pages of the arena in advance. `name` is what `kvtier status` shows.
-        Processes of one engine pass the same `engine`, and the daemon counts them as one.
+        Processes of one engine pass the same `engine`, and the daemon counts them as one. With `verify`,
+        loads compare each block with the checksum of its save: a block that another client of the tenant has
+        overwritten is a miss, and the daemon forgets it. Blocks saved without a checksum are not compared.
         Raises Unavailable if no daemon answers, and Refused if the daemon refuses this client.
         """
         with Checking("socket"):
@@ -90,7 +93,7 @@ class Client:
         arena = Arena(read_only, populate)
         try:
             name = name or f"pid {os.getpid()}"
-            return cls(Link(connection, arena, path, name, read_only, engine))
+            return cls(Link(connection, arena, path, name, read_only, engine, verify))
         except BaseException:
             connection.close(farewell=False)
             arena.close()

@@ -9,6 +9,7 @@
     ├── InvalidArgument   an argument of the wrong type or range; also a ValueError and a TypeError
     ├── ViewsInUse        an object still refers to released slots; also a BufferError
     ├── StaleLease        the lease has ended; the slots may contain other blocks
+    ├── SpoiltBlocks      a block was overwritten after its save
     ├── FrameError        a stored block is damaged
     ├── ProfileError      a calibration profile is damaged, or belongs to another model
     ├── TierError         a tier cannot be used, or failed
@@ -62,6 +63,10 @@ class ViewsInUse(KvtierError, BufferError):  # noqa: N818
 
 class StaleLease(KvtierError):  # noqa: N818
     """The lease has ended. Do not use the data that was read under it."""
+
+
+class SpoiltBlocks(KvtierError):  # noqa: N818
+    """The bytes of a block in memory differ from those of its save. Do not use what was read."""
 
 
 class FrameError(KvtierError):

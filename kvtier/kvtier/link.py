@@ -53,7 +53,9 @@ class Link:
         name: str,
         read_only: bool,
         engine: str = "",
+        verify: bool = False,
     ) -> None:
+        self.verify = verify
         self.connection = connection
         self.new_id = connection.new_id
         self.arena = arena
@@ -65,7 +67,7 @@ class Link:
         self._closed = False
         with _ended_lock:
             ended = _ended_tokens.get(path, [])[: wire.LIMIT_ENDED]
-        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended, engine)
+        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended, engine, verify)
         self.welcome = self.ask(hello, wire.Welcome)
         with _ended_lock:
             _ended_tokens[path] = [one for one in _ended_tokens.get(path, []) if one not in ended]

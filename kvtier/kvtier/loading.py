@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvtier import wire
 from kvtier.arguments import Checking
-from kvtier.errors import InvalidArgument, StaleLease, Unavailable, ViewsInUse
-from kvtier_kernels import Buffers, Pieces, copy_out, fresh, release_views, scatter, views
+from kvtier.errors import InvalidArgument, SpoiltBlocks, StaleLease, Unavailable, ViewsInUse
+from kvtier_kernels import Buffers, Pieces, copy_out, fresh, release_views, scatter, views, xxh3_128
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,15 +64,36 @@ class Lease:
 
     def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
         """Return read-only views of the slots of a part. `nbytes` is the size of a block. Call `fresh`
-        after reading."""
+        after reading. Verifies nothing: `matching` does."""
         with Checking("views of a part"):
             return views(self._extents, part.slots, nbytes, False)
 
     def copy_out(self, part: wire.Part, targets: Buffers, threads: int) -> int:
-        """Copy the slots of a part. Returns how many leading blocks were not reused during the copy."""
+        """Copy the slots of a part. Returns how many leading blocks were not reused during the copy and, with
+        digests, are the blocks that were saved."""
         with Checking("copying a part"):
-            copy_out(self._extents, part.slots, targets, threads)
-        return self.fresh(part)
+            digests = copy_out(self._extents, part.slots, targets, threads, bool(part.digests))
+        good = self.fresh(part)
+        if part.digests and (sound := leading(digests, part.digests)) < good:
+            self.recheck()
+            return sound
+        return good
+
+    def matching(self, part: wire.Part, blocks: Sequence[memoryview]) -> int:
+        """Return how many leading blocks of a part match its digests; all if it has none."""
+        if not part.digests:
+            return len(blocks)
+        sound = leading(b"".join(map(xxh3_128, blocks)), part.digests)
+        if sound < min(len(blocks), self.fresh(part)):
+            self.recheck()
+        return sound
+
+    def recheck(self) -> None:
+        """Let the daemon compare the blocks of this lease with their checksums, and forget those that differ.
+        Does not wait for the daemon."""
+        if self._id:
+            with contextlib.suppress(Unavailable):
+                self._link.tell(wire.Recheck(0, self._id))
 
     def fresh(self, part: wire.Part) -> int:
         """Return how many leading blocks of a part have not been reused. Call it after reading them."""
@@ -128,13 +149,34 @@ class Reader:
         threads: int = 1,
         nice: int = 0,
         parts: int = 1,
+        digests: bytes = b"",
     ) -> int:
         """Copy slots into an engine's paged blocks. Returns how many leading slots were not reused during the
         copy. Each slot is divided into `parts` consecutive pages; with several parts, block id 0 skips its
-        page. `nice` is the priority of the copying threads."""
+        page. `nice` is the priority of the copying threads. With `digests`, raises SpoiltBlocks if a slot
+        that was not reused has other bytes."""
         ids, within = self.placed(slots, block_ids, pieces.block_bytes, parts)
-        scatter(pieces, ids, self._extents, within, threads, nice=nice)
+        same_pass = bool(digests) and parts == 1
+        found = scatter(pieces, ids, self._extents, within, threads, same_pass, nice)
+        if same_pass:
+            self._compare(slots, found, digests)
+        elif digests:
+            self.verify(slots, digests, pieces.block_bytes * parts)
         return fresh(self._tables, slots)
+
+    def verify(self, slots: bytes, digests: bytes, nbytes: int) -> None:
+        """Raise SpoiltBlocks if a slot of `nbytes` that was not reused does not match its digest."""
+        blocks = views(self._extents, slots, nbytes, False)
+        try:
+            found = b"".join(map(xxh3_128, blocks))
+        finally:
+            release_views(blocks)
+        self._compare(slots, found, digests)
+
+    def _compare(self, slots: bytes, found: bytes, digests: bytes) -> None:
+        sound = leading(found, digests)
+        if sound * wire.SLOT_BYTES < len(slots) and sound < fresh(self._tables, slots):
+            raise SpoiltBlocks("a block was overwritten after its save")
 
     def placed(
         self, slots: bytes, block_ids: Sequence[int], nbytes: int, parts: int
@@ -151,6 +193,17 @@ class Reader:
         within = wire.split(slots, parts, nbytes)
         wanted = [at for at, block in enumerate(block_ids) if block]
         return [block_ids[at] for at in wanted], b"".join(within[at] for at in wanted)
+
+
+def leading(found: bytes, wanted: bytes) -> int:
+    """Return how many leading digests are as wanted. NO_DIGEST matches every digest."""
+    if found == wanted:
+        return len(wanted) // wire.DIGEST_BYTES
+    for count, at in enumerate(range(0, len(wanted), wire.DIGEST_BYTES)):
+        one = wanted[at : at + wire.DIGEST_BYTES]
+        if one not in (found[at : at + wire.DIGEST_BYTES], wire.NO_DIGEST):
+            return count
+    return len(wanted) // wire.DIGEST_BYTES
 
 
 class Blocks(list["memoryview | None"]):
@@ -171,6 +224,7 @@ class Loadable(Protocol):
     def lease(
         self, keys: Keys | Sequence[bytes], deadline_ms: int = ..., shards: Sequence[int] = ...
     ) -> Lease: ...
+    def is_full(self, group: int) -> bool: ...
     def group_block_bytes(self, group: int) -> int: ...
     def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]: ...
 
@@ -202,14 +256,30 @@ class Loading:
             try:
                 part = self._part = lease.part(group, shard)
                 self._views = lease.views(part, self._space.group_block_bytes(group))
+                self._keep(lease.matching(part, self._views))
             except BaseException:
+                release_views(self._views)
                 lease.release()
                 raise
-            self._blocks = Blocks([*[None] * part.first, *self._views])
-            self._blocks.first = part.first
+            if self._part is not None:
+                self._blocks = Blocks([*[None] * part.first, *self._views])
+                self._blocks.first = part.first
         self._blocks.coming = lease.coming
         self._blocks.eta_ms = lease.eta_ms
         return self._blocks
+
+    def _keep(self, sound: int) -> None:
+        """Drop the blocks from the first spoilt one on; all blocks of a group that needs all of them."""
+        assert self._lease is not None and self._part is not None
+        if sound == len(self._views):
+            return
+        keep = sound if self._space.is_full(self._args[2]) else 0
+        release_views(self._views[keep:])
+        del self._views[keep:]
+        self._lease.ready = keep
+        part = self._part
+        kept = wire.Part(part.group, part.shard, part.first, part.slots[: keep * wire.SLOT_BYTES])
+        self._part = kept if keep else None
 
     def __exit__(
         self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None

@@ -93,6 +93,10 @@ class Space:
         """Bytes of one block in one shard, all groups together, equal to `spec.block_bytes`."""
         return sum(self._block_bytes)
 
+    def is_full(self, group: int) -> bool:
+        """Return whether leading blocks of this group are a shorter prefix. Other groups need all blocks."""
+        return self.spec.cache_groups[group].kind == "full"
+
     def group_block_bytes(self, group: int) -> int:
         """Return the bytes of one group's part of a block in one shard."""
         return self._block_bytes[whole("group", group, 0, len(self._block_bytes) - 1)]
@@ -224,8 +228,7 @@ class Space:
                 wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
             good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
             # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
-            whole = self.spec.cache_groups[group].kind == "full"
-            blocks = lease.ready if good == count else good if whole else 0
+            blocks = lease.ready if good == count else good if self.is_full(group) else 0
         finally:
             lease.release(*self.used(group, shard, blocks, good))
         return blocks
@@ -256,7 +259,7 @@ class Space:
         daemon refuses more."""
         whole("shards", shards, 0, LIMIT_SHARDS)
         if shards not in self._most_keys:
-            self._most_keys[shards] = _most_keys(self.spec, shards)
+            self._most_keys[shards] = _most_keys(self.spec, shards, self.link.verify)
         return self._most_keys[shards]
 
     def begin_lease(
@@ -427,7 +430,7 @@ def _pin_request(space: Space, keys: Keys | Sequence[bytes], ttl_s: float) -> wi
     return wire.Pin(space.link.new_id(), space.index, Keys.of(keys).packed, ttl_ms)
 
 
-def _most_keys(spec: KvSpec, shards: int) -> int:
+def _most_keys(spec: KvSpec, shards: int, verify: bool) -> int:
     """Return how many keys one request may have, so that the answer fits the slots of `shards` shards."""
     most = min(wire.LIMIT_KEYS, wire.LIMIT_LOOKS // spec.places)
     per_block, trailing = 0, 0
@@ -437,7 +440,7 @@ def _most_keys(spec: KvSpec, shards: int) -> int:
         else:
             blocks = len(group.needed_blocks(spec.block_tokens, most))
             trailing += blocks * min(shards, group.shards)
-    left = max(0, wire.LIMIT_TOLD_SLOTS - trailing)
+    left = max(0, wire.told_slots(verify) - trailing)
     return min(most, left // per_block) if per_block else most
 
 

@@ -36,6 +36,7 @@ LIMIT_SHARDS_TOLD = 4096  # shards in a Load or Adopt: more are refused while de
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size
 DIGEST_BYTES = 16
+NO_DIGEST = bytes(DIGEST_BYTES)  # of a block that was saved without a checksum
 CHANGE = struct.Struct("<BBHI32s")  # what, tier, group, shard, key
 CAME, WENT = 0, 1
 MEMORY, DISK = 0, 1
@@ -47,6 +48,12 @@ LISTED = struct.Struct("<IIIIHBBBB2x32s")
 LIMIT_LISTED = 4096  # in one Listed
 LIMIT_EVENTS = 256  # in one Events
 LENGTH = struct.Struct("<I")
+
+
+def told_slots(verify: bool) -> int:
+    """Return how many slots one reply may have."""
+    each = SLOT_BYTES + DIGEST_BYTES * verify
+    return LIMIT_TOLD_SLOTS * SLOT_BYTES // each
 
 
 def split(slots: bytes, parts: int, nbytes: int) -> list[bytes]:
@@ -70,7 +77,7 @@ class Hello(Message, tag=1):
 
     `ended`: tokens of earlier sessions whose client could not send Bye, and which no longer access their
     slots. `engine`: a name that the processes of one engine share, so that they count as one engine; a client
-    without a name counts as one engine.
+    without a name counts as one engine. `verify`: answers with slots contain the checksums of the blocks.
     """
 
     schema: bytes
@@ -78,6 +85,7 @@ class Hello(Message, tag=1):
     read_only: bool = False
     ended: list[bytes] = []
     engine: str = ""
+    verify: bool = False
 
 
 class Open(Message, tag=2):
@@ -299,6 +307,14 @@ class Grow(Message, tag=29):
     wait_ms: int
 
 
+class Recheck(Message, tag=30):
+    """Compare the blocks of this read lease with the checksums of their saves, and forget those that differ.
+    Answered with a Counted: the number of forgotten blocks. While blocks of the tenant are being checked,
+    another request checks nothing."""
+
+    lease: int
+
+
 # --- replies ------------------------------------------------------------------------------------
 
 
@@ -327,12 +343,14 @@ class Matched(Message, tag=34):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The slots of one group and shard: blocks first, first + 1, ... of the prefix."""
+    """The slots of one group and shard: blocks first, first + 1, ... of the prefix. `digests`: for a session
+    that verifies, the checksums of their saves, NO_DIGEST for a block without one."""
 
     group: int
     shard: int
     first: int
     slots: bytes
+    digests: bytes = b""
 
 
 class Loaded(Message, tag=35):
@@ -425,7 +443,7 @@ class GoingDown(Message, tag=65):
 Request = (
     Hello | Open | MatchPrefix | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
-    | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow
+    | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed

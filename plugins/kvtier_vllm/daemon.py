@@ -57,6 +57,7 @@ class Reconnect:
     def __init__(
         self, socket: str | None, spec: KvSpec, name: str, populate: bool, level: int = logging.INFO,
         engine: str = "", on_idle: Callable[[DaemonSession | None], None] = lambda _: None,
+        verify: bool = False,
     ) -> None:  # fmt: skip
         self.session: DaemonSession | None = None
         self._first_attempt = threading.Event()
@@ -65,6 +66,7 @@ class Reconnect:
         self._spec = spec
         self._name = name
         self._engine = engine
+        self._verify = verify
         self._populate = populate
         self._level = level
         self._on_idle = on_idle
@@ -186,7 +188,7 @@ class Reconnect:
     def _connect(self) -> DaemonSession:
         client = Client.connect(
             self._socket, timeout_s=CONNECT_S, populate=self._populate, name=self._name,
-            engine=self._engine,
+            engine=self._engine, verify=self._verify,
         )  # fmt: skip
         try:
             return DaemonSession(client, client.open(self._spec), client.reader())
@@ -228,8 +230,9 @@ class Reconnect:
 class Daemon:
     """The scheduler's connection, without a session before `open`. `counts`: lost sessions."""
 
-    def __init__(self, socket: str | None, counts: Counter[str]) -> None:
+    def __init__(self, socket: str | None, counts: Counter[str], verify: bool = False) -> None:
         self.connection: Reconnect | None = None
+        self._verify = verify
         self._socket = socket
         self._counts = counts
 
@@ -237,8 +240,9 @@ class Daemon:
         """Connect in the background, and open this space."""
         name = f"vllm scheduler {os.getpid()}"
         self.connection = Reconnect(
-            self._socket, spec, name, populate=False, level=logging.WARNING, engine=engine
-        )
+            self._socket, spec, name, populate=False, level=logging.WARNING, engine=engine,
+            verify=self._verify,
+        )  # fmt: skip
 
     @property
     def session(self) -> DaemonSession | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.client import Lease
-from kvtier.wire import SLOT_BYTES
+from kvtier.wire import DIGEST_BYTES, SLOT_BYTES
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.layout import Layout
@@ -133,20 +133,20 @@ class Loads:
             ids, parts = block_ids[group.group_id], group.parts
             if parts == 1 and start >= part.first and all(ids[start:stop]):
                 # The usual case: copying block by block takes 10 ms for a prompt of 100k tokens.
-                slots = part.slots[
-                    (start - part.first) * SLOT_BYTES : (stop - part.first) * SLOT_BYTES
-                ]
-                yield ReadOrder(number, list(ids[start:stop]), slots)
+                blocks = slice(start - part.first, stop - part.first)
+                slots = part.slots[blocks.start * SLOT_BYTES : blocks.stop * SLOT_BYTES]
+                digests = part.digests[blocks.start * DIGEST_BYTES : blocks.stop * DIGEST_BYTES]
+                yield ReadOrder(number, list(ids[start:stop]), slots, digests)
                 continue
             # Block 0 means no block: a window does not need it.
             places = [at for at in range(start, stop) if any(ids[at * parts : (at + 1) * parts])]
-            slots = b"".join(
-                part.slots[(at - part.first) * SLOT_BYTES : (at + 1 - part.first) * SLOT_BYTES]
-                for at in places
-                if at >= part.first
+            held = [at - part.first for at in places if at >= part.first]
+            slots, digests = (
+                b"".join(packed[at * size : (at + 1) * size] for at in held)
+                for packed, size in ((part.slots, SLOT_BYTES), (part.digests, DIGEST_BYTES))
             )
             pages = [page for at in places for page in ids[at * parts : (at + 1) * parts]]
-            yield ReadOrder(number, pages, slots)
+            yield ReadOrder(number, pages, slots, digests)
 
     def take(self, served: Iterable[str]) -> tuple[list[LoadOrder], set[int]]:
         """The loads for this step, which serves these requests, and the pages of these loads."""
@@ -194,6 +194,8 @@ class Loads:
         if hit.good:
             load.lease.release(hit.warm, load.nbytes, hit.cold)
         else:
+            if self.options.verify:
+                load.lease.recheck()
             load.lease.release()
             state = load.prompt.load
             state.tokens = state.tokens[0] - hit.warm, state.tokens[1] - hit.cold

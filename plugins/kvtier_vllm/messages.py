@@ -12,11 +12,13 @@ Name = TypeVar("Name", int, str)
 
 @dataclass(slots=True)
 class ReadOrder:
-    """Slots of one group and shard, and the engine's blocks, `parts` for each slot; 0: not needed."""
+    """Slots of one group and shard, and the engine's blocks, `parts` for each slot; 0: not needed. `digests`:
+    the checksums of the slots' blocks, if they are to be verified."""
 
     group: int
     block_ids: list[int]
     slots: bytes
+    digests: bytes = b""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     (sync), or whichever is expected to be faster (auto). `patience_ms`: the longest time that a request waits
     for an answer and for blocks from disk. `saving`: how many bytes may wait to be copied. `weights`: a name
     of the weights, if kvtier cannot identify them. `gpu_copies`: the method for a cache on a GPU; `auto`
-    measures both. `timeline`: a file for the time line of each hit."""
+    measures both. `timeline`: a file for the time line of each hit. `verify`: compare loaded blocks with the
+    checksums of their saves."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -46,6 +47,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     weights: str = ""
     gpu_copies: Literal["auto", "batch", "kernel"] = "auto"
     timeline: str = ""
+    verify: bool = False
 
     @property
     def saving_bytes(self) -> int:
@@ -62,6 +64,7 @@ EXPECTED = {
     "saving": 'bytes, such as "256MiB"',
     "copy_threads": "a number of threads, such as 2",
     "timeline": 'a file, such as "/tmp/hits.json"',
+    "verify": "true or false",
     "weights": 'a name of the weights, such as "llama-3.1-8b at step 9000"',
     "gpu_copies": '"auto", "batch" or "kernel"',
 }

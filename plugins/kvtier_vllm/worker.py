@@ -22,6 +22,7 @@ import msgspec
 
 from kvtier import Keys, KvSpec, KvtierError
 from kvtier.client import Reader
+from kvtier.errors import SpoiltBlocks
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
@@ -317,7 +318,12 @@ class RankLoads:
                 continue
             parts = state.layout.groups[read.group].parts
             nice = 0 if load.now or state.idle else NICE
-            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads, nice, parts)
+            try:
+                fresh = reader.scatter(
+                    read.slots, pieces, read.block_ids, threads, nice, parts, read.digests
+                )
+            except SpoiltBlocks:
+                return "spoilt", 0
             if fresh * SLOT_BYTES < len(read.slots):
                 return "stale", 0
             moved += nbytes
@@ -345,13 +351,19 @@ class RankLoads:
         device = self._state.device
         assert device is not None
         reads, why, nbytes = started.order.shards[self._state.shard], started.why, 0
+        groups = self._state.layout.groups
         if not why and started.reader is not None:
             try:
                 why = "" if device.end(lane, started.reader, reads) else "stale"
+                for read in reads if not why else ():
+                    if read.digests:  # the device's copy computes none
+                        nbytes = groups[read.group].block_bytes
+                        started.reader.verify(read.slots, read.digests, nbytes)
+            except SpoiltBlocks:
+                why = "spoilt"
             except KvtierError as error:
                 log.warning("kvtier: a load failed: %s", str(error))
                 why = "error"
-            groups = self._state.layout.groups
             slots = {read.group: len(read.slots) // SLOT_BYTES for read in reads}
             nbytes = sum(groups[group].block_bytes * count for group, count in slots.items())
         return self._count(started.order, why, nbytes, started.started)

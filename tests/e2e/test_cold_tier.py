@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -16,7 +19,7 @@ from kvtier import Client, Group, KvSpec, Lease, Match
 from kvtier.client import Answer
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.index import Index
-from support.daemons import Daemon
+from support.daemons import Daemon, kvtier
 from support.oracle import content
 from support.specs import pattern, spec_of
 
@@ -241,6 +244,42 @@ def test_forgotten_blocks_stay_forgotten_after_a_restart(
     with daemon.connect() as client:
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 2 * CHAIN)
         assert [whole(client, chain) for chain in range(3)] == [CHAIN, 0, CHAIN]
+
+
+def test_an_older_copy_of_the_directory_is_emptied_and_reported(
+    daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path
+) -> None:
+    folder, copy = tmp_path / "daemon", tmp_path / "copy"
+    daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
+    with daemon.connect() as client:
+        for chain in range(2):
+            save(client, chain)
+        settled(daemon)
+        subprocess.run(["cp", "-a", "--sparse=always", disk, copy], check=True)
+        space = client.open(SPEC)
+        assert space.forget(space.keys(tokens(1))) == CHAIN
+    assert daemon.stop() == 0
+    for path in disk.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    subprocess.run(["cp", "-a", f"{copy}/.", disk], check=True)
+    config = str(folder / "kvtier.toml")
+    found = json.loads(kvtier("doctor", "--config", config, "--json").stdout)
+    (age,) = [one for one in found if one["name"] == f"age of {disk}"]
+    assert age["level"] == "fail" and "lacks 1 rounds of forgets" in age["value"]
+
+    daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
+    cold = daemon.stats()["tiers"]["cold"]
+    assert cold["blocks"] == 0 and cold["not_counted"] == ""
+    (text,) = cold["older_copies"]
+    assert f"{disk} was replaced by an older copy of itself" in text
+    assert daemon.log.read_text().count("older copy") == 1
+    shown = " ".join(kvtier("status", "--socket", daemon.socket).stdout.split())
+    assert "was replaced by an older copy" in shown
+    with daemon.connect() as client:
+        assert [whole(client, chain) for chain in range(2)] == [0, 0]
+        save(client, 1)
+        settled(daemon)
+        assert whole(client, 1) == CHAIN
 
 
 def test_the_scrub_finds_damage_without_a_request(

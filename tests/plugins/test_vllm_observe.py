@@ -16,6 +16,8 @@ import pytest
 
 from kvtier import Keys, wire
 from kvtier.client import Lease
+from kvtier.wire import SLOT_BYTES
+from kvtier_kernels import release_views, views
 from kvtier_vllm import events as plugin_events
 from kvtier_vllm import stats as plugin_stats
 from kvtier_vllm import timeline as plugin_timeline
@@ -125,6 +127,33 @@ def test_a_failed_load_is_not_a_hit(warm: Daemon, engine_of: EngineOf) -> None:
     assert hits(engine) == (0, 0)
     assert counts["failed_tokens"] == 8 * BLOCK and counts["load_failed:stale"] == 1
     assert counts["loaded_tokens"] == counts["loaded_bytes"] == 0
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_block_that_was_overwritten_is_computed_again(
+    warm: Daemon, engine_of: EngineOf, load: str
+) -> None:
+    engine = engine_of(warm, load=load, verify=True)
+    engine.serve(PROMPT)
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    lease = engine.scheduler._prompts[request.request_id].lookup.lease
+    assert isinstance(lease, Lease)
+    part = lease.part(0, 0)
+    with warm.connect() as other:
+        slot = part.slots[3 * SLOT_BYTES : 4 * SLOT_BYTES]
+        (bytes_of,) = views(other.link.mappings[0], slot, 1, True)
+        bytes_of[0] ^= 1
+        release_views([bytes_of])
+    engine.run(request)
+    assert engine.scheduler.counts["load_failed:spoilt"] == 1
+    assert engine.scheduler.counts["failed_tokens"] == 8 * BLOCK
+    warm.wait_for(lambda stats: stats["tenants"]["default"]["spoilt_blocks"] == 1)
+    engine.serve(PROMPT)  # saves the block again, unless the failed request has done so
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    assert engine.scheduler.counts["load_failed:spoilt"] == 1
 
 
 def test_a_repeated_lookup_counts_one_miss(warm: Daemon, engine_of: EngineOf) -> None:

@@ -22,6 +22,7 @@ WRONG: dict[str, list[Any]] = {
     "saving": ["lots", -1, 0, "0", 1.5, None],
     "copy_threads": [0, "two", 2.5],
     "timeline": [5, True, None],
+    "verify": [1, "yes", None],
     "weights": [5, None],
     "gpu_copies": ["fast", True, None],
 }
@@ -29,6 +30,7 @@ RIGHT: dict[str, Any] = {
     "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
     "patience_ms": 1, "lease_ms": 1, "saving": 1 << 20, "copy_threads": 1, "weights": "w",
     "timeline": "/tmp/hits.json",
+    "verify": True,
     "gpu_copies": "batch",
 }  # fmt: skip
 
@@ -69,7 +71,7 @@ def test_an_unknown_option_gives_a_line_with_the_nearest_option() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
     with pytest.raises(
-        ValueError, match=r"no option 'disk': known options: socket, load, .*timeline$"
+        ValueError, match=r"no option 'disk': known options: socket, load, .*verify$"
     ):
         read_options({"disk": "/tmp"})
 

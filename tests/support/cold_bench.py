@@ -33,9 +33,11 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def open_directories(folders: list[Path], size: int) -> list[ColdDirectory]:
+def open_directories(
+    folders: list[Path], size: int, state: Path | None = None
+) -> list[ColdDirectory]:
     """Open directories that share `size`."""
-    return [open_directory(folder, size // len(folders)) for folder in folders]
+    return [open_directory(folder, size // len(folders), state=state) for folder in folders]
 
 
 class Landed(NamedTuple):
@@ -68,7 +70,7 @@ class Bench:
 
     def __init__(
         self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0,
-        codec: str = "raw", tenants: tuple[str, ...] = ("t",),
+        codec: str = "raw", tenants: tuple[str, ...] = ("t",), state: Path | None = None,
     ) -> None:  # fmt: skip
         self.loop = asyncio.get_running_loop()
         self.on_disk: dict[int, Landed] = {}
@@ -77,7 +79,8 @@ class Bench:
         self.pages: dict[int, list[int]] = {}
         shares = dict.fromkeys(tenants, share / len(tenants))
         options = StoreOptions(size, SEGMENT, shares, engine)
-        self.tier = ColdTier(self.loop, open_directories(folders, size), options, self.leave)
+        directories = open_directories(folders, size, state)
+        self.tier = ColdTier(self.loop, directories, options, self.leave)
         self.choice = Choice(self.tier.coding.rates, codec)  # for every second block
         self.memory, self.extent = self.arena()
 

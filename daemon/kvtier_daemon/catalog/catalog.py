@@ -33,7 +33,7 @@ from kvtier_daemon.catalog.explain import find_reason
 from kvtier_daemon.catalog.holds import Holds
 from kvtier_daemon.catalog.kept_blocks import KeptBlocks
 from kvtier_daemon.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
-from kvtier_daemon.catalog.miss_log import NOTES_BYTES, MissLog
+from kvtier_daemon.catalog.miss_log import NOTES_BYTES, SPOILT, MissLog
 from kvtier_daemon.catalog.pins import PinnedPrefixes
 from kvtier_daemon.catalog.policy import Policy
 from kvtier_daemon.catalog.promotion import Promotions
@@ -231,6 +231,14 @@ class Catalog:
         self._reading.join(session, lease)
         return Found(lease.prefix_blocks, 0, lease.id, lease.token, parts)
 
+    def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
+        """Return these parts of a read lease with the checksums of their blocks."""
+        return self._reading.digests(lease_id, parts)
+
+    def held(self, session: SessionId, lease_id: LeaseId) -> bytes:
+        """Return the ids of all blocks of this session's read lease; none if the lease has ended."""
+        return self._reading.held(session, lease_id)
+
     def release(
         self, session: SessionId, lease_id: LeaseId, warm: int = 0, cold: int = 0, nbytes: int = 0
     ) -> None:
@@ -303,6 +311,14 @@ class Catalog:
             self.pins.unpin_forgotten()
             self.holds.end_forgotten()
         return len(ids) // ID_BYTES
+
+    def forget_spoilt(self, ids: bytes) -> None:
+        """Forget these blocks, whose bytes are not those of their saves."""
+        keys = self.blocks.store.keys_of(ids)
+        if self.blocks.forget(ids):
+            self.pins.unpin_forgotten()
+            self.holds.end_forgotten()
+        self.blocks.miss_log.note(keys, SPOILT)
 
     def forget_expired(self, now: float) -> None:
         """Forget some of the expired blocks. Until all are forgotten, no match finds any block."""

@@ -25,7 +25,7 @@ GONE = (
     "expired",  # its pin expired, and then it was evicted
     "forgotten",
     "lost",  # was on disk, in a segment that was reused
-    "spoilt",  # was on disk, and its frame was damaged
+    "spoilt",  # its frame on disk was damaged, or its slot was overwritten after the save
     "budget",  # evicted without a copy on disk: the daily write budget is used up
     "off",  # the same: the disks are off
     "slow_disk",  # the same: the disks had not written it yet

@@ -13,7 +13,7 @@ import msgspec
 
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
-from kvtier.wire import LIMIT_TOLD_SLOTS, Part
+from kvtier.wire import LIMIT_TOLD_SLOTS, SLOT_BYTES, Part, told_slots
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.leases import NOBODY, LeaseId, Leases, SessionId
 from kvtier_daemon.catalog.miss_log import EXPIRED
@@ -128,6 +128,29 @@ class ReadLeases:
         return tuple(
             [Part(group, shard, first, store.slots(ids)) for group, shard, first, ids in wanted]
         )
+
+    def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
+        """These parts of a lease with the checksums of their blocks. Raises Refused if a reply cannot have as
+        many, and then ends no lease."""
+        slots = sum(len(part.slots) for part in parts) // SLOT_BYTES
+        if slots > (most := told_slots(verify=True)):
+            raise Refused(
+                "bad_request",
+                f"{slots} slots with checksums in one reply, at most {most}: ask for fewer blocks or shards",
+            )
+        ids = {(held.group, held.shard): held.ids for held in self._of[lease_id].parts}
+        checksums = self._blocks.store.checksums
+        return [
+            msgspec.structs.replace(part, digests=checksums(ids[part.group, part.shard])[0])
+            for part in parts
+        ]
+
+    def held(self, session: SessionId, lease_id: LeaseId) -> bytes:
+        """The ids of all blocks of this session's lease; none if the lease has ended."""
+        lease = self._of.get(lease_id)
+        if lease is None or session not in lease.holders:
+            return b""
+        return b"".join(held.ids for held in lease.parts)
 
     def note_use(self, space: KnownSpace, parts: Sequence[Held], keys: bytes, is_new: bool) -> None:
         """Tell the policy that a request used these blocks. Without `is_new`, the request was counted

@@ -25,7 +25,7 @@ WHY = {
     "expired": "its pin ran out, and then it was evicted",
     "forgotten": "a client or an operator forgot it, or its ttl is over",
     "lost": "its place on disk was used again",
-    "spoilt": "its frame on disk was damaged",
+    "spoilt": "its bytes were damaged, on disk or in memory",
     "budget": "it was evicted unwritten: cold.daily_writes was used up",
     "off": "it was evicted unwritten: the disks did not accept writes",
     "slow_disk": "it was evicted before the disk had written it",

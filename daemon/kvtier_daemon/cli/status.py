@@ -243,7 +243,7 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
 
 
 def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the wear of the disks, the results of the scrub, and the faults."""
+    """Return the wear of the disks, the results of the scrub, older copies of directories, and the faults."""
     from kvtier.units import format_bytes
 
     moved, scrub = cold.get("bytes", {}), cold.get("scrub", {})
@@ -271,6 +271,8 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
         ]
         if (rate := scrub.get("rate", 0))
         else ["off"],
+        "cold, older copy": list(cold.get("older_copies", ())),
+        "cold forgets": [failure] if (failure := cold.get("not_counted")) else [],
         "cold faults": _faults(cold),
     }
 

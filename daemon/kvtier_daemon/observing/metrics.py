@@ -294,4 +294,6 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_tenant_used_tokens", "counter", "Found tokens that the tenant's clients reported as "
            "used.",
            _of_tenants("used_tokens"), "tenant", open=True),
+    Metric("kvtier_tenant_spoilt_blocks", "counter", "Blocks of a tenant that were overwritten in memory "
+           "after their save, and forgotten.", _of_tenants("spoilt_blocks"), "tenant", open=True),
 )  # fmt: skip

@@ -138,6 +138,7 @@ class StatusFigures:
                     "engines": engines[each.name],
                     "leases": len(each.catalog.leases),
                     "pinned_bytes": each.catalog.pins.nbytes,
+                    "spoilt_blocks": each.spoilt_blocks,
                     "lookup_tokens": each.catalog.usage.lookup_tokens,
                     "hit_tokens": each.catalog.usage.hit_tokens.total(),
                     "used_tokens": each.catalog.usage.used_tokens.total(),

@@ -43,6 +43,7 @@ class Requester(Protocol):
     id: SessionId
     name: str
     peer: Peer
+    verifies: bool  # its answers with slots contain checksums
 
     def send(self, message: wire.Message) -> None: ...
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...

@@ -134,6 +134,7 @@ class Session:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.greeted = False
         self.read_only = False  # by its own choice
+        self.verifies = False
         self._farewell = False  # the client has declared that it does not write
         self._closing = False
         self._share = server.share_of(peer.tenant)
@@ -458,7 +459,7 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
         return
     session.greeted = True
     session.inbox.framer.limit = wire.LIMIT_FRAME_BYTES
-    session.read_only = request.read_only
+    session.read_only, session.verifies = request.read_only, request.verify
     if session.tenant is not None and session.writes:
         server.writers.began(session.id, session.tenant, session.token, session.peer.pid)
     session.announce()

@@ -1,4 +1,5 @@
-"""Checks blocks that were taken over against the digests of their saves, slowly, while clients use them."""
+"""Checks blocks in memory against the digests of their saves, slowly, while clients use them: blocks that
+were taken over, and blocks that a client doubts."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ async def _check(tenant: Tenant, ids: bytes, sleep: Callable[[float], Awaitable[
         bad = await asyncio.to_thread(_differing, mappings, blocks)
         gone = array("I", (one for one in bad if _block(tenant, one) == blocks[one]))
         if gone:
-            tenant.catalog.blocks.forget(gone.tobytes())
+            tenant.catalog.forget_spoilt(gone.tobytes())
+            tenant.spoilt_blocks += len(gone)
             log.error(
                 "warm: %d blocks of tenant %s were changed after their save: forgotten", len(gone),
                 tenant.name,

@@ -26,6 +26,7 @@ from kvtier_daemon.config import preflight
 from kvtier_daemon.config.schema import Config, LoadedConfig
 from kvtier_daemon.observing.hints import LOST
 from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
+from kvtier_daemon.tiers.cold.forget_count import lost_rounds
 from kvtier_daemon.tiers.states import is_away, is_drained, meaning, remedy
 
 PROBE_BYTES: Final = 64 * 1024
@@ -125,6 +126,7 @@ def examine(
         if "cold" in stats.get("tiers", {}):
             found.append(cold_engine(stats["tiers"]["cold"]))
             found.append(lost_unwritten(stats["tiers"]["cold"]))
+            found += older_copies(stats["tiers"]["cold"])
         found.append(lately(stats))
     if loaded is None:
         return found
@@ -137,6 +139,7 @@ def examine(
     directories = config.cold.directories if config.cold is not None else ()
     for directory in directories:
         found += [file_system(world, directory), direct_io(directory), owned(directory)]
+        found.append(age(directory, config.state))
     if config.cold is not None:
         found.append(free_space(world, directories, config.cold.size_bytes))
     found.append(nodes(world, directories))
@@ -232,6 +235,30 @@ def owned(directory: Path) -> Finding:
     except OSError as error:
         return fail(name, f"{directory}: {error.strerror}", "run the doctor as the daemon's user")
     return fail(name, why, fix) if why else ok(name, "only the daemon's user can write there")
+
+
+def age(directory: Path, state: Path) -> Finding:
+    """Check whether the directory is an older copy of itself, in which forgotten blocks may be."""
+    name = f"age of {directory}"
+    try:
+        lost = lost_rounds(directory, state)
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}"
+        return fail(name, text, "run the doctor as the daemon's user")
+    if not lost:
+        return ok(name, "it lacks no forgets that the state folder has counted")
+    fix = "restore the newest copy; otherwise the next start removes all blocks of this directory"
+    return fail(name, f"an older copy: it lacks {lost} rounds of forgets", fix)
+
+
+def older_copies(cold: Mapping[str, Any]) -> list[Finding]:
+    """Report the directories that the daemon has emptied because they were older copies, and forgets that it
+    could not count."""
+    name, fix = "older copies", "do not restore cold directories from copies or snapshots"
+    found = [warn(name, str(text), fix) for text in cold.get("older_copies", ())]
+    if failure := cold.get("not_counted"):
+        found.append(warn("count of forgets", str(failure), "repair that; the daemon retries"))
+    return found
 
 
 def listening(world: World, pid: int) -> Finding:

@@ -48,7 +48,7 @@ class Client:
             latencies=Latencies(),
         )
         session: Any = SimpleNamespace(
-            id=ONE, name="one", send=self.sent.append, serve_later=self.serve
+            id=ONE, name="one", verifies=False, send=self.sent.append, serve_later=self.serve
         )
         self.answers = Requests(session, server)
         self.space = self.held.space.number

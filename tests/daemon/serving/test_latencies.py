@@ -60,7 +60,9 @@ class Timed:
             events=EventFeed(lambda: 0.0),
             latencies=self.latencies,
         )
-        session: Any = SimpleNamespace(id=ME, name="one", serve_later=lambda _: None)
+        session: Any = SimpleNamespace(
+            id=ME, name="one", verifies=False, serve_later=lambda _: None
+        )
         self._requests = Requests(session, server)
 
     def ask(self, request: wire.Request) -> Any:

@@ -55,7 +55,7 @@ class Asking:
             latencies=Latencies(),
         )
         self.answers = Requests(
-            SimpleNamespace(id=1, name="one"), server  # type: ignore[arg-type]
+            SimpleNamespace(id=1, name="one", verifies=False), server  # type: ignore[arg-type]
         )  # fmt: skip
 
     def answer(self, request: wire.Request) -> None:

@@ -63,10 +63,10 @@ def test_an_unreadable_file_loses_its_blocks_and_counts_toward_the_size(
     lost = numbers_of(bad)
     assert lost
 
-    def refusing(path: Path, *rest: object) -> Recovered:
+    def refusing(path: Path, *rest: Any, **more: Any) -> Recovered:
         if path == bad:
             raise TierError(f"{path}: cannot be read: {os.strerror(code)}")
-        return recover(path, *rest)  # type: ignore[arg-type]
+        return recover(path, *rest, **more)
 
     monkeypatch.setattr(files, "recover", refusing)
 

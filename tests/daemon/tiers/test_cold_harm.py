@@ -17,7 +17,7 @@ from daemon.tiers.test_forget import ONE, SLOTS, Tenant, after_a_start
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
-from kvtier_daemon.tiers.cold import attached, lifecycle
+from kvtier_daemon.tiers.cold import directory, lifecycle
 from kvtier_daemon.tiers.cold import disk as drives
 from kvtier_daemon.tiers.cold import frames as moving_blocks
 from kvtier_daemon.tiers.cold import segment_files as files
@@ -181,12 +181,12 @@ def test_a_file_that_can_not_be_recovered_counts_toward_the_size(
     run(fill(0))
     bad = set(files_of(tmp_path)[:20])
 
-    def refusing(path: Path) -> int:
+    def refusing(path: Path, *rest: Any, **more: Any) -> int:
         if path in bad:
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-        return open_direct(path)
+        return open_direct(path, *rest, **more)
 
-    monkeypatch.setattr(attached, "open_direct", refusing)
+    monkeypatch.setattr(directory, "open_direct", refusing)
     run(fill(1000))
 
 

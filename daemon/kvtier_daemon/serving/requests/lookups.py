@@ -19,6 +19,7 @@ from kvtier_daemon.planning import COMPUTE, PATIENCE_S
 from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester, need_id
 from kvtier_daemon.serving.deferred_answers import DeferredAnswers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.memory_check import check_memory
 
 LIMIT_NOTED = 4096  # leases, and waiting requests, of one session; above this the oldest is dropped
 LIMIT_COUNTED = 2048
@@ -121,6 +122,7 @@ class LookupRequests:
             wire.Adopt: self.adopt,
             wire.Release: self.release,
             wire.Cancel: self.cancel,
+            wire.Recheck: self.recheck,
         }
 
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
@@ -193,14 +195,45 @@ class LookupRequests:
         if found.lease:
             log_entry = self.counted.of[number].log_entry
             self._note_lease(found.lease, number if coming else 0, log_entry)
-        return _loaded(request.id, found, coming, eta_ms, why)
+        return self._loaded(tenant, request.id, found, coming, eta_ms, why)
 
     def adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_parts(request)
         found = tenant.catalog.adopt(self._session.id, request.token, request.shards)
         if found.lease not in self._leases:
             self._note_lease(found.lease)
-        return _loaded(request.id, found)
+        return self._loaded(tenant, request.id, found)
+
+    def _loaded(
+        self, tenant: Tenant, request_id: int, found: Found, coming: int = 0, eta_ms: float = 0.0,
+        why: str = "",
+    ) -> wire.Loaded:  # fmt: skip
+        parts = list(found.parts)
+        if self._session.verifies and parts:
+            parts = tenant.catalog.digests(found.lease, parts)
+        return wire.Loaded(
+            request_id, found.ready, coming, eta_ms, found.lease, found.token, parts, why
+        )
+
+    def recheck(self, tenant: Tenant, request: wire.Recheck) -> wire.Reply | None:
+        ids = tenant.catalog.held(self._session.id, LeaseId(request.lease))
+        if tenant.rechecking or not ids:
+            return wire.Counted(request.id, 0) if request.id else None
+        tenant.rechecking = True
+
+        async def check() -> None:
+            before = tenant.spoilt_blocks
+            try:
+                await check_memory(tenant, ids)
+            finally:
+                tenant.rechecking = False
+            if request.id:
+                self._session.send(wire.Counted(request.id, tenant.spoilt_blocks - before))
+
+        task = self._server.loop.create_task(check(), name=f"recheck {tenant.name}")
+        self._server.answering.add(task)
+        task.add_done_callback(self._server.answering.discard)
+        return None
 
     def release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
         used = (request.warm_tokens, request.cold_tokens, request.nbytes)
@@ -342,14 +375,6 @@ class LookupRequests:
 def lookup_name(request: wire.MatchPrefix | wire.Load | wire.Prefetch) -> LookupName:
     """The name of a lookup: the last key of a chain names all keys before it."""
     return request.space, len(request.keys), request.keys[-KEY_BYTES:]
-
-
-def _loaded(
-    request_id: int, found: Found, coming: int = 0, eta_ms: float = 0.0, why: str = ""
-) -> wire.Loaded:
-    return wire.Loaded(
-        request_id, found.ready, coming, eta_ms, found.lease, found.token, list(found.parts), why
-    )
 
 
 def _check_parts(request: wire.Load | wire.Adopt) -> None:

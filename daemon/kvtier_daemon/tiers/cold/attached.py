@@ -20,7 +20,7 @@ from kvtier.layout import KvSpec
 from kvtier.units import format_bytes
 from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.access_log import AccessLog
-from kvtier_daemon.tiers.cold.directory import ColdDirectory, open_direct, space_key
+from kvtier_daemon.tiers.cold.directory import ColdDirectory, space_key
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES, DirectoryDisk, anonymous
 from kvtier_daemon.tiers.cold.encoder import threads_here
 from kvtier_daemon.tiers.cold.index import Change
@@ -73,14 +73,21 @@ class StoreOptions:
 
 def open_directory(
     path: Path, size_bytes: int, child: Child | None = None, device: int | None = None,
-    unwritten: Change | None = None,
+    unwritten: Change | None = None, state: Path | None = None,
 ) -> ColdDirectory:  # fmt: skip
-    """Open a directory as `ColdDirectory` does; log a warning if its file system is smaller than that. Waits
-    for the disk. Raises TierError."""
+    """Open a directory as `ColdDirectory` does; log a warning if its file system is smaller than that. With
+    the `state` folder of the daemon, remove the segments of an older copy. Waits for the disk. Raises
+    TierError."""
     try:
         directory = ColdDirectory(path, size_bytes, child, device, unwritten)
     except RuntimeError as error:
         raise TierError(f"cold: cannot start threads: {error}") from error
+    if state is not None:
+        try:
+            directory.refuse_older(state)
+        except BaseException:
+            directory.close()
+            raise
     with contextlib.suppress(OSError):
         if lacks := directory.lacks_bytes():
             log.warning(
@@ -207,7 +214,7 @@ class AttachedDirectory:
         for store, file in found:
             try:
                 # Opening a file may wait for the disk.
-                fd = await disk.files.run(open_direct, file.path)
+                fd = await disk.files.run(directory.open, file.path)
                 segment = store.adopt(file, fd)
                 if file.head is not None:
                     await restored(store.tenant, file, segment.number)

@@ -2,6 +2,7 @@
 
 DIRECTORY/kvtier.lock              held by the daemon that uses it
           kvtier.id                16 random bytes: segments of another directory are not used in this one
+          kvtier.forgets           see forget_count.py
           index/                   LMDB
           segments/TENANT/000017   4096-byte pages, see segment.py
 """
@@ -20,7 +21,16 @@ import msgspec
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.cold.access_log import AccessLog
-from kvtier_daemon.tiers.cold.directory_lock import LOCK, SEGMENTS, claim, distrust, owner_of
+from kvtier_daemon.tiers.cold.directory_lock import (
+    LOCK,
+    SEGMENTS,
+    claim,
+    distrust,
+    opened_path,
+    owner_of,
+    rename,
+)
+from kvtier_daemon.tiers.cold.forget_count import ForgetCount
 from kvtier_daemon.tiers.cold.index import CLOSE_S, FIRST_MAP_BYTES, Change, Index
 from kvtier_daemon.tiers.cold.index_process import Child, IndexProcess, lock
 
@@ -38,7 +48,8 @@ DEAD = (errno.EIO, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
 
 
 class ColdDirectory:
-    """Holds the lock of the directory until `close`."""
+    """Holds the lock of the directory until `close`. Its files are reached through one descriptor of the
+    directory: `path` may lead to another directory since, which a mount or a rename has put there."""
 
     def __init__(
         self, path: Path, size_bytes: int | None, child: Child | None = None, device: int | None = None,
@@ -65,9 +76,17 @@ class ColdDirectory:
                 undo.callback(os.close, fd)
             self.device = os.fstat(self._folder_fd).st_dev
             if child is None:
-                self.index = Index(folder, self.index_bytes)
+                self.index = Index(folder, self.index_bytes, self.opened(folder))
             else:
-                self.index = IndexProcess(child, folder, self.index_bytes, self._lock_fd)
+                self.index = IndexProcess(child, folder, self.index_bytes, held[:2])
+            undo.callback(self.index.close)
+            try:
+                is_elsewhere = self._is_elsewhere()
+            except OSError as error:
+                raise TierError(f"cold: cannot use {path}: {error.strerror}") from error
+            if is_elsewhere:
+                text = f"cold: {path} was replaced by another directory while it was opened"
+                raise TierError(text)
             undo.pop_all()
         for (table, key), value in (unwritten or {}).items():
             if value is None:
@@ -75,6 +94,16 @@ class ColdDirectory:
             else:
                 self.index.put(table, key, value)
         self.access_log = AccessLog(self.index)
+        self.forgets: ForgetCount | None = None  # before `refuse_older`, and in tools
+        self.older = ""  # how `refuse_older` found that this was an older copy
+
+    def opened(self, path: Path) -> Path:
+        """Return a path that leads to this file of the directory as long as the directory is open."""
+        return opened_path(self._folder_fd) / path.relative_to(self.path)
+
+    def open(self, path: Path, flags: int = 0) -> int:
+        """Open a file of the directory as `open_direct` does."""
+        return open_direct(path, flags, opened=self.opened(path))
 
     def segment_path(self, tenant: str, number: int) -> Path:
         """Return the path of a segment file."""
@@ -86,7 +115,7 @@ class ColdDirectory:
         left = 0
         for path in self.files(tenant):
             try:
-                path.unlink(missing_ok=True)
+                self.opened(path).unlink(missing_ok=True)
             except OSError as error:
                 log.error("cold: cannot remove %s: %s", path, error)
                 left += 1
@@ -94,7 +123,7 @@ class ColdDirectory:
 
     def tenants(self) -> list[str]:
         """Return the tenants that have a folder here."""
-        folder = self.path / SEGMENTS
+        folder = self.opened(self.path / SEGMENTS)
         if not folder.is_dir():
             return []
         return sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -102,22 +131,46 @@ class ColdDirectory:
     def files(self, tenant: str) -> list[Path]:
         """Return the tenant's segment files in the order of their numbers."""
         folder = self.path / SEGMENTS / tenant
-        if not folder.is_dir():
+        opened = self.opened(folder)
+        if not opened.is_dir():
             return []
-        files = (path for path in folder.iterdir() if path.name.isdecimal())
-        return sorted(path for path in files if not path.is_dir())
+        files = (path for path in opened.iterdir() if path.name.isdecimal())
+        return sorted(folder / path.name for path in files if not path.is_dir())
 
     def lacks_bytes(self) -> int:
         """Return how many bytes the file system lacks for the segments. Waits for the disk."""
-        found = os.statvfs(self.path)
+        found = os.statvfs(self._folder_fd)
         files = (path for tenant in self.tenants() for path in self.files(tenant))
-        used = sum(path.stat().st_blocks * 512 for path in files)
+        used = sum(self.opened(path).stat().st_blocks * 512 for path in files)
         return max(0, self.segments_bytes - used - found.f_frsize * found.f_bavail)
 
     def owner(self, tenant: str, secret: bytes) -> bytes:
         """Return the owner in the heads of this tenant's segments. Segments that were written under another
         secret, or copied from another directory, have another one."""
         return hmac.digest(secret, OWNER_DOMAIN + self.name + tenant.encode(), "sha256")
+
+    def refuse_older(self, state: Path) -> None:
+        """Remove all segments if this directory is an older copy of itself, by the state folder. Waits for
+        the disk. Raises TierError."""
+        opened = opened_path(self._folder_fd)
+        try:
+            self.forgets = ForgetCount(self.path, opened, self.name, state)
+            if self.forgets.is_older:
+                # First: after a kill, the remaining segments belong to another directory.
+                self.name = rename(self._folder_fd, self.path)
+                removed = sum(len(self.files(tenant)) for tenant in self.tenants())
+                removed -= sum(self.remove(tenant) for tenant in self.tenants())
+                self.older = (
+                    f"{self.path} was replaced by an older copy of itself, with {self.forgets.rounds} "
+                    f"of {self.forgets.seen} rounds of forgets: removed its {removed} segments, "
+                    "because forgotten blocks would return"
+                )
+                log.error("cold: %s", self.older)
+                self.forgets = ForgetCount(self.path, opened, self.name, state)
+        except OSError as error:
+            text = f"cannot read {error.filename}: {error.strerror}"
+            raise TierError(f"cold: cannot use {self.path}: {text}") from error
+        self.forgets.advance(0)
 
     def read_index(self) -> None:
         """Load the access log. Waits for the disk."""
@@ -166,6 +219,11 @@ class ColdDirectory:
         return closed
 
     @property
+    def not_counted(self) -> str:
+        """Return why the last forgets were not counted, or an empty text."""
+        return self.forgets.failure if self.forgets is not None else ""
+
+    @property
     def unwritten(self) -> Change:
         """Return the changes that the index could not write before it was closed."""
         return self.index.unwritten if isinstance(self.index, IndexProcess) else {}
@@ -173,17 +231,19 @@ class ColdDirectory:
     def elsewhere(self) -> str:
         """Return why the path no longer leads to the directory, or an empty text. Raises OSError if its file
         system has failed. Waits for the disk."""
-        locked = os.fstat(self._folder_fd)
         try:
-            there = self.path.stat()
+            is_elsewhere = self._is_elsewhere()
             os.close(os.open(LOCK, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder_fd))
         except OSError as error:
             if error.errno in DEAD:
                 raise
             return f"{self.path}: {error.strerror}; {LOST}"
-        if (there.st_dev, there.st_ino) == (locked.st_dev, locked.st_ino):
+        if not is_elsewhere:
             return ""
         return f"{self.path} was replaced by another directory since the start; {LOST}"
+
+    def _is_elsewhere(self) -> bool:
+        return not os.path.samestat(self.path.stat(), os.fstat(self._folder_fd))
 
 
 def is_cold_directory(path: Path) -> bool:
@@ -196,16 +256,20 @@ def space_key(tenant: str, identity: bytes) -> bytes:
     return tenant.encode() + b"\0" + identity
 
 
-def open_direct(path: Path | str, flags: int = 0, folder: int | None = None) -> int:
+def open_direct(
+    path: Path | str, flags: int = 0, folder: int | None = None, opened: Path | None = None
+) -> int:
     """Open for reading and writing, without the page cache if the file system permits that. Raises
-    PermissionError if another user created the file or can access it."""
+    PermissionError if another user created the file or can access it. `opened` is where the file is opened,
+    if `path` only names it in messages."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    at = opened or path
     try:
-        return _trusted(path, os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder))
+        return _trusted(path, os.open(at, flags | os.O_DIRECT, 0o600, dir_fd=folder))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return _trusted(path, os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder))
+        return _trusted(path, os.open(at, flags & ~os.O_EXCL, 0o600, dir_fd=folder))
 
 
 def _trusted(path: Path | str, fd: int) -> int:

@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 LOCK = "kvtier.lock"
 NAME = "kvtier.id"
 NAME_BYTES = 16
+FORGETS = "kvtier.forgets"
 SEGMENTS = "segments"
-FILES = (LOCK, NAME, "index/data.mdb", "index/lock.mdb")
+FILES = (LOCK, NAME, FORGETS, "index/data.mdb", "index/lock.mdb")
 
 
 def distrust(
@@ -43,20 +44,26 @@ def distrust(
     return "", ""
 
 
-def distrust_cold(directory: Path, uid: int | None = None) -> tuple[str, str]:
+def opened_path(fd: int) -> Path:
+    """Return a path that leads to this directory as long as it is open, whatever is renamed or mounted."""
+    return Path(f"/proc/self/fd/{fd}")
+
+
+def distrust_cold(
+    directory: Path, uid: int | None = None, opened: Path | None = None
+) -> tuple[str, str]:
     """Check a cold directory, its folders, and its files except segments, as `distrust` does. Missing files
-    are no reason for distrust."""
-    segments = directory / "segments"
-    folders = [directory, directory / "index", segments]
-    if segments.is_dir():
-        folders += sorted(segments.iterdir())
-    files = [directory / name for name in FILES]
-    for path in (*folders, *files):
+    are no reason for distrust. `opened` is the `opened_path` of the directory, if it is open."""
+    opened = opened or directory
+    names = ["", "index", SEGMENTS]
+    if (opened / SEGMENTS).is_dir():
+        names += sorted(f"{SEGMENTS}/{path.name}" for path in (opened / SEGMENTS).iterdir())
+    for name in (*names, *FILES):
         try:
-            found = path.stat() if path == directory else path.lstat()
+            found = (opened / name).lstat() if name else opened.stat()
         except FileNotFoundError:
             continue
-        if (why := distrust(path, found, file=path in files, uid=uid))[0]:
+        if (why := distrust(directory / name, found, file=name in FILES, uid=uid))[0]:
             return why
     return "", ""
 
@@ -71,7 +78,7 @@ def claim(
     fd, folder = _locked(directory, pid, device, os.geteuid() if owner is None else owner)
     try:
         name = _named(folder, directory) if owner is None else b""
-        _warn_of_missing_index(directory)
+        _warn_of_missing_index(directory, opened_path(folder))
     except BaseException:
         os.close(fd)
         os.close(folder)
@@ -86,9 +93,9 @@ def owner_of(directory: Path) -> int:
         raise TierError(f"cold: cannot use {directory}: {error.strerror}") from error
 
 
-def _warn_of_missing_index(directory: Path) -> None:
-    segments = (directory / SEGMENTS).glob("*/[0-9]*")
-    if not (directory / "index" / "data.mdb").exists() and any(segments):
+def _warn_of_missing_index(directory: Path, opened: Path) -> None:
+    segments = (opened / SEGMENTS).glob("*/[0-9]*")
+    if not (opened / "index" / "data.mdb").exists() and any(segments):
         log.warning(
             "cold: %s has segments but no index: creating a new index; forgotten blocks stay "
             "forgotten, but the order of eviction and blocks in open segments may be lost", directory,
@@ -98,15 +105,15 @@ def _warn_of_missing_index(directory: Path) -> None:
 def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[int, int]:
     with contextlib.ExitStack() as undo:
         try:
-            if device not in (None, directory.stat().st_dev) and not directory.is_mount():
+            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, folder)
+            if device not in (None, os.fstat(folder).st_dev) and not directory.is_mount():
                 raise TierError(
                     f"cold: {directory} is on another file system than before: mount the disk, "
                     "or run `kvtier tier off cold` and `kvtier tier on cold` to use the "
                     "directory as it is"
                 )
-            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            undo.callback(os.close, folder)
-            why, fix = distrust_cold(directory, uid)
+            why, fix = distrust_cold(directory, uid, opened_path(folder))
             if why:
                 raise TierError(
                     f"cold: {why}, so another user may have put segments there; run `{fix}`, or use "
@@ -140,10 +147,9 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
 
 def _named(folder: int, directory: Path) -> bytes:
     """Return the random name of this directory, which its first use creates on disk."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(NAME, os.O_RDONLY | flags, dir_fd=folder)
+            fd = os.open(NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
             with os.fdopen(fd, "rb") as file:
                 name = file.read(NAME_BYTES + 1)
             if len(name) == NAME_BYTES:
@@ -152,6 +158,16 @@ def _named(folder: int, directory: Path) -> bytes:
                 "cold: %s is damaged: creating a new one; no existing segment is used",
                 directory / NAME,
             )
+    except OSError as error:
+        raise TierError(f"cold: cannot use {directory / NAME}: {error.strerror}") from error
+    return rename(folder, directory)
+
+
+def rename(folder: int, directory: Path) -> bytes:
+    """Give this directory another random name on disk, and return it: no existing segment belongs to the
+    directory any more. Raises TierError."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
         name, new = os.urandom(NAME_BYTES), f"{NAME}.new"
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600, dir_fd=folder)
         with os.fdopen(fd, "wb") as file:

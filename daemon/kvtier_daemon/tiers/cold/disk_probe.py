@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from kvtier_daemon.codec.frame import PAGE
-from kvtier_daemon.tiers.cold.directory import open_direct
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 from kvtier_daemon.tiers.cold.segment_store import NO_ROOM
 from kvtier_daemon.tiers.cold.tier import ColdTier
@@ -34,7 +33,7 @@ class DiskProbe:
             directory, disk = one.directory.path, one.disk
             if disk not in self._probing and disk.writes.is_on and disk.reads.is_on:
                 self._probing.add(disk)
-                opening = disk.files.run(open_direct, str(directory), os.O_TMPFILE)
+                opening = disk.files.run(one.directory.open, directory, os.O_TMPFILE)
                 opening.add_done_callback(partial(self._opened, directory, disk))
 
     def _opened(self, directory: Path, disk: DirectoryDisk, opening: asyncio.Future[int]) -> None:

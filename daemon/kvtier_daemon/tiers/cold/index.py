@@ -135,14 +135,16 @@ class Index(ChangeQueue):
 
     `limit_bytes` is the maximum size of its file. Raises TierError if the folder cannot be used; a file that
     is damaged or has another format is replaced. A change that cannot be written is kept and retried.
+    `opened` is where the folder is opened, if `folder` only names it in messages.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, limit_bytes: int, opened: Path | None = None) -> None:
         self.folder = folder
         self.failure = ""
         self.damaged = 0  # records that failed their digests and were dropped
         self._limit_bytes = limit_bytes
-        self._env, self._tables = _opened(folder, min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES))
+        map_bytes = min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES)
+        self._env, self._tables = _opened(folder, opened or folder, map_bytes)
         super().__init__(self._write)
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
@@ -258,7 +260,9 @@ class Index(ChangeQueue):
         self._env.set_mapsize(min(size, limit))
 
 
-def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, Table]]:
+def _opened(
+    name: Path, folder: Path, map_bytes: int
+) -> tuple[lmdb.Environment, dict[bytes, Table]]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -267,11 +271,11 @@ def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes,
         except lmdb.Error as error:
             if _of_the_system(error):
                 raise
-            log.error("the index %s is damaged (%s): replacing it with a new one", folder, error)
+            log.error("the index %s is damaged (%s): replacing it with a new one", name, error)
             (folder / "data.mdb").unlink()
             return _open(folder, map_bytes)
     except (lmdb.Error, OSError) as error:
-        raise TierError(f"cannot open the index {folder}: {error}") from error
+        raise TierError(f"cannot open the index {name}: {error}") from error
 
 
 def _of_the_system(error: lmdb.Error) -> bool:

@@ -26,7 +26,7 @@ import msgspec
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
 from kvtier_daemon.notify import LogFormatter, to_journal
-from kvtier_daemon.tiers.cold.directory_lock import claim
+from kvtier_daemon.tiers.cold.directory_lock import claim, opened_path
 from kvtier_daemon.tiers.cold.index import Entry, Index
 
 LENGTH: Final = struct.Struct("<I")
@@ -43,7 +43,8 @@ class LockIndex(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenIndex(msgspec.Struct, tag=True, frozen=True):
-    """Open the index in this folder. With it comes the lock, to be held for as long as this process lives."""
+    """Open the index in this folder. With it come descriptors of the lock, to be held for as long as this
+    process lives, and of the directory, in which the folder is opened."""
 
     folder: str
     limit_bytes: int
@@ -141,13 +142,13 @@ class Served:
     def run(self) -> None:
         while True:
             # Descriptors that came are not closed: the directory is in use until this process has ended.
-            text, _ = self._channel.receive()
+            text, fds = self._channel.receive()
             request = msgspec.msgpack.decode(text, type=Request)
             match request:
                 case LockIndex():
                     self._lock(request)
                 case OpenIndex():
-                    self._channel.send(self._open(request))
+                    self._channel.send(self._open(request, fds[1]))
                 case ReadIndex():
                     self._read(request.table)
                 case WriteIndex():
@@ -171,9 +172,11 @@ class Served:
         self._channel.send(IndexDone(name=name), tuple(fds))
         os.close(fds[1])
 
-    def _open(self, request: OpenIndex) -> IndexDone:
+    def _open(self, request: OpenIndex, directory_fd: int) -> IndexDone:
+        folder = Path(request.folder)
         try:
-            self._index = Index(Path(request.folder), request.limit_bytes)
+            opened = opened_path(directory_fd) / folder.name
+            self._index = Index(folder, request.limit_bytes, opened)
         except TierError as error:
             return IndexDone(str(error))
         return IndexDone("")

@@ -118,15 +118,16 @@ class Child:
 
 
 class IndexProcess(ChangeQueue):
-    """`limit_bytes` is the maximum size of its file. `child` opens it, and holds the lock of the directory,
-    `lock_fd`, too. Raises TierError if the index cannot be opened, or if the process ends meanwhile."""
+    """`limit_bytes` is the maximum size of its file. `child` opens it. `fds` are descriptors of the lock,
+    which the process holds too, and of the directory. Raises TierError if the index cannot be opened, or if
+    the process ends meanwhile."""
 
-    def __init__(self, child: Child, folder: Path, limit_bytes: int, lock_fd: int) -> None:
+    def __init__(self, child: Child, folder: Path, limit_bytes: int, fds: tuple[int, int]) -> None:
         self.folder = folder
         self.failure = ""
         self.unwritten: Change = {}  # after `close`
         self._limit_bytes = limit_bytes
-        self._lock_fd = lock_fd
+        self._fds = fds
         self._child: Child | None = child
         self._open(child)
         self._closing = False
@@ -252,7 +253,7 @@ class IndexProcess(ChangeQueue):
 
     def _open(self, child: Child) -> None:
         try:
-            answer, _ = child.ask(OpenIndex(str(self.folder), self._limit_bytes), (self._lock_fd,))
+            answer, _ = child.ask(OpenIndex(str(self.folder), self._limit_bytes), self._fds)
         except EOFError as error:
             text = f"cannot open the index {self.folder}: its process {child.end()}"
             raise TierError(text) from error

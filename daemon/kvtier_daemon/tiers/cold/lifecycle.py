@@ -123,12 +123,13 @@ class DirectoryOpener:
         return opening.result()
 
     async def _open(self, path: Path) -> ColdDirectory:
-        config = self._settings.config.cold
-        assert config is not None
+        config = self._settings.config
+        cold = config.cold
+        assert cold is not None
         child = await asyncio.to_thread(Child)
         opening = asyncio.get_running_loop().run_in_executor(
-            self._threads, open_directory, path, config.size_bytes // len(config.directories),
-            child, self._devices.get(path), self._unwritten.get(path),
+            self._threads, open_directory, path, cold.size_bytes // len(cold.directories),
+            child, self._devices.get(path), self._unwritten.get(path), config.state,
         )  # fmt: skip
         try:
             directory = await asyncio.shield(opening)
@@ -462,6 +463,8 @@ class ColdLifecycle:
             "given_up": directories.given_up,
             "faults": tier.faults,
             "failure": tier.failure,
+            "older_copies": [one.directory.older for one in attached if one.directory.older],
+            "not_counted": "; ".join(filter(None, (one.directory.not_counted for one in attached))),
             "scrub": self.scrub.stats() if self.scrub is not None else None,
         }
 

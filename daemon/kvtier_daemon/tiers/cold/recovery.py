@@ -72,17 +72,19 @@ class Recovered:
 
 def recover(
     path: Path, owner: bytes | None, described: Mapping[bytes, KvSpec] | None, uid: int | None = None,
+    opened: Path | None = None,
 ) -> Recovered:  # fmt: skip
     """Return the content of the file without forgotten frames: from its footer, or frame by frame if it has
     no footer.
 
     A segment of another owner is foreign; None accepts all owners. `described` has the known spaces: frames
     of other spaces in an open segment are lost. With None, open segments are not read. `uid` is the user that
-    may own the file besides root, by default that of the process. Raises TierError if the file cannot be
-    read, or if another user could have written to it.
+    may own the file besides root, by default that of the process. `opened` is where the file is opened, if
+    `path` only names it. Raises TierError if the file cannot be read, or if another user could have written
+    to it.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(opened or path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             why, fix = distrust(path, status := os.fstat(fd), file=True, uid=uid)
             if why:

@@ -71,7 +71,7 @@ class SegmentFiles:
         nbytes = self.segment_bytes
         if path is not None:
             with contextlib.suppress(OSError):
-                nbytes = max(nbytes, path.lstat().st_size)
+                nbytes = max(nbytes, self._directory.opened(path).lstat().st_size)
         self.most_bytes -= nbytes
 
     async def scan(self) -> list[Recovered]:
@@ -129,7 +129,7 @@ class SegmentFiles:
             return None
 
     def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
-        file = recover(path, self._owner, described)
+        file = recover(path, self._owner, described, opened=self._directory.opened(path))
         if file.head is not None:
             file.used = self._directory.access_log.pages(file.head.epoch)
             file.split()
@@ -150,7 +150,7 @@ class SegmentFiles:
     def _unlink(self, path: Path) -> None:
         log.warning("cold: removing %s: it is unusable, or cold.size has no room for it", path)
         try:
-            path.unlink()
+            self._directory.opened(path).unlink()
         except OSError as error:
             log.error("cold: cannot remove %s: %s", path, error)
             self.lose_room(path)

@@ -344,6 +344,16 @@ class ColdTier:
         failures = await asyncio.gather(*(store.tombstones.flush() for store in stores))
         return "; ".join(failure for failure in failures if failure)
 
+    async def count_forgets(self) -> None:
+        """Count a round of forgets, which are durable, in all directories that can be written."""
+        counting = [
+            one.disk.files.run(one.directory.forgets.advance)
+            for one in self.directories.attached
+            if one.directory.forgets is not None and one.disk.writes.is_on and not one.disk.is_over
+        ]
+        # A disk that is closed meanwhile cancels its call.
+        await asyncio.gather(*counting, return_exceptions=True)
+
     def sealed(self) -> list[tuple[SegmentStore, Segment]]:
         """Return the sealed segments that can be read now."""
         return [

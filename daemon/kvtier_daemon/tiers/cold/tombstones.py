@@ -61,7 +61,10 @@ class TombstoneWriter:
                     self.tombstone()
                     await self._cold.writer.settled(self._tenant)
                     self.tombstone()  # what has landed since
-                    failure = await self._cold.flush() or self._cold.directories.unknown
+                    failure = await self._cold.flush()
+                    if not failure:
+                        await self._cold.count_forgets()
+                        failure = self._cold.directories.unknown
             except TimeoutError:
                 failure = self._cold.failure or (
                     f"the disk did not confirm it within {FORGET_S:.0f} s"
@@ -83,6 +86,8 @@ class TombstoneWriter:
                 after, files = await self._cold.erase(
                     self._tenant, first, self._catalog.segments.frames_in
                 )
+                if not after:
+                    await self._cold.count_forgets()
             failure = self._cold.directories.unknown
         except TimeoutError:
             failure = self._cold.failure or (f"the disk did not confirm it within {ERASE_S:.0f} s")
