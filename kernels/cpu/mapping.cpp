@@ -224,7 +224,8 @@ uint8_t* Slots::place(size_t i, uint64_t bytes, bool writable) {
 void bind_mapping(nb::module_& m) {
     using namespace kvtier;
     const auto type =
-        nb::class_<Mapping>(m, "Mapping", nb::type_slots(mapping_slots), nb::is_final())
+        nb::class_<Mapping>(m, "Mapping", nb::type_slots(mapping_slots), nb::is_final(),
+                            nb::is_weak_referenceable())
             .def(nb::init<int, uint64_t, bool>(), nb::arg("fd"), nb::arg("size"),
                  nb::arg("writable"))
             .def_prop_ro("size", &Mapping::size)

@@ -250,7 +250,7 @@ def test_another_format_is_told_and_not_used(folder: Path) -> None:
         os.close(fd)
     store.close()
     daemon = start(folder)
-    assert "has format 99, not 1: its blocks are not used" in daemon.log.read_text()
+    assert "has format 99, not 2: its blocks are not used" in daemon.log.read_text()
     with daemon.connect() as client:
         assert loaded(client) == []
         save(client)

@@ -269,6 +269,19 @@ class Catalog:
                 self.usage.refused_tokens[reason] += blocks * space.spec.block_tokens
         return granted
 
+    def resume(self, before: SessionId, session: SessionId) -> None:
+        """The client of an ended session continues with this one: its slots are kept for `regain`."""
+        self._writing.resume(before, session)
+
+    def regain(
+        self, session: SessionId, space: KnownSpace, group: int, shard: int, keys: bytes,
+        expires_at: float = math.inf,
+    ) -> Granted:  # fmt: skip
+        """Return a lease on the slots that an earlier session of this client had for these keys."""
+        space.check_keys(keys)
+        space.check_place(group, shard)
+        return self._writing.regain(session, space, group, shard, keys, expires_at)
+
     def commit(
         self, session: SessionId, lease_id: LeaseId, first: int, count: int, checksums: bytes = b""
     ) -> bytes:

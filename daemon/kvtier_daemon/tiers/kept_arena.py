@@ -25,7 +25,7 @@ from kvtier_daemon.tiers.fd_store import FdStore, NoStore
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of the manifest, of the generations and of the notes of slots
+FORMAT = 2  # of the manifest, of the generations and of the notes of slots
 MANIFEST = "kvtier-manifest"
 HALF_BYTES = 64 * MIB  # sparse
 HEAD = struct.Struct("<QQI")  # sequence, bytes, CRC-32
@@ -54,11 +54,14 @@ class KeptTenant(msgspec.Struct):
 
 
 class KeptSession(msgspec.Struct, frozen=True):
-    """A session that may write to slots."""
+    """A session that may write to slots. `pid` is a number in the namespace with this inode; `process` is the
+    inode of the process's pidfd."""
 
     tenant: str
     token: bytes
     pid: int
+    pid_namespace: int
+    process: int
 
 
 class Format(msgspec.Struct):
@@ -248,6 +251,11 @@ class KeptArena:
         """The session no longer writes, or its process has ended."""
         if self._now.sessions.pop(number, None) is not None:
             self._write()
+
+    def forget_sessions(self, numbers: Iterable[int]) -> None:
+        """The same for several; the next write of the manifest is without them."""
+        for number in numbers:
+            self._now.sessions.pop(number, None)
 
     def drop(self) -> None:
         """Hold nothing, and store nothing more: the memory ends with the daemon."""

@@ -15,7 +15,7 @@ WITHOUT_TENANT = (
     wire.Spaces, wire.List, wire.Purge, wire.Monitor,
 )  # fmt: skip
 # Refused in a read-only session. Commit and Abort need a lease that such a session cannot have.
-WRITES = (wire.Reserve, wire.Pin, wire.Unpin, wire.Hint, wire.Forget, wire.Purge)
+WRITES = (wire.Reserve, wire.Regain, wire.Pin, wire.Unpin, wire.Hint, wire.Forget, wire.Purge)
 
 
 class Requests:
