@@ -222,8 +222,7 @@ class Link:
         if message.id:
             self._pending[message.id] = type(message), make
         self._deferred.append((message.id, frame))
-        if not (self.connection.is_lost and self._reconnects_in_background()):
-            self._flush()
+        self._flush()
         return message.id
 
     def replies(self) -> dict[int, tuple[type[wire.Message], wire.Reply]]:
@@ -304,6 +303,10 @@ class Link:
         while self._deferred and self.lock.acquire(blocking=False):
             try:
                 self._send_deferred()
+            except Unavailable:
+                if not (self.connection.is_lost and self._reconnects_in_background()):
+                    raise
+                return  # the requests with an answer are sent again
             finally:
                 self.lock.release()
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -51,6 +51,7 @@ class KeptTenant(msgspec.Struct):
     owner: bytes
     extents: list[KeptExtent] = []
     spaces: dict[int, tuple[bytes, KvSpec]] = {}  # by number: identity and description
+    pins: list[tuple[int, bytes, float]] = []  # number of the space, keys, deadline
 
 
 class KeptSession(msgspec.Struct, frozen=True):
@@ -170,12 +171,16 @@ class KeptArena:
                 continue
             taken.append(files)
             now.extents.append(extent)
-        now.spaces = dict(kept.spaces)
+        now.spaces, now.pins = dict(kept.spaces), kept.pins
         return taken
 
     def spaces(self, tenant: str) -> Mapping[int, tuple[bytes, KvSpec]]:
         """Return the tenant's spaces by number, as the notes of its slots call them."""
         return self._now.tenants[tenant].spaces
+
+    def pins(self, tenant: str) -> Sequence[tuple[int, bytes, float]]:
+        """Return the tenant's pins: the number of the space, the keys, and the deadline of each."""
+        return self._now.tenants[tenant].pins
 
     def settle(self) -> None:
         """Hold only what was taken over, and write the manifest of this daemon."""
@@ -242,6 +247,11 @@ class KeptArena:
         self._now.tenants[tenant].spaces = dict(spaces)
         self._write()
 
+    def keep_pins(self, tenant: str, pins: Sequence[tuple[int, bytes, float]]) -> None:
+        """Note the tenant's pins."""
+        self._now.tenants[tenant].pins = list(pins)
+        self._write()
+
     def session_began(self, number: int, session: KeptSession) -> None:
         """Note a session before it can write."""
         self._now.sessions[number] = session
@@ -281,6 +291,10 @@ class KeptArena:
 
     def _write(self, manifest: Manifest | None = None) -> None:
         text = msgspec.msgpack.encode(manifest or self._now)
+        if HEAD.size + len(text) > HALF_BYTES:  # pins of many tenants
+            for tenant in self._now.tenants.values():
+                tenant.pins = []
+            text = msgspec.msgpack.encode(manifest or self._now)
         self._sequence += 1
         head = HEAD.pack(self._sequence, len(text), zlib.crc32(text))
         half = self._sequence % 2 * HALF_BYTES
