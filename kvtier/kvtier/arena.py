@@ -15,9 +15,9 @@ from kvtier_kernels import Mapping
 
 LIMIT_EXTENTS = 65_536
 
-# The mappings of this process, by their memory and its table. A client that connects again, to the same daemon
-# or to one that took the memory over, maps and populates nothing again. The kernel never gives two memfds one
-# inode number, except those of huge pages; their tables are ordinary ones, so a pair is unique.
+# The mappings of this process, by their memory and its table. A client that connects again, to the same
+# daemon or to one that took the memory over, maps and populates nothing again. The kernel never gives two
+# memfds one inode number, except those of huge pages; their tables are ordinary, so a pair is unique.
 _Memory = tuple[bool, bool, int, int, int, int]
 _extents: weakref.WeakValueDictionary[_Memory, Mapping] = weakref.WeakValueDictionary()
 _tables: weakref.WeakValueDictionary[_Memory, Mapping] = weakref.WeakValueDictionary()

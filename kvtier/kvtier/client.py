@@ -3,8 +3,8 @@
 Threads may share a client: it sends one request at a time, and copies in parallel. After a fork the child
 must connect again: the inherited client, its saves and its leases raise Unavailable.
 
-If the daemon ends and comes back, the client connects again: calls wait for it, and go on. If it does not come
-back, they raise Unavailable, until one does.
+If the daemon ends and comes back, the client connects again: calls wait for it, and go on. If it does not
+come back in time, they raise Unavailable until it does.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ class Client:
 
         `timeout_s` is the time limit of every request. `read_only` maps the arena read-only; such a client
         cannot save. `populate` maps the pages of the arena in advance. `name` is what `kvtier status` shows.
-        Processes of one engine pass the same `engine`, and the daemon counts them as one. `reconnect_s`: if the
-        daemon ends, calls wait this long for one that comes back, and go on there; later calls try once. With
-        0 the client does not connect again, and all calls raise Unavailable.
+        Processes of one engine pass the same `engine`, and the daemon counts them as one.
+
+        If the daemon ends, a call waits up to `reconnect_s` for one that comes back, and goes on there; after
+        that, calls try once and raise Unavailable. With 0 the client never connects again.
         Raises Unavailable if no daemon answers, and Refused if the daemon refuses this client.
         """
         with Checking("socket"):
@@ -105,8 +106,14 @@ class Client:
         descriptions share it."""
         if not isinstance(spec, KvSpec):
             raise InvalidArgument(f"spec: expected a KvSpec, got {type(spec).__name__}")
-        opened = self.link.ask(wire.Open(self.link.new_id(), spec.checked()), wire.Opened)
-        return Space(self.link, spec, opened)
+        link, spaces = self.link, []
+
+        def take(opened: wire.Opened, _: BothMappings) -> None:
+            spaces.append(Space(link, spec, opened))
+            link.spaces.add(spaces[0])
+
+        link.ask(wire.Open(link.new_id(), spec.checked()), wire.Opened, take)
+        return spaces[0]
 
     def stats(self) -> dict[str, Any]:
         """Return what `kvtier status --json` prints."""

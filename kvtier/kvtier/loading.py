@@ -73,7 +73,7 @@ class Lease:
         return self._again(request_id) if self._again is not None and self._id else None
 
     def taken(self, reply: wire.Reply, mappings: BothMappings) -> bool:
-        """The client is connected again: hold the same slots there, if all of them still contain the blocks."""
+        """The client is connected again: hold the same slots there if all still contain the blocks."""
         assert isinstance(reply, wire.Loaded)
         others = {(part.group, part.shard, part.first): part.slots for part in reply.parts}
         same = all(

@@ -80,7 +80,6 @@ class Space:
 
     def __init__(self, link: Link, spec: KvSpec, opened: wire.Opened) -> None:
         self.link = link
-        link.spaces.add(self)
         self.spec = spec
         self.index = opened.space
         self.identity = opened.identity
@@ -401,9 +400,7 @@ class Space:
     def unpin(self, keys: Keys | Sequence[bytes]) -> int:
         """End the pins that hold only blocks of this prefix. Returns how many blocks they held."""
         packed = Keys.of(keys).packed
-        return self.link.ask(
-            lambda id_: wire.Unpin(id_, self.index, packed), wire.Counted
-        ).blocks
+        return self.link.ask(lambda id_: wire.Unpin(id_, self.index, packed), wire.Counted).blocks
 
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
         """Set the importance of these blocks, from 0 (evict first) to 1. Returns how many of them are
@@ -421,9 +418,7 @@ class Space:
         """Make these blocks impossible to find, also after a restart of the daemon. Returns how many
         blocks there were. Raises Refused with the code `disk_failed` if the second part is not certain."""
         packed = Keys.of(keys).packed
-        return self.link.ask(
-            lambda id_: wire.Forget(id_, self.index, packed), wire.Counted
-        ).blocks
+        return self.link.ask(lambda id_: wire.Forget(id_, self.index, packed), wire.Counted).blocks
 
 
 def _lease_request(

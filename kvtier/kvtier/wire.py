@@ -470,7 +470,19 @@ CODES = (
 FIRST_REPLY_TAG = 32
 _LARGE = frozenset(
     kind.__struct_config__.tag
-    for kind in (MatchPrefix, Load, Reserve, Regain, Commit, Prefetch, Pin, Hint, Forget, Unpin, Explain)
+    for kind in (
+        MatchPrefix,
+        Load,
+        Reserve,
+        Regain,
+        Commit,
+        Prefetch,
+        Pin,
+        Hint,
+        Forget,
+        Unpin,
+        Explain,
+    )
 )
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

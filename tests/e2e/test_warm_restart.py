@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import msgspec
@@ -18,12 +17,13 @@ import pytest
 from kvtier.units import parse_bytes
 from kvtier_daemon.tiers import keeper
 from kvtier_daemon.tiers.fd_store import KeeperStore
-from kvtier_daemon.tiers.kept_arena import HEAD, MANIFEST
+from kvtier_daemon.tiers.kept_arena import HALF_BYTES, HEAD, MANIFEST, head_of
 from support.daemons import kvtier, start_daemon
 from support.kept import BLOCKS, KEEP_S, end, folder, loaded, quarantined, save, start, tokens
 from support.specs import spec_of
 
 __all__ = ["folder"]  # a fixture
+
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_next_daemon_serves_the_blocks_that_were_in_memory(
@@ -195,7 +195,9 @@ def test_another_format_is_told_and_not_used(folder: Path) -> None:
     store = KeeperStore(folder / "kvtier.sock.keeper", KEEP_S)
     fds = store.take()
     text = msgspec.msgpack.encode({"format": 99, "tenants": 1})
-    os.pwrite(fds[MANIFEST], HEAD.pack(1 << 40, len(text), zlib.crc32(text)) + text, 0)
+    heads = [HEAD.unpack(os.pread(fds[MANIFEST], HEAD.size, at)) for at in (0, HALF_BYTES)]
+    sequence = max(heads)[0] + 1
+    os.pwrite(fds[MANIFEST], head_of(sequence, text) + text, sequence % 2 * HALF_BYTES)
     for fd in fds.values():
         os.close(fd)
     store.close()

@@ -60,7 +60,9 @@ class LoadingClient:
         try:
             call()
         except StaleLease:
-            self.counts["stale"] += 1  # evicted during the restart: the caller discards what it read
+            self.counts["stale"] += (
+                1  # evicted during the restart: the caller discards what it read
+            )
         except Exception as error:  # noqa: BLE001  # counted
             self.counts["failed"] += 1
             self.errors.append(f"{type(error).__name__}: {error}")

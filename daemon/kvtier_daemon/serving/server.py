@@ -132,8 +132,8 @@ class Server:
         return self._shares.setdefault(tenant.name if tenant else "", Share())
 
     def refusal(self, peer: Peer, resumes: bytes) -> str:
-        """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients, except
-        those that it resumes."""
+        """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients, but
+        not the sessions that it continues."""
         connected = [*(each for each in self.sessions if each.greeted), *self.ghosts]
         connected = [each for each in connected if not (resumes and each.token == resumes)]
         if len(connected) >= self._max_clients:

@@ -441,7 +441,8 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     session.inbox.framer.limit = wire.LIMIT_FRAME_BYTES
     session.read_only = request.read_only
     if session.tenant is not None and not request.read_only:
-        if not (request.resumes and server.resume(session, request.resumes)):
+        resumes = bool(request.resumes) and server.resume(session, request.resumes)
+        if not resumes:
             server.writers.began(session.id, session.tenant, session.token, session.peer)
     session.announce()
     _tell_client(session, server, "came")

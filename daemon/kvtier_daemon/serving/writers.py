@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_daemon.catalog import SessionId
@@ -27,7 +28,7 @@ class Writers:
     def __init__(self, loop: asyncio.AbstractEventLoop, kept: KeptArena | None = None) -> None:
         self._loop = loop
         self._kept = kept
-        self._pid_namespace = os.stat("/proc/self/ns/pid").st_ino if kept is not None else 0
+        self._pid_namespace = Path("/proc/self/ns/pid").stat().st_ino if kept is not None else 0
         self.next_session = kept.next_session if kept is not None else 1
         self._earlier: dict[SessionId, EarlierSession] = {}
 
