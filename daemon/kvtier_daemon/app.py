@@ -493,6 +493,8 @@ def _take_over(
         taken[name], sessions, lost = blocks.adopt(kept.spaces(name), noted[name])
         dropped += lost
         writers.watch(tenant, sessions)
+        blocks.adopt_pins(kept.pins(name), started)
+        blocks.keep_pins(functools.partial(kept.keep_pins, name))
         blocks.keep_spaces(functools.partial(kept.keep_spaces, name))
     writers.forget_others()
     kept.settle()

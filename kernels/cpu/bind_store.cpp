@@ -238,6 +238,8 @@ class PyStore {
     void abort(nb::bytes ids) { store_.abort(ids_in(ids)); }
     void quarantine(nb::bytes ids) { store_.quarantine(ids_in(ids)); }
     void gone(nb::bytes ids) { store_.gone(ids_in(ids)); }
+    void own(nb::bytes ids, std::uint32_t owner) { store_.own(ids_in(ids), owner); }
+    void regain(nb::bytes ids) { store_.regain(ids_in(ids)); }
     nb::bytes evict(nb::bytes ids) { return ids_out(store_.evict(ids_in(ids))); }
     ThreeLists forget(nb::bytes ids) { return and_died(store_.forget(ids_in(ids))); }
     void lease(nb::bytes ids) { store_.lease(ids_in(ids)); }
@@ -500,6 +502,8 @@ void bind_store(nb::module_& m) {
         .def("abort", &PyStore::abort, "ids"_a)
         .def("quarantine", &PyStore::quarantine, "ids"_a)
         .def("gone", &PyStore::gone, "ids"_a)
+        .def("own", &PyStore::own, "ids"_a, "owner"_a)
+        .def("regain", &PyStore::regain, "ids"_a)
         .def("evict", &PyStore::evict, "ids"_a)
         .def("forget", &PyStore::forget, "ids"_a)
         .def("lease", &PyStore::lease, "ids"_a)

@@ -223,18 +223,19 @@ uint8_t* Slots::place(size_t i, uint64_t bytes, bool writable) {
 
 void bind_mapping(nb::module_& m) {
     using namespace kvtier;
-    const auto type =
-        nb::class_<Mapping>(m, "Mapping", nb::type_slots(mapping_slots), nb::is_final())
-            .def(nb::init<int, uint64_t, bool>(), nb::arg("fd"), nb::arg("size"),
-                 nb::arg("writable"))
-            .def_prop_ro("size", &Mapping::size)
-            .def_prop_ro("writable", &Mapping::writable)
-            .def_prop_ro(
-                "address",
-                [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
-            .def("guard", &Mapping::guard)
-            .def_prop_ro("lost", &Mapping::lost)
-            .def("populate", &Mapping::populate, nb::call_guard<kvtier::Unlocked>());
+    const auto type = nb::class_<Mapping>(m, "Mapping", nb::type_slots(mapping_slots),
+                                          nb::is_final(), nb::is_weak_referenceable())
+                          .def(nb::init<int, uint64_t, bool>(), nb::arg("fd"), nb::arg("size"),
+                               nb::arg("writable"))
+                          .def_prop_ro("size", &Mapping::size)
+                          .def_prop_ro("writable", &Mapping::writable)
+                          .def_prop_ro("address",
+                                       [](const Mapping& self) {
+                                           return reinterpret_cast<uintptr_t>(self.data());
+                                       })
+                          .def("guard", &Mapping::guard)
+                          .def_prop_ro("lost", &Mapping::lost)
+                          .def("populate", &Mapping::populate, nb::call_guard<kvtier::Unlocked>());
     mapping_type = reinterpret_cast<PyTypeObject*>(type.ptr());
     m.def("views", &views, nb::arg("mappings"), nb::arg("slots"), nb::arg("nbytes"),
           nb::arg("writable"));

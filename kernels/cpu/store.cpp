@@ -497,7 +497,7 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
 void Store::transition(Ids ids, Event event) {
     State from = before(event), to = after(event);
     change(ids, [=](const Record& record) {
-        bool may = record.is() == from && !(event == Event::gone && record.filling);
+        bool may = record.is() == from && !(from == State::quarantined && record.filling);
         return may ? to : State::unused;
     });
 }
@@ -770,6 +770,20 @@ void Store::quarantine(Ids ids) {
 void Store::gone(Ids ids) {
     transition(ids, Event::gone);
     for (Id id : ids) leave(id, State::quarantined, nullptr);
+}
+
+void Store::own(Ids ids, std::uint32_t owner) {
+    for (Id id : ids) {
+        const Record& record = block(id);
+        need(record.is() == State::quarantined && !record.filling, "a block is not quarantined");
+        SlotNote* note = slabs_.note(record.slab, record.slot);
+        if (note) std::atomic_ref<std::uint32_t>(note->owner).store(owner);
+    }
+}
+
+void Store::regain(Ids ids) {
+    transition(ids, Event::regain);
+    for (Id id : ids) tally(id, State::quarantined, State::writing);
 }
 
 IdList Store::evict(Ids ids) {

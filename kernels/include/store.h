@@ -160,6 +160,10 @@ class Store {
     void abort(Ids ids);
     void quarantine(Ids ids);
     void gone(Ids ids);
+    // Another session of the same client owns these slots, which it may still write to.
+    void own(Ids ids, std::uint32_t owner);
+    // The client writes on after its connection was lost.
+    void regain(Ids ids);
     IdList evict(Ids ids);
     Left forget(Ids ids);
     void lease(Ids ids);

@@ -8,11 +8,20 @@ import os
 import queue
 import threading
 import weakref
+from collections.abc import Sequence
 
+from kvtier import wire
 from kvtier.errors import ProtocolError
 from kvtier_kernels import Mapping
 
 LIMIT_EXTENTS = 65_536
+
+# The mappings of this process, by their memory and its table. A client that connects again, to the same
+# daemon or to one that took the memory over, maps and populates nothing again. The kernel never gives two
+# memfds one inode number, except those of huge pages; their tables are ordinary, so a pair is unique.
+_Memory = tuple[bool, bool, int, int, int, int]
+_extents: weakref.WeakValueDictionary[_Memory, Mapping] = weakref.WeakValueDictionary()
+_tables: weakref.WeakValueDictionary[_Memory, Mapping] = weakref.WeakValueDictionary()
 
 
 class Arena:
@@ -26,6 +35,7 @@ class Arena:
         self.extents: list[Mapping | None] = []
         self.tables: list[Mapping | None] = []
         self._read_only = read_only
+        self._populates = populate
         self._unpopulated: queue.SimpleQueue[Mapping | None] | None = None
         if populate:
             self._unpopulated = queue.SimpleQueue()
@@ -42,16 +52,24 @@ class Arena:
                 raise ProtocolError(f"extent {index}: at most {LIMIT_EXTENTS} are possible")
             # A user that may only read gets a read-only descriptor.
             access = fcntl.fcntl(extent_fd, fcntl.F_GETFL) & os.O_ACCMODE
-            extent = Mapping(extent_fd, nbytes, not self._read_only and access == os.O_RDWR)
-            table = Mapping(table_fd, os.fstat(table_fd).st_size, False)
+            writable = not self._read_only and access == os.O_RDWR
+            memory, sized = os.fstat(extent_fd), os.fstat(table_fd)
+            name = (
+                writable, self._populates,
+                memory.st_dev, memory.st_ino, sized.st_dev, sized.st_ino,
+            )  # fmt: skip
+            extent, table = _extents.get(name), _tables.get(name)
+            if extent is None or table is None or extent.size != nbytes:
+                extent = _extents[name] = Mapping(extent_fd, nbytes, writable)
+                table = _tables[name] = Mapping(table_fd, sized.st_size, False)
+                if self._unpopulated is not None:
+                    self._unpopulated.put(extent)
         finally:
             os.close(extent_fd)
             os.close(table_fd)
         for mappings, mapping in ((self.extents, extent), (self.tables, table)):
             mappings.extend([None] * (index + 1 - len(mappings)))
             mappings[index] = mapping
-        if self._unpopulated is not None:
-            self._unpopulated.put(extent)
 
     @property
     def nbytes(self) -> int:
@@ -73,3 +91,21 @@ def _populate(unpopulated: queue.SimpleQueue[Mapping | None]) -> None:
     while (mapping := unpopulated.get()) is not None:
         mapping.populate()
         del mapping  # or it would stay mapped while this thread waits for the next one
+
+
+def same_slots(
+    before: Sequence[Mapping | None], slots: bytes, now: Sequence[Mapping | None], others: bytes
+) -> bool:
+    """Whether these packed slots are the same memory in the mappings of two connections."""
+    if len(slots) != len(others):
+        return False
+    return all(
+        (offset, generation) == (offset2, generation2)
+        and extent < len(before)
+        and extent2 < len(now)
+        and before[extent] is now[extent2]
+        and now[extent2] is not None
+        for (extent, _, offset, generation), (extent2, _, offset2, generation2) in zip(
+            wire.SLOT.iter_unpack(slots), wire.SLOT.iter_unpack(others), strict=True
+        )
+    )

@@ -1,14 +1,15 @@
 """The blocking client: connect to a daemon and open a space.
 
 Threads may share a client: it sends one request at a time, and copies in parallel. After a fork the child
-must connect again: the inherited client, its saves and its leases raise Unavailable. If the daemon hangs,
-dies or restarts, the client raises Unavailable from then on: create a new one.
+must connect again: the inherited client, its saves and its leases raise Unavailable.
+
+If the daemon ends and comes back, the client connects again: calls wait for it, and go on. If it does not
+come back in time, they raise Unavailable until it does.
 """
 
 from __future__ import annotations
 
 import os
-import socket as sockets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,20 +17,19 @@ from typing import Any
 import msgspec
 
 from kvtier import wire
-from kvtier.arena import Arena
 from kvtier.arguments import Checking, seconds
-from kvtier.connection import Clock, Connection
-from kvtier.errors import InvalidArgument, NotReady, Unavailable
+from kvtier.connection import Clock
+from kvtier.errors import InvalidArgument, NotReady
 from kvtier.layout import KvSpec
-from kvtier.link import Link, Mappings
+from kvtier.link import BothMappings, Caller, Link
 from kvtier.loading import Blocks, Lease, Reader
 from kvtier.saving import Saved, Saving
 from kvtier.space import Change, Changes, Match, Pinned, Space
 from kvtier.units import format_bytes
 
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
-CONNECT_PAUSE_S = 0.005
 LEAST_TIMEOUT_S = 0.001
+RECONNECT_S = 2.0
 
 Answer = Match | Lease | Pinned | Changes
 
@@ -53,14 +53,20 @@ __all__ = [
 class Client:
     """A connection to the daemon, and a mapping of the tenant's arena.
 
-    Use it as a context manager, or call `close`. `tenant` is the name of the tenant, `daemon_version` the
-    version of the daemon.
+    Use it as a context manager, or call `close`.
     """
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.tenant = link.welcome.tenant
-        self.daemon_version = link.welcome.version
+
+    @property
+    def tenant(self) -> str:
+        """The name of the tenant."""
+        return self.link.welcome.tenant
+
+    @property
+    def daemon_version(self) -> str:
+        return self.link.welcome.version
 
     @classmethod
     def connect(
@@ -73,6 +79,7 @@ class Client:
         name: str = "",
         engine: str = "",
         verify: bool = False,
+        reconnect_s: float = RECONNECT_S,
         clock: Clock = time.monotonic,
     ) -> Client:
         """Connect to the daemon at `socket`. None means $KVTIER_SOCKET, then the socket of a daemon of this
@@ -83,29 +90,34 @@ class Client:
         Processes of one engine pass the same `engine`, and the daemon counts them as one. With `verify`,
         loads compare each block with the checksum of its save: a block that another client of the tenant has
         overwritten is a miss, and the daemon forgets it. Blocks saved without a checksum are not compared.
+
+        If the daemon ends, a call waits up to `reconnect_s` for one that comes back, and goes on there; after
+        that, calls try once and raise Unavailable. With 0 the client never connects again.
         Raises Unavailable if no daemon answers, and Refused if the daemon refuses this client.
         """
         with Checking("socket"):
             path = os.fsdecode(socket or default_socket())
             os.fsencode(path)
-        sock = _connected(path, seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S), clock)
-        connection = Connection(sock, clock, timeout_s)
-        arena = Arena(read_only, populate)
-        try:
-            name = name or f"pid {os.getpid()}"
-            return cls(Link(connection, arena, path, name, read_only, engine, verify))
-        except BaseException:
-            connection.close(farewell=False)
-            arena.close()
-            raise
+        caller = Caller(
+            path, clock, seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S),
+            seconds("reconnect_s", reconnect_s), read_only, populate, name or f"pid {os.getpid()}", engine,
+            verify,
+        )  # fmt: skip
+        return cls(Link(caller))
 
     def open(self, spec: KvSpec) -> Space:
         """Return the space of this description. The first call creates it; clients of a tenant with equal
         descriptions share it."""
         if not isinstance(spec, KvSpec):
             raise InvalidArgument(f"spec: expected a KvSpec, got {type(spec).__name__}")
-        opened = self.link.ask(wire.Open(self.link.new_id(), spec.checked()), wire.Opened)
-        return Space(self.link, spec, opened)
+        link, spaces = self.link, []
+
+        def take(opened: wire.Opened, _: BothMappings) -> None:
+            spaces.append(Space(link, spec, opened))
+            link.spaces.add(spaces[0])
+
+        link.ask(wire.Open(link.new_id(), spec.checked()), wire.Opened, take)
+        return spaces[0]
 
     def stats(self) -> dict[str, Any]:
         """Return what `kvtier status --json` prints."""
@@ -168,10 +180,9 @@ class Client:
 
         Raises Refused if the lease has ended.
         """
-        mappings = self.link.mappings
         with Checking("shards"):
             request = wire.Adopt(self.link.new_id(), token, list(shards))
-        return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
+        return Lease.of(self.link, request)
 
     def reader(self) -> Reader:
         """Return a reader for slots that another client of this tenant received in a lease."""
@@ -179,7 +190,7 @@ class Client:
 
     def fileno(self) -> int:
         """Return a file descriptor that becomes readable when `poll` has an answer, or when the daemon has
-        ended. For `select` and event loops."""
+        ended. For `select` and event loops. It is another one after the client has connected again."""
         return self.link.connection.fileno()
 
     @property
@@ -191,16 +202,16 @@ class Client:
     def poll(self) -> dict[int, Answer]:
         """Return the answers that have arrived for requests of `begin_` methods, by ticket. Never waits,
         neither for the daemon nor for another thread of this client; returns {} instead."""
-        mappings = self.link.mappings
+        replies, mappings = self.link.poll()
         return {
             ticket: self._answer(ticket, mappings, asked, reply)
-            for ticket, (asked, reply) in self.link.replies().items()
+            for ticket, (asked, reply) in replies.items()
         }
 
     def _answer(
         self,
         ticket: int,
-        mappings: tuple[Mappings, Mappings],
+        mappings: BothMappings,
         asked: type[wire.Message],
         reply: wire.Reply,
     ) -> Answer:
@@ -211,9 +222,9 @@ class Client:
             return Lease(self.link, mappings, loaded, refused)
         if asked is wire.Pin:
             return Pinned(reply.blocks if isinstance(reply, wire.Counted) else 0, refused)
-        if asked is wire.Watch:
+        if asked in (wire.Watch, wire.Ping):
             if not isinstance(reply, wire.Changed):
-                return Changes([], 0, refused)
+                return Changes([], int(isinstance(reply, wire.Done)), refused)
             changes = [Change(*one) for one in wire.CHANGE.iter_unpack(reply.changes)]
             return Changes(changes, reply.missed)
         if isinstance(reply, wire.Matched):
@@ -237,38 +248,6 @@ class Client:
 def _report(link: Link, request: wire.Message) -> dict[str, Any]:
     stats = link.ask(request, wire.Report).stats
     return {name: msgspec.msgpack.decode(value) for name, value in stats.items()}
-
-
-def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
-    if "\0" in path:
-        raise InvalidArgument(f"socket: {path!r} has a zero byte")
-    if (nbytes := len(os.fsencode(path))) > wire.LIMIT_SOCKET_PATH:
-        most = wire.LIMIT_SOCKET_PATH
-        text = f"{path} has {nbytes} bytes, a socket's path has at most {most}: use a shorter one"
-        raise Unavailable(text)
-    sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    deadline = clock() + timeout_s
-    try:
-        sock.settimeout(timeout_s)
-        while True:
-            try:
-                sock.connect(path)
-                return sock
-            except BlockingIOError:
-                # The daemon runs, but its backlog of connections is full.
-                if clock() >= deadline:
-                    raise
-                time.sleep(CONNECT_PAUSE_S)
-    except OSError as error:
-        sock.close()
-        if isinstance(error, PermissionError):
-            text = (
-                f"uid {os.geteuid()} may not connect to {path}: `kvtier status` says what to change"
-            )
-        else:
-            reason = error.strerror or str(error)
-            text = f"no daemon at {path}: {reason}; is `kvtier serve` running?"
-        raise Unavailable(text) from error
 
 
 def default_socket() -> str:

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
 LIMIT_BACKLOG_BYTES = 1 << 20
 LONGEST_WAIT_S = 2_000_000.0  # in one poll(), whose timeout is milliseconds in 31 bits
+CONNECT_PAUSE_S = 0.005
 FIRST_WAIT_S = 0.002  # in recvmsg(), then in poll(): each signal starts the time of recvmsg() again
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_FDS * 4)
 # Plain integers: operators of the socket module's flags take a microsecond each.
@@ -66,18 +68,13 @@ class Connection:
         self._fds: deque[int] = deque()
         self._replies: dict[int, wire.Reply] = {}
         self._expected: set[int] = set()
-        self._next_id = 1
         self.broken: str = ""
+        self.is_lost = False  # broken by the daemon's end, or because it did not answer
         self.extents: deque[tuple[int, int, int, int]] = deque()
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `poll` has something to receive."""
         return self._sock.fileno()
-
-    def new_id(self) -> int:
-        request_id = self._next_id
-        self._next_id = request_id % 0xFFFF_FFFF + 1
-        return request_id
 
     def send(self, message: wire.Message) -> int:
         """Send one request and return its id, by which `wait` and `poll` identify the answer. Raises
@@ -93,7 +90,7 @@ class Connection:
                 self._send_all(frame, sent)
         except TimeoutError as error:
             raise self.give_up(
-                f"the daemon did not read a request within {self.timeout_s} s"
+                f"the daemon did not read a request within {self.timeout_s} s", lost=True
             ) from error
         except OSError as error:
             raise self._lost(error) from error
@@ -163,7 +160,7 @@ class Connection:
         with contextlib.suppress(Unavailable, ProtocolError):
             while self._receive(DONT_WAIT):
                 pass
-        return self.give_up(self.broken or f"connection lost: {error}")
+        return self.give_up(self.broken or f"connection lost: {error}", lost=True)
 
     def wait(self, request_id: int) -> wire.Reply:
         """Wait for the reply to this request and return it. Raises Refused if the daemon refuses it."""
@@ -174,7 +171,9 @@ class Connection:
             while request_id not in self._replies:
                 left_s = deadline - self.clock()
                 if left_s <= 0 or not self._readable.poll(min(left_s, LONGEST_WAIT_S) * 1000):
-                    raise self.give_up(f"the daemon did not answer within {self.timeout_s} s")
+                    raise self.give_up(
+                        f"the daemon did not answer within {self.timeout_s} s", lost=True
+                    )
                 self._receive(DONT_WAIT)
         except (KvtierError, OSError):
             raise
@@ -214,7 +213,7 @@ class Connection:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise self.give_up(f"connection lost: {error}") from error
+            raise self.give_up(f"connection lost: {error}", lost=True) from error
         for level, kind, data in control:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = len(data) - len(data) % struct.calcsize("i")
@@ -222,7 +221,7 @@ class Connection:
         if flags & TRUNCATED:
             raise self.give_up("file descriptors were lost: raise the limit of open files")
         if count == 0:
-            raise self.give_up("the daemon closed the connection")
+            raise self.give_up("the daemon closed the connection", lost=True)
         framer = self._framer
         try:
             body: bytes | memoryview | None = framer.push_and_take(self._buffer[:count])
@@ -249,7 +248,7 @@ class Connection:
                 (reply.index, reply.bytes, self._fds.popleft(), self._fds.popleft())
             )
         elif isinstance(reply, wire.GoingDown):
-            self.give_up(f"the daemon is stopping: {reply.reason}")
+            self.give_up(f"the daemon is stopping: {reply.reason}", lost=True)
         elif reply.fatal:
             self.give_up(reply.text)
             self._replies[reply.id] = reply
@@ -271,8 +270,9 @@ class Connection:
         if self.broken:
             raise Unavailable(self.broken)
 
-    def give_up(self, why: str) -> Unavailable:
+    def give_up(self, why: str, lost: bool = False) -> Unavailable:
         """Mark the connection as broken for this reason, and return the error to raise."""
+        self.is_lost = self.is_lost or (lost and not self.broken)
         self.broken = self.broken or why
         with contextlib.suppress(OSError):
             # The daemon ends the session now, not when the socket is closed.
@@ -288,7 +288,7 @@ class Connection:
             with contextlib.suppress(OSError):
                 bye = wire.encode(wire.Bye(0))
                 said = self._sock.send(bye, DONT_WAIT) == len(bye)
-        self.broken = self.broken or "closed"
+        self.broken, self.is_lost = self.broken or "closed", False
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -298,6 +298,39 @@ class Connection:
         self.extents.clear()
         self._sock.close()
         return said or self.inherited
+
+
+def connect(path: str, timeout_s: float, clock: Clock) -> socket.socket:
+    """Return a socket that is connected to the daemon at this path. Raises Unavailable at the time limit."""
+    if "\0" in path:
+        raise InvalidArgument(f"socket: {path!r} has a zero byte")
+    if (nbytes := len(os.fsencode(path))) > wire.LIMIT_SOCKET_PATH:
+        most = wire.LIMIT_SOCKET_PATH
+        text = f"{path} has {nbytes} bytes, a socket's path has at most {most}: use a shorter one"
+        raise Unavailable(text)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    deadline = clock() + timeout_s
+    try:
+        sock.settimeout(timeout_s)
+        while True:
+            try:
+                sock.connect(path)
+                return sock
+            except BlockingIOError:
+                # The daemon runs, but its backlog of connections is full.
+                if clock() >= deadline:
+                    raise
+                time.sleep(CONNECT_PAUSE_S)
+    except OSError as error:
+        sock.close()
+        if isinstance(error, PermissionError):
+            text = (
+                f"uid {os.geteuid()} may not connect to {path}: `kvtier status` says what to change"
+            )
+        else:
+            reason = error.strerror or str(error)
+            text = f"no daemon at {path}: {reason}; is `kvtier serve` running?"
+        raise Unavailable(text) from error
 
 
 def checked_frame(message: wire.Message, frame: bytearray | None = None) -> bytearray:

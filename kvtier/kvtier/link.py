@@ -1,29 +1,42 @@
 """The state that the threads of one client share: the connection, its lock, and the mapped arena.
 
+If the daemon ends, the connection is made again, and what the client has goes on in it: its spaces, the slots
+that it writes to, its leases, and the requests without an answer.
+
 The locks are never taken in a forked child: the thread that held one may not exist there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
 
 from kvtier import wire
 from kvtier.arena import Arena
-from kvtier.connection import Connection, checked_frame
-from kvtier.errors import ProtocolError, Unavailable
+from kvtier.connection import Clock, Connection, checked_frame, connect
+from kvtier.errors import ProtocolError, Refused, Unavailable
+from kvtier.layout import KvSpec
 from kvtier_kernels import Mapping
 
 LIMIT_DEFERRED = 4096
 GROWTH_TURN_MS = 100  # how long one Grow request occupies the connection
 GROWTH_PAUSE_S = 0.001
+RETRY_S = 0.005  # between attempts to connect again
+AWAY_S = 0.25  # for one attempt, once no daemon has come back in time
+PAUSES = 4  # after such an attempt, in times that it took
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 Mappings: TypeAlias = "Sequence[Mapping | None]"
+BothMappings: TypeAlias = tuple[Mappings, Mappings]
+# Makes the request with this id, from what the client knows of the present connection.
+Make: TypeAlias = Callable[[int], wire.Message]
 
 # By socket: tokens of closed clients that write to no slot, but could not send Bye. The next client of this
 # process declares them in its Hello, and the daemon then reuses the slots that those clients had for writing.
@@ -41,67 +54,144 @@ def _drop_parent_tokens() -> None:
 os.register_at_fork(after_in_child=_drop_parent_tokens)
 
 
+@dataclass(slots=True, frozen=True)
+class Caller:
+    """How a client connects. `reconnect_s`: how long a call waits for a daemon that has ended; 0: the client
+    does not connect again."""
+
+    path: str
+    clock: Clock
+    timeout_s: float
+    reconnect_s: float
+    read_only: bool
+    populate: bool
+    name: str
+    engine: str
+    verify: bool
+
+
+class OpenedSpace(Protocol):
+    spec: KvSpec
+
+    def reopened(self, opened: wire.Opened) -> Iterable[wire.Message]:
+        """The space has this number now; return what else the daemon must know of it. Raises Refused if it is
+        not the same space."""
+
+
+class SlotUser(Protocol):
+    """A save or a load that has slots."""
+
+    def again(self, request_id: int) -> wire.Message | None:
+        """The request for the same slots in a new connection; None if there is nothing to ask for."""
+
+    def taken(self, reply: wire.Reply, mappings: BothMappings) -> bool:
+        """The answer to it; return False if slots were lost that this client may write to."""
+
+
+class NewConnection:
+    """A connection that is not in use yet."""
+
+    def __init__(self, caller: Caller, timeout_s: float) -> None:
+        sock = connect(caller.path, timeout_s, caller.clock)
+        self.connection = Connection(sock, caller.clock, timeout_s)
+        self.arena = Arena(caller.read_only, caller.populate)
+
+    def ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
+        """Send a request and wait for its answer."""
+        sent = self.connection.send(request)
+        try:
+            reply = self.connection.wait(sent)
+        finally:
+            _map_extents(self.connection, self.arena)
+        return _expected(request, reply, expected)
+
+    def close(self) -> None:
+        self.connection.close(farewell=False)
+        self.arena.close()
+
+
 class Link:
     """Serializes the requests of all threads on the connection. Maps new extents before it returns the reply
     that they arrived with."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        arena: Arena,
-        path: str,
-        name: str,
-        read_only: bool,
-        engine: str = "",
-        verify: bool = False,
-    ) -> None:
-        self.verify = verify
-        self.connection = connection
-        self.new_id = connection.new_id
-        self.arena = arena
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
         self.lock = threading.RLock()
-        self._pending: dict[int, type[wire.Message]] = {}
-        self._path = path
-        self._writing = 0
+        self.spaces: weakref.WeakSet[OpenedSpace] = weakref.WeakSet()
+        self.leases: weakref.WeakValueDictionary[int, SlotUser] = weakref.WeakValueDictionary()
+        self._pending: dict[int, tuple[type[wire.Message], Make]] = {}
+        self._writing: dict[int, SlotUser] = {}  # by identity
         self._deferred: deque[tuple[int, bytearray]] = deque()
         self._closed = False
-        with _ended_lock:
-            ended = _ended_tokens.get(path, [])[: wire.LIMIT_ENDED]
-        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended, engine, verify)
-        self.welcome = self.ask(hello, wire.Welcome)
-        with _ended_lock:
-            _ended_tokens[path] = [one for one in _ended_tokens.get(path, []) if one not in ended]
+        self._away = False  # no daemon has come back in time
+        self._retry_at = 0.0
+        self._last_id = 0
+        self._reconnecting: threading.Thread | None = None
+        new = NewConnection(caller, caller.timeout_s)
+        try:
+            self.welcome = self._greet(new, b"")
+        except BaseException:
+            new.close()
+            raise
+        self.connection, self.arena = new.connection, new.arena
+
+    def new_id(self) -> int:
+        self._last_id = self._last_id % 0xFFFF_FFFF + 1
+        return self._last_id
 
     @property
-    def mappings(self) -> tuple[Mappings, Mappings]:
-        """The extents and their tables, in lists that answers extend. Read this property before a request for
-        slots: another thread may close the client before the answer is used."""
+    def mappings(self) -> BothMappings:
+        """The extents and their tables, in lists that answers extend."""
         return self.arena.extents, self.arena.tables
 
-    def ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
-        """Send a request and wait for its answer. Raises Refused if the daemon refuses it."""
+    def ask(
+        self,
+        request: wire.Message | Make,
+        expected: type[ReplyT],
+        take: Callable[[ReplyT, BothMappings], object] | None = None,
+    ) -> ReplyT:
+        """Send a request and wait for its answer. Raises Refused if the daemon refuses it. If the daemon ends
+        meanwhile, connect again, and send the request again: pass a function that makes it if it names a
+        space or a lease. `take` gets the answer and the mappings of its slots before another connection can
+        be made."""
         self.connection.check_process()
+        until = self.connection.clock() + self.connection.timeout_s
         try:
             with self.lock:
-                if self._deferred:
-                    self._send_deferred()
-                connection = self.connection
-                sent = connection.send(request)
-                try:
-                    reply = connection.wait(sent)
-                finally:
-                    if connection.extents:
-                        self._map_extents()
+                while True:
+                    try:
+                        reply = self._ask_once(request, expected, take)
+                        break
+                    except Unavailable:
+                        if not self._reconnected(until):
+                            raise
         finally:
             # Send what other threads deferred meanwhile, also if this request was refused. After a broken
             # connection their next call raises Unavailable.
             if self._deferred and not self.connection.broken:
                 self._flush()
-        if not isinstance(reply, expected):
-            raise ProtocolError(
-                f"the daemon answered {type(request).__name__} with {type(reply).__name__}"
-            )
         return reply
+
+    def _ask_once(
+        self,
+        request: wire.Message | Make,
+        expected: type[ReplyT],
+        take: Callable[[ReplyT, BothMappings], object] | None,
+    ) -> ReplyT:
+        connection, mappings = self.connection, self.mappings  # `close` replaces the lists
+        if self._deferred:
+            self._send_deferred()
+        message = request if isinstance(request, wire.Message) else request(self.new_id())
+        sent = connection.send(message)
+        try:
+            reply = connection.wait(sent)
+        finally:
+            if connection.extents:
+                _map_extents(connection, self.arena)
+        answer = _expected(message, reply, expected)
+        if take is not None:
+            take(answer, mappings)
+        return answer
 
     def wait_for_growth(self, until: float) -> bool:
         """Wait until the daemon's memory has grown or is complete, at most until `until` by the connection's
@@ -117,37 +207,52 @@ class Link:
                 return grown.growing
             time.sleep(GROWTH_PAUSE_S)
 
-    def tell(self, request: wire.Message) -> int:
+    def tell(self, request: wire.Message | Make) -> int:
         """Send a request without waiting, and return its id. While another thread uses the connection, the
-        request is deferred and that thread sends it."""
+        request is deferred and that thread sends it. With a function, the request is answered, and is sent
+        again if the connection is made again; see `ask`."""
         self.connection.check_process()
+        make = _always(request) if isinstance(request, wire.Message) else request
+        message = request if isinstance(request, wire.Message) else make(self.new_id())
         # Validate now: the thread that sends a deferred frame must not get this request's error.
-        frame = checked_frame(request)
+        frame = checked_frame(message)
         if len(self._deferred) >= LIMIT_DEFERRED:
             raise Unavailable(
                 f"{len(self._deferred)} requests already wait for another thread's answer"
             )
-        if request.id:
-            self._pending[request.id] = type(request)
-        self._deferred.append((request.id, frame))
+        if message.id:
+            self._pending[message.id] = type(message), make
+        self._deferred.append((message.id, frame))
         self._flush()
-        return request.id
+        return message.id
 
     def replies(self) -> dict[int, tuple[type[wire.Message], wire.Reply]]:
         """Return the answers that have arrived for requests of `tell`, each with the type of its request.
         Never waits; returns {} while another thread uses the connection."""
+        return self.poll()[0]
+
+    def poll(self) -> tuple[dict[int, tuple[type[wire.Message], wire.Reply]], BothMappings]:
+        """Return the same, and the mappings of the slots in the answers."""
         self.connection.check_process()
+        mappings = self.mappings
         if not self.lock.acquire(blocking=False):
-            return {}
+            return {}, mappings
         try:
+            mappings = self.mappings
+            if self.connection.is_lost and self._reconnects_in_background():
+                return {}, mappings
             self._send_deferred()
             try:
                 replies = self.connection.poll()
-                return {
-                    ticket: (self._pending.pop(ticket), reply) for ticket, reply in replies.items()
-                }
             finally:
-                self._map_extents()
+                _map_extents(self.connection, self.arena)
+            return {
+                ticket: (self._pending.pop(ticket)[0], reply) for ticket, reply in replies.items()
+            }, mappings
+        except Unavailable:
+            if self.connection.is_lost and self._reconnects_in_background():
+                return {}, mappings
+            raise
         finally:
             self.lock.release()
             if self._deferred and not self.connection.broken:
@@ -158,18 +263,18 @@ class Link:
         """Whether a request of `tell` is not answered or not sent yet."""
         return bool(self._pending or self._deferred or self.connection.backlog_bytes)
 
-    def begin_writing(self) -> None:
-        """Count a save that may write to slots until `end_writing`."""
+    def begin_writing(self, save: SlotUser) -> None:
+        """This save may write to slots until `end_writing`."""
         self.connection.check_process()
         with self.lock:
-            self._writing += 1
+            self._writing[id(save)] = save
 
-    def end_writing(self) -> None:
-        """End one `begin_writing`. Does nothing in a forked child, because the parent may still write."""
+    def end_writing(self, save: SlotUser) -> None:
+        """End a `begin_writing`. Does nothing in a forked child, because the parent may still write."""
         if self.connection.inherited:
             return
         with self.lock:
-            self._writing -= 1
+            self._writing.pop(id(save), None)
             if self._closed and not self._writing:
                 self._keep_token()
 
@@ -191,7 +296,7 @@ class Link:
     def _keep_token(self) -> None:
         """Let the next client of this process declare this session's slots as unused."""
         with _ended_lock:
-            _ended_tokens.setdefault(self._path, []).append(self.welcome.token)
+            _ended_tokens.setdefault(self.caller.path, []).append(self.welcome.token)
 
     def _flush(self) -> None:
         """Send deferred requests, unless another thread holds the lock. That thread calls this after it
@@ -199,6 +304,10 @@ class Link:
         while self._deferred and self.lock.acquire(blocking=False):
             try:
                 self._send_deferred()
+            except Unavailable:
+                if not (self.connection.is_lost and self._reconnects_in_background()):
+                    raise
+                return  # the requests with an answer are sent again
             finally:
                 self.lock.release()
 
@@ -206,14 +315,121 @@ class Link:
         while self._deferred:
             self.connection.begin(*self._deferred.popleft())
 
-    def _map_extents(self) -> None:
-        extents = self.connection.extents
-        while extents:
+    # --- connecting again --------------------------------------------------------------------
+
+    def _reconnected(self, until: float) -> bool:
+        """If the daemon has ended, connect again until then; return whether there is a connection. Once no
+        daemon has come back in time, later calls try only once."""
+        clock, caller = self.caller.clock, self.caller
+        if not self.connection.is_lost or self._closed or not caller.reconnect_s:
+            return False
+        now = began = clock()
+        if self._away and now < self._retry_at:
+            return False
+        until = min(until, now + (AWAY_S if self._away else caller.reconnect_s))
+        while now < until:
             try:
-                self.arena.add(*extents.popleft())
-            except Exception as error:
-                # The daemon would grant slots in it that this client cannot access.
-                raise self.connection.give_up(f"cannot map an extent: {error}") from error
-            except BaseException:
-                self.connection.give_up("mapping an extent was interrupted")
-                raise
+                self._reconnect(until - now)
+                self._away = False
+                return True
+            except (Unavailable, Refused) as error:
+                if isinstance(error, Refused) and error.code != "too_many":
+                    raise
+            if self._away:
+                break
+            time.sleep(RETRY_S)
+            now = clock()
+        self._away = True
+        # A daemon that hangs delays few calls.
+        self._retry_at = clock() + PAUSES * (clock() - began)
+        return False
+
+    def _reconnect(self, timeout_s: float) -> None:
+        """Connect, and go on there with what this client has."""
+        new = NewConnection(self.caller, timeout_s)
+        try:
+            token = b"" if self.caller.read_only else self.welcome.token
+            welcome = self._greet(new, token)
+            for space in list(self.spaces):
+                opened = new.ask(wire.Open(self.new_id(), space.spec), wire.Opened)
+                for message in space.reopened(opened):
+                    new.connection.send(message)
+            mappings = new.arena.extents, new.arena.tables
+            is_clear = True  # no thread writes to any other slot of the last session
+            for save in list(self._writing.values()):
+                if (request := save.again(self.new_id())) is not None:
+                    is_clear &= save.taken(new.ask(request, wire.Reserved), mappings)
+            if token and is_clear:
+                new.ask(wire.Abort(self.new_id(), 0), wire.Done)
+            for lease in list(self.leases.values()):
+                if (request := lease.again(self.new_id())) is not None:
+                    with contextlib.suppress(Refused):
+                        lease.taken(new.ask(request, wire.Loaded), mappings)
+            # Hints and releases of the last session are not sent again.
+            self._deferred.clear()
+            for ticket, (_, make) in self._pending.items():
+                new.connection.begin(ticket, checked_frame(make(ticket)))
+        except BaseException:
+            new.close()
+            raise
+        new.connection.timeout_s = self.caller.timeout_s
+        old, self.connection = self.connection, new.connection
+        arena, self.arena = self.arena, new.arena
+        self.welcome = welcome
+        old.close(farewell=False)
+        arena.close()
+
+    def _greet(self, new: NewConnection, token: bytes) -> wire.Welcome:
+        path = self.caller.path
+        with _ended_lock:
+            ended = _ended_tokens.get(path, [])[: wire.LIMIT_ENDED]
+        hello = wire.Hello(
+            self.new_id(), wire.SCHEMA, self.caller.name, self.caller.read_only, ended,
+            self.caller.engine, self.caller.verify, token,
+        )  # fmt: skip
+        welcome = new.ask(hello, wire.Welcome)
+        with _ended_lock:
+            _ended_tokens[path] = [one for one in _ended_tokens.get(path, []) if one not in ended]
+        return welcome
+
+    def _reconnects_in_background(self) -> bool:
+        """For calls that never wait: let a thread connect again. Return False if no daemon has come back."""
+        if self._closed or not self.caller.reconnect_s:
+            return False
+        if self._reconnecting is None or not self._reconnecting.is_alive():
+            self._reconnecting = threading.Thread(
+                target=self._reconnect_now, name="kvtier-reconnect", daemon=True
+            )
+            self._reconnecting.start()
+        return not self._away
+
+    def _reconnect_now(self) -> None:
+        if self._away:
+            time.sleep(AWAY_S)  # the caller may poll often
+        with self.lock, contextlib.suppress(Unavailable, Refused, ProtocolError):
+            self._reconnected(self.caller.clock() + self.caller.reconnect_s)
+
+
+def _map_extents(connection: Connection, arena: Arena) -> None:
+    extents = connection.extents
+    while extents:
+        try:
+            arena.add(*extents.popleft())
+        except Exception as error:
+            # The daemon would grant slots in it that this client cannot access.
+            raise connection.give_up(f"cannot map an extent: {error}") from error
+        except BaseException:
+            connection.give_up("mapping an extent was interrupted")
+            raise
+
+
+def _expected(request: wire.Message, reply: wire.Reply, expected: type[ReplyT]) -> ReplyT:
+    if not isinstance(reply, expected):
+        raise ProtocolError(
+            f"the daemon answered {type(request).__name__} with {type(reply).__name__}"
+        )
+    return reply
+
+
+def _always(message: wire.Message) -> Make:
+    return lambda _: message

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier import wire
+from kvtier.arena import same_slots
 from kvtier.arguments import Checking
 from kvtier.errors import InvalidArgument, SpoiltBlocks, StaleLease, Unavailable, ViewsInUse
 from kvtier_kernels import Buffers, Pieces, copy_out, fresh, release_views, scatter, views, xxh3_128
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.key import Keys
-    from kvtier.link import Link, Mappings
+    from kvtier.link import BothMappings, Link, Make, Mappings
 
 
 class Lease:
@@ -28,17 +29,22 @@ class Lease:
     """
 
     __slots__ = (
-        "_extents", "_id", "_link", "_tables", "coming", "eta_ms", "parts", "ready", "refused", "token",
+        "__weakref__", "_again", "_extents", "_home", "_id", "_link", "_tables", "coming", "eta_ms",
+        "parts", "ready", "refused", "token",
     )  # fmt: skip
 
     def __init__(
         self,
         link: Link,
-        mappings: tuple[Mappings, Mappings],
+        mappings: BothMappings,
         loaded: wire.Loaded,
         refused: str = "",
+        again: Make | None = None,
     ) -> None:
+        """`again` makes the request for the same lease in another connection."""
         self._link = link
+        self._home = mappings[0]  # identifies the connection of the lease
+        self._again = again
         # Own references: the mappings must outlive a client that is closed under a lease.
         self._extents, self._tables = mappings
         self._id = loaded.lease
@@ -48,6 +54,37 @@ class Lease:
         self.eta_ms = loaded.eta_ms
         self.token = loaded.token
         self.parts: list[wire.Part] = loaded.parts
+        if again is not None and self._id:
+            link.leases[id(self)] = self
+
+    @classmethod
+    def of(cls, link: Link, request: wire.Message | Make, again: Make | None = None) -> Lease:
+        """Ask for a lease, and return it."""
+        taken: list[Lease] = []
+        link.ask(
+            request,
+            wire.Loaded,
+            lambda reply, mappings: taken.append(cls(link, mappings, reply, again=again)),
+        )
+        return taken[0]
+
+    def again(self, request_id: int) -> wire.Message | None:
+        """The request for the same lease in another connection, if it has not ended."""
+        return self._again(request_id) if self._again is not None and self._id else None
+
+    def taken(self, reply: wire.Reply, mappings: BothMappings) -> bool:
+        """The client is connected again: hold the same slots there if all still contain the blocks."""
+        assert isinstance(reply, wire.Loaded)
+        others = {(part.group, part.shard, part.first): part.slots for part in reply.parts}
+        same = all(
+            same_slots(
+                self._extents, part.slots, mappings[0],
+                others.get((part.group, part.shard, part.first), b"")[: len(part.slots)],
+            )
+            for part in self.parts
+        )  # fmt: skip
+        self._id, self._home = reply.lease if same else 0, mappings[0]
+        return same
 
     def part(self, group: int, shard: int) -> wire.Part:
         """Return the slots of one group and shard. Raises InvalidArgument if they were not requested."""
@@ -105,9 +142,11 @@ class Lease:
         disk, and bytes. Does not wait for the daemon, and raises nothing if the daemon has ended. A
         second call does nothing."""
         if self._id:
-            lease, self._id = self._id, 0
-            with contextlib.suppress(Unavailable):
-                self._link.tell(wire.Release(0, lease, tokens, cold_tokens, nbytes))
+            link, lease, self._id = self._link, self._id, 0
+            link.leases.pop(id(self), None)
+            if link.arena.extents is self._home:
+                with contextlib.suppress(Unavailable):
+                    link.tell(wire.Release(0, lease, tokens, cold_tokens, nbytes))
 
 
 class Reader:
@@ -119,7 +158,7 @@ class Reader:
 
     __slots__ = ("_extents", "_tables", "daemon_run")
 
-    def __init__(self, mappings: tuple[Mappings, Mappings], daemon_run: bytes) -> None:
+    def __init__(self, mappings: BothMappings, daemon_run: bytes) -> None:
         self._extents, self._tables = mappings
         self.daemon_run = daemon_run
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier import wire
+from kvtier.arena import same_slots
 from kvtier.arguments import Checking
-from kvtier.errors import InvalidArgument, KvtierError, ProtocolError
+from kvtier.errors import InvalidArgument, KvtierError, ProtocolError, StaleLease
 from kvtier.key import KEY_BYTES, Key, Keys
 from kvtier_kernels import Buffers, Pieces, copy_in, gather, release_views, views
 
 if TYPE_CHECKING:
-    from kvtier.link import Link, Mappings
+    from kvtier.link import BothMappings, Link, Mappings
 
 MARK_BYTES = 16
 PIECE_BYTES = 16 << 20  # of a copy in turns: how much is copied per turn
@@ -52,6 +54,10 @@ class Saving(Mapping[Key, memoryview]):
         self._group = group
         self._shard = shard
         self._lease = 0
+        self._lease_first = 0  # the granted block that is the first one of the lease
+        self._lost = False  # the daemon ended, and the slots are not those of the next one
+        self._is_given_back = True
+        self._granted_at = 0.0
         self._extents: Mappings = ()
         self._committed = 0
         self._mark = os.urandom(MARK_BYTES)
@@ -89,11 +95,20 @@ class Saving(Mapping[Key, memoryview]):
         if self._buffers is not None and self._written() < count:
             text = f"block {self._written()} of these {count} was granted but never written"
             raise InvalidArgument(text)
-        at, sums = self._committed, self.checksums
-        digests = sums[at * wire.DIGEST_BYTES : (at + count) * wire.DIGEST_BYTES]
-        link = self._space.link
-        link.ask(wire.Commit(link.new_id(), self._lease, at, count, digests), wire.Done)
-        self._committed += count
+        end, sums = self._committed + count, self.checksums
+
+        def request(id_: int) -> wire.Message:
+            if self._lost:
+                raise StaleLease("the daemon has ended, and its memory was not kept: save again")
+            # Those before `first` were committed by a request whose answer was lost.
+            first = max(self._committed, self._lease_first)
+            if first >= end:
+                return wire.Ping(id_)
+            digests = sums[first * wire.DIGEST_BYTES : end * wire.DIGEST_BYTES]
+            return wire.Commit(id_, self._lease, first - self._lease_first, end - first, digests)
+
+        self._space.link.ask(request, wire.Done)
+        self._committed = end
 
     def copy(self, sources: Buffers, threads: int, checksum: bool) -> None:
         """Copy the sources of the granted keys into their slots, and commit them. `sources` has one entry per
@@ -171,39 +186,69 @@ class Saving(Mapping[Key, memoryview]):
 
     def __enter__(self) -> Saving:
         link = self._space.link
-        self._extents, _ = link.mappings
-        link.begin_writing()
+        link.begin_writing(self)
         try:
-            reserved = self._reserved()
+            self._reserve()
         except BaseException:
-            link.end_writing()
+            link.end_writing(self)
             raise
-        self._lease, self.slots, self.outcomes = reserved.lease, reserved.slots, reserved.outcomes
         return self
 
-    def _reserved(self) -> wire.Reserved:
-        """Return the daemon's grant. While its memory grows, wait for enough of it, at most `wait_s`."""
-        link = self._space.link
+    def _reserve(self) -> None:
+        """Get the daemon's grant. While its memory grows, wait for enough of it, at most `wait_s`."""
+        space, link = self._space, self._space.link
+
+        def request(id_: int) -> wire.Message:
+            keys = self._keys
+            return wire.Reserve(
+                id_, space.index, self._group, self._shard, keys.parent, keys.packed, self._ttl_ms
+            )
+
         until = link.connection.clock() + self._wait_s
         while True:
-            reserved = self._reserve_once()
-            if wire.GROWING not in reserved.outcomes or link.connection.clock() >= until:
-                return reserved
+            link.ask(request, wire.Reserved, self._take)
+            if wire.GROWING not in self.outcomes or link.connection.clock() >= until:
+                return
             # Give back the granted slots and reserve all keys again: a save has one lease.
-            if reserved.slots:
-                link.ask(wire.Abort(link.new_id(), reserved.lease), wire.Done)
+            if self.slots:
+                link.ask(self._abort, wire.Done, self._given_back)
             link.wait_for_growth(until)
 
-    def _reserve_once(self) -> wire.Reserved:
-        keys, space, link = self._keys, self._space, self._space.link
-        request = wire.Reserve(
-            link.new_id(), space.index, self._group, self._shard, keys.parent, keys.packed,
-            self._ttl_ms,
-        )  # fmt: skip
-        reserved = link.ask(request, wire.Reserved)
-        if len(reserved.outcomes) != len(keys.packed) // KEY_BYTES:
+    def _take(self, reserved: wire.Reserved, mappings: BothMappings) -> None:
+        if len(reserved.outcomes) != len(self._keys.packed) // KEY_BYTES:
             raise ProtocolError("the daemon answered a reserve for another number of keys")
-        return reserved
+        self._lease, self.slots, self.outcomes = reserved.lease, reserved.slots, reserved.outcomes
+        self._extents, _ = mappings
+        self._lease_first, self._granted_at = 0, time.monotonic()
+        self._lost = self._is_given_back = False
+
+    def _given_back(self, *_: object) -> None:
+        self._lease, self._is_given_back = 0, True
+
+    def _abort(self, id_: int) -> wire.Message:
+        return wire.Abort(id_, self._lease) if self._lease else wire.Ping(id_)
+
+    def again(self, request_id: int) -> wire.Message | None:
+        """The request for the slots that are not committed, in another connection."""
+        self._lease = 0
+        granted = self.granted[self._committed :]
+        if self._is_given_back or not granted:
+            return None
+        ttl_ms, space = self._ttl_ms, self._space
+        if ttl_ms:
+            ttl_ms = max(1, ttl_ms - int((time.monotonic() - self._granted_at) * 1000))
+        keys = b"".join(self._keys[at] for at in granted)
+        return wire.Regain(request_id, space.index, self._group, self._shard, keys, ttl_ms)
+
+    def taken(self, reply: wire.Reply, mappings: BothMappings) -> bool:
+        """The client is connected again: go on with the same slots; return False if there are others."""
+        assert isinstance(reply, wire.Reserved)
+        # The first ones may be committed: the daemon ended before it answered.
+        present = len(reply.outcomes) - len(reply.outcomes.lstrip(bytes([wire.PRESENT])))
+        self._lease, self._lease_first = reply.lease, self._committed + present
+        slots = self.slots[self._lease_first * wire.SLOT_BYTES :]
+        self._lost = not same_slots(self._extents, slots, mappings[0], reply.slots)
+        return not self._lost
 
     def __repr__(self) -> str:
         return (
@@ -221,9 +266,9 @@ class Saving(Mapping[Key, memoryview]):
                 # The caller must see the first exception.
                 suppressed = () if kind is None else (KvtierError,)
                 with contextlib.suppress(*suppressed):
-                    link.ask(wire.Abort(link.new_id(), self._lease), wire.Done)
+                    link.ask(self._abort, wire.Done, self._given_back)
         finally:
-            link.end_writing()
+            link.end_writing(self)
 
 
 class Saved(Sequence[Key]):

@@ -10,7 +10,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.arguments import Checking, seconds, whole
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, Refused, StaleLease
 from kvtier.key import Keys, hash_keys, token_keys
 from kvtier.layout import LIMIT_SHARDS, KvSpec
 from kvtier.loading import Lease, Loading
@@ -19,7 +19,7 @@ from kvtier_kernels import Buffers
 
 if TYPE_CHECKING:
     from kvtier.key import TokenIds
-    from kvtier.link import Link
+    from kvtier.link import Link, Make
 
 # One core reaches about half of the memory's bandwidth, so a large copy uses two cores if there are two.
 COPY_THREADS = 2
@@ -87,6 +87,18 @@ class Space:
         self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
         self._most_keys: dict[int, int] = {}
         self._most_shards = max(group.shards for group in spec.cache_groups)
+        self._prefill: tuple[float, float] | None = None
+        self._is_watched = self._missed_changes = False
+
+    def reopened(self, opened: wire.Opened) -> list[wire.Message]:
+        """The client is connected again. Return what else the daemon must know. Raises Refused if the tenant
+        has another secret."""
+        if (opened.identity, opened.secret) != (self.identity, self._secret):
+            text = "the tenant of this client, or its secret, has changed: connect again"
+            raise Refused("no_tenant", text)
+        self.index = opened.space
+        self._missed_changes = self._is_watched
+        return [] if self._prefill is None else [wire.Prefill(0, self.index, *self._prefill)]
 
     @property
     def block_bytes(self) -> int:
@@ -135,26 +147,28 @@ class Space:
         and `cancel` ends it. `within_ms` is the longest time that the request waits, `queued_ms` the time
         that it waits for the engine in any case.
         """
-        link, packed = self.link, Keys.of(keys).packed
-        asked = wire.MatchPrefix(link.new_id(), self.index, packed, request, within_ms, queued_ms)
-        reply = link.ask(asked, wire.Matched)
+        packed = Keys.of(keys).packed
+        reply = self.link.ask(
+            lambda id_: wire.MatchPrefix(id_, self.index, packed, request, within_ms, queued_ms),
+            wire.Matched,
+        )
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
     def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
         """Read these blocks from disk, because a request will need them soon."""
-        request = wire.Prefetch(self.link.new_id(), self.index, Keys.of(keys).packed)
-        reply = self.link.ask(request, wire.Matched)
+        packed = Keys.of(keys).packed
+        reply = self.link.ask(lambda id_: wire.Prefetch(id_, self.index, packed), wire.Matched)
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
     def begin_prefetch(self, keys: Keys | Sequence[bytes]) -> int:
         """Send a prefetch and return its ticket at once. `client.poll()` returns the Match later."""
-        return self.link.tell(wire.Prefetch(self.link.new_id(), self.index, Keys.of(keys).packed))
+        packed = Keys.of(keys).packed
+        return self.link.tell(lambda id_: wire.Prefetch(id_, self.index, packed))
 
     def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
         """Send a match and return its ticket at once. `client.poll()` returns the answer later."""
-        return self.link.tell(
-            wire.MatchPrefix(self.link.new_id(), self.index, Keys.of(keys).packed)
-        )
+        packed = Keys.of(keys).packed
+        return self.link.tell(lambda id_: wire.MatchPrefix(id_, self.index, packed))
 
     def cancel(self, request: int) -> None:
         """Cancel the reads of the request with this number. Does not wait for an answer."""
@@ -164,13 +178,14 @@ class Space:
         """Report the time to compute: `token_s` per token, plus `context_s` per token for each token
         before it. The daemon compares loads with it, for all clients of this space. Does not wait for an
         answer."""
+        self._prefill = token_s, context_s
         self.link.tell(wire.Prefill(0, self.index, token_s, context_s))
 
     def kept(self) -> tuple[int, int]:
         """Return how many blocks, of all groups and shards, are in memory, and how many on disk; a block
         can be in both. Slow: it lists all blocks of the tenant."""
-        asked = wire.Spaces(self.link.new_id(), "", self.index)
-        spaces = msgspec.msgpack.decode(self.link.ask(asked, wire.Report).stats["spaces"])
+        report = self.link.ask(lambda id_: wire.Spaces(id_, "", self.index), wire.Report)
+        spaces = msgspec.msgpack.decode(report.stats["spaces"])
         (number,) = [one["index"] for one in spaces if one["identity"] == self.identity.hex()] or [
             -1
         ]
@@ -250,16 +265,18 @@ class Space:
     ) -> Lease:
         """Look up the prefix and hold its ready blocks in all groups and shards, for `deadline_ms`. The lease
         contains the slots of `shards`."""
-        request = _lease_request(self, keys, deadline_ms, shards)
-        mappings = self.link.mappings
-        return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
+        return Lease.of(
+            self.link,
+            _lease_request(self, keys, deadline_ms, shards),
+            lambda id_: _lease_request(self, keys, deadline_ms, shards, bring=False)(id_),
+        )
 
     def most_keys(self, shards: int = 1) -> int:
         """Return the largest number of keys of one lease that returns the slots of `shards` shards. The
         daemon refuses more."""
         whole("shards", shards, 0, LIMIT_SHARDS)
         if shards not in self._most_keys:
-            self._most_keys[shards] = _most_keys(self.spec, shards, self.link.verify)
+            self._most_keys[shards] = _most_keys(self.spec, shards, self.link.caller.verify)
         return self._most_keys[shards]
 
     def begin_lease(
@@ -347,9 +364,14 @@ class Space:
             piece = keys[at : at + wire.LIMIT_RESERVED]
             if len(piece) < len(keys):
                 sources = Buffers(arrays, at, len(piece), nbytes, exact=False)
-            with self.reserve(piece, group, shard, wait_s=wait_s, ttl_s=ttl_s) as saving:
-                if saving.slots:
-                    saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
+            saving = self.reserve(piece, group, shard, wait_s=wait_s, ttl_s=ttl_s)
+            try:
+                with saving:
+                    if saving.slots:
+                        many = threads or _copy_threads(len(saving) * nbytes)
+                        saving.copy(sources, many, checksum)
+            except StaleLease:
+                continue  # the daemon has ended, and its memory was not kept: save again
             outcomes += saving.outcomes
             if not outcomes or outcomes[-1] not in GOES_ON:
                 # Blocks after a block that is not stored would never be found.
@@ -371,21 +393,25 @@ class Space:
         """Request the changes of this space since the first call, and return a ticket at once.
         `client.poll()` returns the Changes when there are some. Then call again; the daemon keeps a
         limited number of changes until then."""
-        return self.link.tell(wire.Watch(self.link.new_id(), self.index))
+        return self.link.tell(self._watch)
+
+    def _watch(self, id_: int) -> wire.Message:
+        # `Client.poll` reads the answer to a ping as missed changes.
+        missed, self._missed_changes, self._is_watched = self._missed_changes, False, True
+        return wire.Ping(id_) if missed else wire.Watch(id_, self.index)
 
     def unpin(self, keys: Keys | Sequence[bytes]) -> int:
         """End the pins that hold only blocks of this prefix. Returns how many blocks they held."""
         packed = Keys.of(keys).packed
-        return self.link.ask(
-            wire.Unpin(self.link.new_id(), self.index, packed), wire.Counted
-        ).blocks
+        return self.link.ask(lambda id_: wire.Unpin(id_, self.index, packed), wire.Counted).blocks
 
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
         """Set the importance of these blocks, from 0 (evict first) to 1. Returns how many of them are
         stored."""
         packed = Keys.of(keys).packed
-        request = wire.Hint(self.link.new_id(), self.index, packed, importance)
-        return self.link.ask(request, wire.Counted).blocks
+        return self.link.ask(
+            lambda id_: wire.Hint(id_, self.index, packed, importance), wire.Counted
+        ).blocks
 
     def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
         """Send a hint without an answer."""
@@ -395,9 +421,7 @@ class Space:
         """Make these blocks impossible to find, also after a restart of the daemon. Returns how many
         blocks there were. Raises Refused with the code `disk_failed` if the second part is not certain."""
         packed = Keys.of(keys).packed
-        return self.link.ask(
-            wire.Forget(self.link.new_id(), self.index, packed), wire.Counted
-        ).blocks
+        return self.link.ask(lambda id_: wire.Forget(id_, self.index, packed), wire.Counted).blocks
 
 
 def _lease_request(
@@ -411,7 +435,7 @@ def _lease_request(
     wait_ms: int = 0,
     first: int = 0,
     bring: bool = True,
-) -> wire.Load:
+) -> Make:
     packed, most = Keys.of(keys).packed, space._most_shards
     with Checking("shards"):
         wanted = list(shards)
@@ -419,15 +443,15 @@ def _lease_request(
         if not (isinstance(shard, int) and 0 <= shard < most):
             text = f"the space has no shard {shard}: its groups have at most {most} shards"
             raise InvalidArgument(text)
-    return wire.Load(
-        space.link.new_id(), space.index, packed, deadline_ms, wanted, request, within_ms,
-        queued_ms, wait_ms, first, bring,
+    return lambda id_: wire.Load(
+        id_, space.index, packed, deadline_ms, wanted, request, within_ms, queued_ms, wait_ms, first,
+        bring,
     )  # fmt: skip
 
 
-def _pin_request(space: Space, keys: Keys | Sequence[bytes], ttl_s: float) -> wire.Pin:
-    ttl_ms = int(seconds("ttl_s", ttl_s) * 1000)
-    return wire.Pin(space.link.new_id(), space.index, Keys.of(keys).packed, ttl_ms)
+def _pin_request(space: Space, keys: Keys | Sequence[bytes], ttl_s: float) -> Make:
+    ttl_ms, packed = int(seconds("ttl_s", ttl_s) * 1000), Keys.of(keys).packed
+    return lambda id_: wire.Pin(id_, space.index, packed, ttl_ms)
 
 
 def _most_keys(spec: KvSpec, shards: int, verify: bool) -> int:

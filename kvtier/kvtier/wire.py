@@ -78,6 +78,8 @@ class Hello(Message, tag=1):
     `ended`: tokens of earlier sessions whose client could not send Bye, and which no longer access their
     slots. `engine`: a name that the processes of one engine share, so that they count as one engine; a client
     without a name counts as one engine. `verify`: answers with slots contain the checksums of the blocks.
+    `resumes`: the token of the session that this one continues. If the daemon knows it, the new session has
+    the same token and gets the slots that the other one writes to.
     """
 
     schema: bytes
@@ -86,6 +88,7 @@ class Hello(Message, tag=1):
     ended: list[bytes] = []
     engine: str = ""
     verify: bool = False
+    resumes: bytes = b""
 
 
 class Open(Message, tag=2):
@@ -168,7 +171,22 @@ class Commit(Message, tag=8):
 
 
 class Abort(Message, tag=9):
+    """Give back the slots of a lease that are not committed; with lease 0, those of the session that this one
+    continues and that `Regain` did not ask for."""
+
     lease: int
+
+
+class Regain(Message, tag=30):
+    """Get a lease on the slots that the session that this one continues had for these keys. Answered with a
+    Reserved: `granted` and the same slots, `present`, or `no_room` for a slot that is lost. `ttl_ms`: what is
+    left of that of `Reserve`."""
+
+    space: int
+    group: int
+    shard: int
+    keys: bytes
+    ttl_ms: int = 0
 
 
 class Prefetch(Message, tag=10):
@@ -443,7 +461,7 @@ class GoingDown(Message, tag=65):
 Request = (
     Hello | Open | MatchPrefix | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
-    | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck
+    | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
@@ -472,7 +490,19 @@ CODES = (
 FIRST_REPLY_TAG = 32
 _LARGE = frozenset(
     kind.__struct_config__.tag
-    for kind in (MatchPrefix, Load, Reserve, Commit, Prefetch, Pin, Hint, Forget, Unpin, Explain)
+    for kind in (
+        MatchPrefix,
+        Load,
+        Reserve,
+        Regain,
+        Commit,
+        Prefetch,
+        Pin,
+        Hint,
+        Forget,
+        Unpin,
+        Explain,
+    )
 )
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -188,7 +188,7 @@ class Reconnect:
     def _connect(self) -> DaemonSession:
         client = Client.connect(
             self._socket, timeout_s=CONNECT_S, populate=self._populate, name=self._name,
-            engine=self._engine, verify=self._verify,
+            engine=self._engine, verify=self._verify, reconnect_s=0,
         )  # fmt: skip
         try:
             return DaemonSession(client, client.open(self._spec), client.reader())

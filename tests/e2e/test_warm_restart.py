@@ -9,66 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvtier import Client, Space
 from kvtier.units import parse_bytes
 from kvtier_daemon.tiers import keeper
 from kvtier_daemon.tiers.fd_store import KeeperStore
-from kvtier_daemon.tiers.kept_arena import HEAD, MANIFEST
-from support.daemons import Daemon, kvtier, start_daemon
+from kvtier_daemon.tiers.kept_arena import HALF_BYTES, HEAD, MANIFEST, head_of
+from support.daemons import kvtier, start_daemon
+from support.kept import BLOCKS, KEEP_S, end, folder, loaded, quarantined, save, start, tokens
 from support.specs import spec_of
 
-KEEP_S = 120
-BLOCKS = 48
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder for daemons; ends their keeper process afterwards."""
-    yield tmp_path
-    store = KeeperStore(tmp_path / "kvtier.sock.keeper", KEEP_S)
-    for name, fd in store.take().items():
-        os.close(fd)
-        store.remove(name)
-    store.close()
-
-
-def start(folder: Path, **options: object) -> Daemon:
-    return start_daemon(folder, keep_s=KEEP_S, **options)  # type: ignore[arg-type]
-
-
-def payload(space: Space, number: int) -> bytes:
-    return number.to_bytes(4, "little") * (space.spec.block_bytes // 4)
-
-
-def save(client: Client, first: int = 0, count: int = BLOCKS, model: str = "test") -> list[bytes]:
-    """Save a chain of blocks whose bytes are their numbers; return them."""
-    space = client.open(spec_of(model))
-    keys = space.keys(tokens(space, first, count))
-    blocks = [payload(space, first + at) for at in range(count)]
-    assert space.save(keys, b"".join(blocks)).stored == count
-    return blocks
-
-
-def tokens(space: Space, first: int, count: int) -> list[int]:
-    return [first, *range(1, count * space.spec.block_tokens)]
-
-
-def loaded(client: Client, first: int = 0, count: int = BLOCKS, model: str = "test") -> list[bytes]:
-    space = client.open(spec_of(model))
-    with space.load(space.keys(tokens(space, first, count))) as blocks:
-        return [bytes(one) for one in blocks if one is not None]
-
-
-def end(daemon: Daemon, how: signal.Signals) -> None:
-    daemon.process.send_signal(how)
-    daemon.process.wait(30)
+__all__ = ["folder"]  # a fixture
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -156,10 +110,6 @@ with space.reserve(keys) as saving:
 """
 
 
-def quarantined(daemon: Daemon) -> int:
-    return int(daemon.stats()["tiers"]["warm"]["states"]["quarantined"])
-
-
 def test_slots_of_a_process_that_may_still_write_are_held_until_it_ends(folder: Path) -> None:
     daemon = start(folder)
     with subprocess.Popen(
@@ -245,12 +195,14 @@ def test_another_format_is_told_and_not_used(folder: Path) -> None:
     store = KeeperStore(folder / "kvtier.sock.keeper", KEEP_S)
     fds = store.take()
     text = msgspec.msgpack.encode({"format": 99, "tenants": 1})
-    os.pwrite(fds[MANIFEST], HEAD.pack(1 << 40, len(text), zlib.crc32(text)) + text, 0)
+    heads = [HEAD.unpack(os.pread(fds[MANIFEST], HEAD.size, at)) for at in (0, HALF_BYTES)]
+    sequence = max(heads)[0] + 1
+    os.pwrite(fds[MANIFEST], head_of(sequence, text) + text, sequence % 2 * HALF_BYTES)
     for fd in fds.values():
         os.close(fd)
     store.close()
     daemon = start(folder)
-    assert "has format 99, not 1: its blocks are not used" in daemon.log.read_text()
+    assert "has format 99, not 2: its blocks are not used" in daemon.log.read_text()
     with daemon.connect() as client:
         assert loaded(client) == []
         save(client)

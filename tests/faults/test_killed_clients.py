@@ -160,7 +160,7 @@ def test_slots_of_a_lost_connection_are_free_when_their_client_reconnects(
 
     with daemon.connect() as watching:
         for lost in ("hung up on", "timed out"):
-            client = daemon.connect(timeout_s=0.3)
+            client = daemon.connect(timeout_s=0.3, reconnect_s=0)
             space = client.open(spec)
             saving = space.reserve(space.keys([len(lost)] * 256))
             saving.__enter__()

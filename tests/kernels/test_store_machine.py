@@ -27,7 +27,7 @@ from support.effort import effort
 
 FULL, WINDOW, STATE = 0, 1, 2
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
-CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
+CALLS_WITH_IDS = ["abort", "quarantine", "gone", "regain", "evict", "forget", "lease", "unlease"]
 CALLS_WITH_IDS += [
     "ready",
     "slots",
@@ -365,6 +365,13 @@ class StoreMachine(RuleBasedStateMachine):
         ids = self.choose(self.left_behind(), picks)
         assert self.ask("gone", pack(ids)) is None
         self.gone(ids)
+
+    @precondition(lambda self: self.left_behind())
+    @rule(picks=st.lists(numbers, min_size=1, max_size=4))
+    def regain_some(self, picks):
+        ids = self.choose(self.left_behind(), picks)
+        assert self.ask("regain", pack(ids)) is None
+        self.states.update(dict.fromkeys(ids, "writing"))
 
     @precondition(lambda self: self.of("ready"))
     @rule(picks=st.lists(numbers, min_size=1, max_size=5))
@@ -757,13 +764,14 @@ class StoreMachine(RuleBasedStateMachine):
             "abort": ["writing"],
             "quarantine": ["writing"],
             "gone": ["quarantined"],
+            "regain": ["quarantined"],
             "evict": ["ready"],
             "forget": ["ready", "cold", "promoting"],
             "lease": ["ready", "doomed"],
             "promote": ["cold"],
         }.get(call, self.ANY)
         allowed = set(self.of(*right))
-        if call == "gone":
+        if call in ("gone", "regain"):
             allowed -= self.filling
         if call in ("promoted", "unpromoted", "spoilt"):
             allowed = self.filling

@@ -160,8 +160,8 @@ class Catalog:
         self.leases = Leases()
         self._reading = ReadLeases(self.blocks, self.leases)
         self._writing = WriteLeases(self.blocks, self.spaces, self.leases)
-        self.kept = KeptBlocks(self.blocks, self.spaces, self._writing)
         self.pins = PinnedPrefixes(self.blocks, self._reading)
+        self.kept = KeptBlocks(self.blocks, self.spaces, self._writing, self.pins)
         self.holds = Holds(self.blocks)
         self.promotions = Promotions(self.blocks, self.holds)
         self.demotions = Demotions(self.blocks, self.spaces)
@@ -278,6 +278,19 @@ class Catalog:
                 blocks = granted.outcomes.count(code)
                 self.usage.refused_tokens[reason] += blocks * space.spec.block_tokens
         return granted
+
+    def resume(self, before: SessionId, session: SessionId) -> None:
+        """The client of an ended session continues with this one: its slots are kept for `regain`."""
+        self._writing.resume(before, session)
+
+    def regain(
+        self, session: SessionId, space: KnownSpace, group: int, shard: int, keys: bytes,
+        expires_at: float = math.inf,
+    ) -> Granted:  # fmt: skip
+        """Return a lease on the slots that an earlier session of this client had for these keys."""
+        space.check_keys(keys)
+        space.check_place(group, shard)
+        return self._writing.regain(session, space, group, shard, keys, expires_at)
 
     def commit(
         self, session: SessionId, lease_id: LeaseId, first: int, count: int, checksums: bytes = b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import Refused
@@ -21,9 +21,10 @@ PIN_SHARE = 0.25  # of the tenant's memory
 
 @dataclass(slots=True, frozen=True)
 class PinLease:
-    """A lease without a session, its blocks, and the memory it keeps."""
+    """A lease without a session, the keys of its prefix, its blocks, and the memory it keeps."""
 
     lease: ReadLease
+    keys: bytes
     ids: array[int]
     nbytes: int
 
@@ -35,6 +36,7 @@ class PinnedPrefixes:
         self._blocks = blocks
         self._reading = reading
         self._pins: list[PinLease] = []
+        self.keep: Callable[[], None] = lambda: None  # called after a change
 
     def pin(self, space: KnownSpace, keys: bytes, ttl_s: float, now: float) -> int:
         """Keep the ready prefix for `ttl_s`, as far as the limits allow; return how many blocks that is.
@@ -65,8 +67,10 @@ class PinnedPrefixes:
         if len(kept) >= LIMIT_PINS:
             raise Refused("too_many", f"this tenant has {LIMIT_PINS} pins already")
         lease = self._reading.hold(NOBODY, space, parts, blocks, now + min(ttl_s, LIMIT_PIN_S))
-        self._pins.append(PinLease(lease, _ids_of(parts), per_block * blocks))
-        self._end(replaced)
+        keys = keys[: blocks * KEY_BYTES]
+        self._pins.append(PinLease(lease, keys, _ids_of(parts), per_block * blocks))
+        if not self._end(replaced):
+            self.keep()
         return blocks
 
     def unpin(self, space: KnownSpace, keys: bytes) -> int:
@@ -87,6 +91,10 @@ class PinnedPrefixes:
         """How much memory the pins keep."""
         return sum(pin.nbytes for pin in self._living())
 
+    def described(self) -> list[tuple[int, bytes, float]]:
+        """The number of the space, the keys and the deadline of each pin."""
+        return [(pin.lease.space.number, pin.keys, pin.lease.deadline) for pin in self._living()]
+
     def _living(self) -> list[PinLease]:
         """The pins whose deadline has not ended them."""
         self._pins = [pin for pin in self._pins if pin.lease.holders]
@@ -95,6 +103,8 @@ class PinnedPrefixes:
     def _end(self, pins: Sequence[PinLease]) -> int:
         for pin in pins:
             self._reading.end(pin.lease)
+        if pins:
+            self.keep()
         return sum(pin.lease.prefix_blocks for pin in pins)
 
 

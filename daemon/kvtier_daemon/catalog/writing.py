@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import Refused
-from kvtier.wire import DIGEST_BYTES, GRANTED, NO_ROOM
+from kvtier.key import KEY_BYTES
+from kvtier.wire import DIGEST_BYTES, GRANTED, NO_ROOM, PRESENT
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable, last_first
 from kvtier_daemon.catalog.expiring import LIMIT_IDS
 from kvtier_daemon.catalog.leases import NO_LEASE, LeaseId, Leases, SessionId
-from kvtier_daemon.catalog.spaces import KnownSpace, SpaceTable
+from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace, SpaceTable
 
 
 @dataclass(slots=True)
@@ -75,12 +77,8 @@ class WriteLeases:
         _refuse_beyond(outcomes, len(ids) // ID_BYTES)
         if not ids:
             return Granted(NO_LEASE, bytes(outcomes), b"")
-        pending = bytearray(b"\1") * (len(ids) // ID_BYTES)
-        lease_id = self._leases.make(session)
-        self.of[lease_id] = WriteLease(
-            lease_id, session, space, group, shard, ids, pending, expires_at
-        )
-        return Granted(lease_id, bytes(outcomes), slots)
+        lease = self._lease(session, space, group, shard, ids, expires_at)
+        return Granted(lease, bytes(outcomes), slots)
 
     def _outcomes(self, space: KnownSpace, group: int, shard: int, keys: bytes) -> bytearray:
         """Which keys are new; evicts nothing."""
@@ -167,7 +165,9 @@ class WriteLeases:
     def end_session(self, session: SessionId, leases: Sequence[LeaseId], gone: bool) -> bool:
         """Free the uncommitted slots of these leases if the writer is gone; otherwise quarantine them. True
         if any are quarantined."""
-        store, quarantined = self._blocks.store, b""
+        if gone:
+            self.process_gone(session)
+        store, quarantined = self._blocks.store, self._quarantined.pop(session, b"")
         for lease_id in leases:
             lease = self.of[lease_id]
             ids = lease.uncommitted()
@@ -184,6 +184,57 @@ class WriteLeases:
     def quarantine(self, held: Mapping[SessionId, bytes]) -> None:
         """Sessions of an earlier daemon may write to the slots of these blocks until `process_gone`."""
         self._quarantined.update(held)
+
+    def resume(self, before: SessionId, session: SessionId) -> None:
+        """The client of an ended session has this one now, and may still write to its slots there."""
+        ids = self._quarantined.pop(before, b"")
+        if ids:
+            self._blocks.store.own(ids, session)
+            self._quarantined[session] = self._quarantined.get(session, b"") + ids
+
+    def regain(
+        self, session: SessionId, space: KnownSpace, group: int, shard: int, keys: bytes,
+        expires_at: float,
+    ) -> Granted:  # fmt: skip
+        """Return a lease on those slots that an earlier session of this client had for these keys."""
+        self._leases.check(session)
+        store, held = self._blocks.store, self._quarantined.get(session, b"")
+        mine: dict[bytes, bytes] = {}
+        if space.index >= 0 and held:
+            rows = IDENTITY.iter_unpack(store.identities(held))
+            for at, (index, of, rank, _, key, _) in enumerate(rows):
+                if (index, of, rank) == (space.index, group, shard):
+                    mine[key] = held[at * ID_BYTES : (at + 1) * ID_BYTES]
+        outcomes = bytearray([NO_ROOM]) * (len(keys) // KEY_BYTES)
+        if space.index >= 0:
+            known = self._outcomes(space, group, shard, keys)
+            outcomes = bytearray(PRESENT if code == PRESENT else NO_ROOM for code in known)
+        regained = []
+        for at in range(len(outcomes)):
+            one = mine.pop(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], b"")
+            if one:
+                outcomes[at] = GRANTED
+                regained.append(one)
+        if not regained:
+            return Granted(NO_LEASE, bytes(outcomes), b"")
+        ids = b"".join(regained)
+        store.regain(ids)
+        again = set(array("I", ids))
+        left = array("I", (one for one in array("I", held) if one not in again))
+        self._quarantined[session] = left.tobytes()
+        lease = self._lease(session, space, group, shard, ids, expires_at)
+        return Granted(lease, bytes(outcomes), store.slots(ids))
+
+    def _lease(
+        self, session: SessionId, space: KnownSpace, group: int, shard: int, ids: bytes,
+        expires_at: float,
+    ) -> LeaseId:  # fmt: skip
+        pending = bytearray(b"\1") * (len(ids) // ID_BYTES)
+        lease_id = self._leases.make(session)
+        self.of[lease_id] = WriteLease(
+            lease_id, session, space, group, shard, ids, pending, expires_at
+        )
+        return lease_id
 
     def process_gone(self, session: SessionId) -> None:
         ids = self._quarantined.pop(session, b"")

@@ -68,7 +68,9 @@ def connected(socket: Path | None, name: str, answer_s: float = 0.0) -> Iterator
         if answer_s > first_s:  # detect a daemon that does not answer sooner
             Client.connect(str(path), timeout_s=first_s, populate=False, name=name).close()
         timeout_s = max(answer_s, first_s)
-        with Client.connect(str(path), timeout_s=timeout_s, populate=False, name=name) as client:
+        with Client.connect(
+            str(path), timeout_s=timeout_s, populate=False, name=name, reconnect_s=0
+        ) as client:
             yield client
     except Unavailable as error:
         raise Unavailable(_why(path, error)) from error

@@ -140,9 +140,11 @@ class Server:
     def share_of(self, tenant: Tenant | None) -> Share:
         return self.turns.shares[tenant.name if tenant else ""]
 
-    def refusal(self, peer: Peer) -> str:
-        """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients."""
+    def refusal(self, peer: Peer, resumes: bytes) -> str:
+        """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients, but
+        not the sessions that it continues."""
         connected = [*(each for each in self.sessions if each.greeted), *self.ghosts]
+        connected = [each for each in connected if not (resumes and each.token == resumes)]
         if len(connected) >= self._max_clients:
             return (
                 f"{len(connected)} clients are connected, the limit is reached: raise max_clients"
@@ -224,6 +226,33 @@ class Server:
         for session in [*self.ghosts, *self.sessions]:
             if session.token == token and session.tenant is tenant:
                 session.end_for_good()
+
+    def resume(self, session: Session, token: bytes) -> bool:
+        """Give this session the slots that its client had for writing in the sessions with this token; return
+        whether there are such sessions. Only a client that is the same process gets them."""
+        tenant, pid = session.tenant, session.peer.pid
+        assert tenant is not None
+        others = [
+            other
+            for other in [*self.sessions, *self.ghosts]
+            if (other.token, other.tenant, other.peer.pid) == (token, tenant, pid)
+        ]
+        earlier = self.writers.with_token(tenant, token, pid)
+        if not others and not earlier:
+            return False
+        # The next daemon must know the session before slots are noted as its own.
+        session.token = token
+        self.writers.began(session.id, tenant, token, session.peer)
+        for other in others:
+            other.end("continued by its next connection")
+            if other in self.ghosts:
+                self.ghosts.discard(other)
+                tenant.catalog.resume(other.id, session.id)
+                other.abandon()
+        for one in earlier:
+            tenant.catalog.resume(one, session.id)
+            self.writers.take(one)
+        return True
 
     def memory_grew(self) -> None:
         """Announce new extents to clients with a request that waits for memory, and answer it."""

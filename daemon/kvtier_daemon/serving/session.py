@@ -46,7 +46,8 @@ class Listener(Host, Protocol):
     ghosts: set[Session]  # ended, but their processes may still write to slots
 
     def share_of(self, tenant: Tenant | None) -> Share: ...
-    def refusal(self, peer: Peer) -> str: ...
+    def refusal(self, peer: Peer, resumes: bytes) -> str: ...
+    def resume(self, session: Session, token: bytes) -> bool: ...
     def may_park(self, session: Session, descriptors: int) -> bool: ...
     def end_for_good(self, tenant: Tenant | None, token: bytes) -> None: ...
 
@@ -454,14 +455,16 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     for token in request.ended[: wire.LIMIT_ENDED]:
         server.end_for_good(session.tenant, token)
     # After that, because its earlier connections count against the limit.
-    if refusal := server.refusal(session.peer):
+    if refusal := server.refusal(session.peer, request.resumes):
         session.fail(request.id, "too_many", refusal, fatal=True)
         return
     session.greeted = True
     session.inbox.framer.limit = wire.LIMIT_FRAME_BYTES
     session.read_only, session.verifies = request.read_only, request.verify
     if session.tenant is not None and session.writes:
-        server.writers.began(session.id, session.tenant, session.token, session.peer.pid)
+        resumes = bool(request.resumes) and server.resume(session, request.resumes)
+        if not resumes:
+            server.writers.began(session.id, session.tenant, session.token, session.peer)
     session.announce()
     _tell_client(session, server, "came")
     name = session.tenant.name if session.tenant else ""

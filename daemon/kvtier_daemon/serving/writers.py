@@ -5,10 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 from kvtier_daemon.catalog import SessionId
+from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.kept_arena import KeptArena, KeptSession
+
+
+class EarlierSession(NamedTuple):
+    """Of an earlier daemon. `pidfd` is -1 if the end of its process cannot be detected."""
+
+    tenant: Tenant
+    noted: KeptSession
+    pidfd: int
 
 
 class Writers:
@@ -17,13 +28,16 @@ class Writers:
     def __init__(self, loop: asyncio.AbstractEventLoop, kept: KeptArena | None = None) -> None:
         self._loop = loop
         self._kept = kept
+        self._pid_namespace = Path("/proc/self/ns/pid").stat().st_ino if kept is not None else 0
         self.next_session = kept.next_session if kept is not None else 1
-        self._earlier: dict[SessionId, tuple[Tenant, bytes, int]] = {}  # tenant, token, pidfd or -1
+        self._earlier: dict[SessionId, EarlierSession] = {}
 
-    def began(self, session: SessionId, tenant: Tenant, token: bytes, pid: int) -> None:
+    def began(self, session: SessionId, tenant: Tenant, token: bytes, peer: Peer) -> None:
         """The session may write from now on."""
         if self._kept is not None:
-            self._kept.session_began(session, KeptSession(tenant.name, token, pid))
+            process = os.fstat(peer.pidfd).st_ino if peer.pidfd >= 0 else 0
+            noted = KeptSession(tenant.name, token, peer.pid, self._pid_namespace, process)
+            self._kept.session_began(session, noted)
 
     def ended(self, session: SessionId) -> None:
         """The session does not write any longer."""
@@ -34,45 +48,71 @@ class Writers:
         """These sessions of earlier daemons hold slots of the tenant: free them when their processes end."""
         assert self._kept is not None
         for session in sessions:
-            known = self._kept.earlier_sessions.get(session)
+            noted = self._kept.earlier_sessions.get(session)
             pidfd = -1
-            if known is not None and known.pid:  # 0: a process in another pid namespace
+            # 0 is a process outside the daemon's pid namespace. Another daemon's namespace has other numbers.
+            if noted is not None and noted.pid and noted.pid_namespace == self._pid_namespace:
                 try:
-                    pidfd = os.pidfd_open(known.pid)
+                    pidfd = os.pidfd_open(noted.pid)
                 except ProcessLookupError:
-                    known = None
-            if known is None:
+                    noted = None
+                else:
+                    # Since Linux 6.9 each process has a number of its own there: the pid has another one now.
+                    if os.fstat(pidfd).st_ino != noted.process:
+                        os.close(pidfd)
+                        noted = None
+            if noted is None:
                 tenant.catalog.process_gone(session)
                 continue
-            self._earlier[session] = tenant, known.token, pidfd
+            self._earlier[session] = EarlierSession(tenant, noted, pidfd)
             if pidfd >= 0:
                 self._loop.add_reader(pidfd, self._gone, session)
 
     def forget_others(self) -> None:
-        """Note only the earlier sessions that hold slots."""
+        """Let the next manifest contain only the earlier sessions that hold slots."""
         assert self._kept is not None
-        for session in self._kept.earlier_sessions.keys() - self._earlier.keys():
-            self._kept.session_ended(session)
+        self._kept.forget_sessions(self._kept.earlier_sessions.keys() - self._earlier.keys())
 
     def end_for_good(self, tenant: Tenant | None, token: bytes) -> None:
         """A client declares that no thread of it writes to slots of the session with this token."""
-        for session, (owner, own, _) in list(self._earlier.items()):
-            if own == token and owner is tenant:
-                self._gone(session)
+        for session in self._with(tenant, token):
+            self._gone(session)
+
+    def with_token(self, tenant: Tenant, token: bytes, pid: int) -> list[SessionId]:
+        """Return the earlier sessions with this token, of this process."""
+        return [
+            session
+            for session in self._with(tenant, token)
+            if self._earlier[session].noted.pid == pid
+            and self._earlier[session].noted.pid_namespace == self._pid_namespace
+        ]
+
+    def take(self, session: SessionId) -> None:
+        """Another session has the slots of this earlier one."""
+        self._stop_watching(session)
+        self.ended(session)
 
     def close(self) -> None:
         """Watch no process any longer, and leave the notes as they are."""
         self._kept = None
-        for _, _, pidfd in self._earlier.values():
-            if pidfd >= 0:
-                self._loop.remove_reader(pidfd)
-                os.close(pidfd)
-        self._earlier.clear()
+        for session in list(self._earlier):
+            self._stop_watching(session)
+
+    def _with(self, tenant: Tenant | None, token: bytes) -> list[SessionId]:
+        return [
+            session
+            for session, (owner, noted, _) in self._earlier.items()
+            if noted.token == token and owner is tenant
+        ]
 
     def _gone(self, session: SessionId) -> None:
+        tenant = self._stop_watching(session)
+        tenant.catalog.process_gone(session)
+        self.ended(session)
+
+    def _stop_watching(self, session: SessionId) -> Tenant:
         tenant, _, pidfd = self._earlier.pop(session)
         if pidfd >= 0:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
-        tenant.catalog.process_gone(session)
-        self.ended(session)
+        return tenant

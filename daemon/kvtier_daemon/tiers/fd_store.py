@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +24,7 @@ from kvtier_daemon.tiers import keeper
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0  # on a busy machine; the keeper answers at once
+CLOSE_S = 2.0
 
 
 class FdStore(Protocol):
@@ -138,14 +141,54 @@ class KeeperStore:
         self.close()
 
 
+class QueuedStore:
+    """Passes descriptors to a store in a thread, in order: the daemon serves while the store hangs."""
+
+    def __init__(self, store: FdStore) -> None:
+        self._store = store
+        self._queue: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtier-keep", daemon=True)
+
+    def take(self) -> Mapping[str, int]:
+        return self._store.take()
+
+    def put(self, name: str, fd: int) -> None:
+        self._enqueue(name, os.dup(fd))
+
+    def remove(self, name: str) -> None:
+        self._enqueue(name, -1)
+
+    def close(self) -> None:
+        """Wait for what was passed on before, but not for a store that hangs."""
+        if self._thread.ident is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._store.close()
+
+    def _enqueue(self, name: str, fd: int) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        self._queue.put((name, fd))
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            name, fd = task
+            if fd < 0:
+                self._store.remove(name)
+            else:
+                self._store.put(name, fd)
+                os.close(fd)
+
+
 def fd_store(
     notifier: Notifier, inherited: Mapping[str, int], socket_path: Path, idle_s: float
 ) -> FdStore:
     """Return systemd's store if the unit has one ($FDSTORE is its size), otherwise a keeper process; with 0
     seconds only one that runs."""
     if inherited or (notifier.is_heard and os.environ.get("FDSTORE", "0") != "0"):
-        return SystemdStore(notifier, inherited)
-    return KeeperStore(keeper_of(socket_path), idle_s)
+        return QueuedStore(SystemdStore(notifier, inherited))
+    return QueuedStore(KeeperStore(keeper_of(socket_path), idle_s))
 
 
 def _connected(path: Path) -> socket.socket | None:

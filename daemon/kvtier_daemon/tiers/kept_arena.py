@@ -12,9 +12,10 @@ import hashlib
 import logging
 import os
 import secrets
+import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -25,11 +26,13 @@ from kvtier_daemon.tiers.fd_store import FdStore, NoStore
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of the manifest, of the generations and of the notes of slots
+FORMAT = 2  # of the manifest, of the generations and of the notes of slots
 MANIFEST = "kvtier-manifest"
 HALF_BYTES = 64 * MIB  # sparse
-HEAD = struct.Struct("<QQI")  # sequence, bytes, CRC-32
+HEAD = struct.Struct("<QQII")  # sequence, bytes, CRC-32 of the text, CRC-32 of the fields before
 ID_BYTES = 8
+PAGE = 4096
+GENERATION_BYTES, NOTE_BYTES = 8, 128  # for each page
 # No process may resize an extent, or seal it further. Not F_SEAL_FUTURE_WRITE: after it a restarted daemon
 # could not map its own arena for writing, nor could a client that connects later. So a client can punch holes
 # in its extents (measured on Linux 6.18: fallocate and MADV_REMOVE are refused under that seal alone).
@@ -51,14 +54,18 @@ class KeptTenant(msgspec.Struct):
     owner: bytes
     extents: list[KeptExtent] = []
     spaces: dict[int, tuple[bytes, KvSpec]] = {}  # by number: identity and description
+    pins: list[tuple[int, bytes, float]] = []  # number of the space, keys, deadline
 
 
 class KeptSession(msgspec.Struct, frozen=True):
-    """A session that may write to slots."""
+    """A session that may write to slots. `pid` is a number in the namespace with this inode; `process` is the
+    inode of the process's pidfd."""
 
     tenant: str
     token: bytes
     pid: int
+    pid_namespace: int
+    process: int
 
 
 class Format(msgspec.Struct):
@@ -81,6 +88,12 @@ class ExtentFiles(NamedTuple):
     fd: int
     table_fd: int
     notes_fd: int
+
+
+def head_of(sequence: int, text: bytes) -> bytes:
+    """Return the head of a half of the manifest."""
+    head = HEAD.pack(sequence, len(text), zlib.crc32(text), 0)[:-4]
+    return head + zlib.crc32(head).to_bytes(4, "little")
 
 
 def owner_of(secret: bytes, uids: Iterable[int | str]) -> bytes:
@@ -112,6 +125,9 @@ class KeptArena:
         self._fds = dict(store.take())
         self._sequence = 0
         self._fd = self._fds.pop(MANIFEST, -1)
+        if self._fd >= 0 and not _is_memory(self._fd, 2 * HALF_BYTES):
+            os.close(self._fd)
+            self._fd = -1
         if self._fd >= 0 and (lock := _locked(self._fd)) < 0:
             log.error(
                 "warm: another daemon uses the memory of the earlier one: this one begins with empty "
@@ -167,12 +183,16 @@ class KeptArena:
                 continue
             taken.append(files)
             now.extents.append(extent)
-        now.spaces = dict(kept.spaces)
+        now.spaces, now.pins = dict(kept.spaces), kept.pins
         return taken
 
     def spaces(self, tenant: str) -> Mapping[int, tuple[bytes, KvSpec]]:
         """Return the tenant's spaces by number, as the notes of its slots call them."""
         return self._now.tenants[tenant].spaces
+
+    def pins(self, tenant: str) -> Sequence[tuple[int, bytes, float]]:
+        """Return the tenant's pins: the number of the space, the keys, and the deadline of each."""
+        return self._now.tenants[tenant].pins
 
     def settle(self) -> None:
         """Hold only what was taken over, and write the manifest of this daemon."""
@@ -189,23 +209,28 @@ class KeptArena:
         fds = [self._fds.get(f"{extent.id}-{part}", -1) for part in PARTS]
         if min(fds) < 0 or extent.huge_pages != self._huge_pages:
             return None
-        sealed = all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS for fd in fds)
-        if not sealed or os.fstat(fds[0]).st_size != extent.nbytes:
+        if not all(map(_is_sealed, fds, part_bytes(extent.nbytes))):
             return None
         return ExtentFiles(extent.nbytes, *map(os.dup, fds))
 
     def _read(self) -> Manifest | None:
-        """Return the newest half that is whole; None if another format was written, or none."""
+        """Return the newest half; None if it is damaged, if it has another format, or if none was written.
+
+        The text of a half is written before its head. So at a kill only the text of the older half can differ
+        from its head. In any other case the older half is no substitute: it may lack processes that write."""
         halves = []
         for half in (0, HALF_BYTES):
-            head = os.pread(self._fd, HEAD.size, half)
-            sequence, nbytes, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, 0, 0)
-            text = os.pread(self._fd, nbytes, half + HEAD.size) if 0 < nbytes < HALF_BYTES else b""
-            if text and zlib.crc32(text) == crc:
-                halves.append((sequence, text))
-        if not halves:
+            raw = os.pread(self._fd, HEAD.size, half)
+            sequence, nbytes, crc, own = HEAD.unpack(raw) if len(raw) == HEAD.size else (0, 0, 0, 1)
+            if any(raw) and zlib.crc32(raw[:-4]) != own:
+                return self._damaged()
+            text = os.pread(self._fd, nbytes, half + HEAD.size) if nbytes <= HALF_BYTES else b""
+            halves.append((sequence, zlib.crc32(text) == crc, text))
+        (older, _, _), (self._sequence, is_whole, text) = sorted(halves)
+        if not self._sequence:
             return None
-        self._sequence, text = max(halves)
+        if not is_whole or self._sequence != older + 1:
+            return self._damaged()
         try:
             found = msgspec.msgpack.decode(text, type=Format).format
             if found == FORMAT:
@@ -217,6 +242,9 @@ class KeptArena:
             FORMAT,
         )  # fmt: skip
         return None
+
+    def _damaged(self) -> None:
+        log.error("warm: the manifest of the earlier daemon is damaged: its memory is not used")
 
     # --- what this daemon leaves -------------------------------------------------------------
 
@@ -239,6 +267,11 @@ class KeptArena:
         self._now.tenants[tenant].spaces = dict(spaces)
         self._write()
 
+    def keep_pins(self, tenant: str, pins: Sequence[tuple[int, bytes, float]]) -> None:
+        """Note the tenant's pins."""
+        self._now.tenants[tenant].pins = list(pins)
+        self._write()
+
     def session_began(self, number: int, session: KeptSession) -> None:
         """Note a session before it can write."""
         self._now.sessions[number] = session
@@ -248,6 +281,11 @@ class KeptArena:
         """The session no longer writes, or its process has ended."""
         if self._now.sessions.pop(number, None) is not None:
             self._write()
+
+    def forget_sessions(self, numbers: Iterable[int]) -> None:
+        """The same for several; the next write of the manifest is without them."""
+        for number in numbers:
+            self._now.sessions.pop(number, None)
 
     def drop(self) -> None:
         """Hold nothing, and store nothing more: the memory ends with the daemon."""
@@ -273,13 +311,19 @@ class KeptArena:
 
     def _write(self, manifest: Manifest | None = None) -> None:
         text = msgspec.msgpack.encode(manifest or self._now)
+        if HEAD.size + len(text) > HALF_BYTES:  # pins of many tenants
+            for tenant in self._now.tenants.values():
+                tenant.pins = []
+            text = msgspec.msgpack.encode(manifest or self._now)
         self._sequence += 1
-        head = HEAD.pack(self._sequence, len(text), zlib.crc32(text))
+        head = head_of(self._sequence, text)
         half = self._sequence % 2 * HALF_BYTES
         written = 0
         if len(head) + len(text) <= HALF_BYTES:
-            written = os.pwrite(self._fd, head + text, half)
-        if written < len(head) + len(text):
+            written = os.pwrite(self._fd, text, half + len(head))
+        if written == len(text):
+            os.pwrite(self._fd, head, half)
+        else:
             # An older manifest lacks sessions that may write, and spaces.
             for at in (0, HALF_BYTES):
                 os.pwrite(self._fd, bytes(HEAD.size), at)
@@ -287,6 +331,25 @@ class KeptArena:
                 "warm: cannot write a manifest of %s: the next daemon does not take over any block",
                 format_bytes(len(text)),
             )
+
+
+def part_bytes(extent_bytes: int) -> tuple[int, int, int]:
+    """Return the sizes of an extent's data, generations and notes: one of each for a page."""
+    pages = -(-extent_bytes // PAGE)
+    return extent_bytes, pages * GENERATION_BYTES, extent_bytes // PAGE * NOTE_BYTES
+
+
+def _is_memory(fd: int, nbytes: int) -> bool:
+    found = os.fstat(fd)
+    return stat.S_ISREG(found.st_mode) and found.st_size == nbytes
+
+
+def _is_sealed(fd: int, nbytes: int) -> bool:
+    """Whether this is memory of this size that no process can resize."""
+    try:
+        return _is_memory(fd, nbytes) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:  # an ordinary file
+        return False
 
 
 def _locked(fd: int) -> int:

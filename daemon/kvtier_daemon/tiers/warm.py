@@ -12,19 +12,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.units import format_bytes
-from kvtier_daemon.tiers.kept_arena import SEALS, ExtentFiles, KeptArena, noted_pages
+from kvtier_daemon.tiers.kept_arena import (
+    NOTE_BYTES,
+    PAGE,
+    SEALS,
+    ExtentFiles,
+    KeptArena,
+    noted_pages,
+    part_bytes,
+)
 from kvtier_kernels import Mapping, Prefaulter
 
 log = logging.getLogger(__name__)
 
-PAGE = 4096
 HUGE_PAGE = 2 << 20
-GENERATION_BYTES, NOTE_BYTES = 8, 128  # for each page
 
 
 def table_bytes(extent_bytes: int) -> int:
     """Size of an extent's table of generations, which has one for each page that a slot can start on."""
-    return -(-extent_bytes // PAGE) * GENERATION_BYTES
+    return part_bytes(extent_bytes)[1]
 
 
 def plan_extents(

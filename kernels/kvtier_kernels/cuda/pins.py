@@ -24,27 +24,29 @@ class PinnedExtent:
     unregistered with the last reference, and their mappings exist until then. That may take
     seconds: a thread that must not wait uses `ExtentPins.drop`."""
 
-    def __init__(self, driver: Driver, extents: Extents) -> None:
+    def __init__(self, extents: Extents) -> None:
         self.extents = extents
         self.ready: set[int] = set()
         self.asked = 0
         self.old = False
-        self._registered: list[Mapping] = []
-        weakref.finalize(self, _unregister, driver, self._registered).atexit = False
+        self._registered: list[RegisteredMapping] = []
 
-    def register(self, driver: Driver, number: int) -> None:
-        extent = self.extents[number]
-        if extent is None:
-            return
-        driver.register(extent.address, extent.size)
-        self._registered.append(extent)
+    def register(self, registered: RegisteredMapping, number: int) -> None:
+        self._registered.append(registered)
         self.ready.add(number)
 
 
-def _unregister(driver: Driver, registered: list[Mapping]) -> None:
-    for extent in registered:
-        driver.try_call("cuMemHostUnregister", extent.address)
-    registered.clear()
+class RegisteredMapping:
+    """A mapping that is registered with the device until the last reference to this. Runs of the daemon that
+    use the same memory share it."""
+
+    def __init__(self, driver: Driver, mapping: Mapping) -> None:
+        driver.register(mapping.address, mapping.size)
+        weakref.finalize(self, _unregister, driver, mapping).atexit = False
+
+
+def _unregister(driver: Driver, mapping: Mapping) -> None:
+    driver.try_call("cuMemHostUnregister", mapping.address)
 
 
 class ExtentPins:
@@ -54,6 +56,9 @@ class ExtentPins:
         self._driver = driver
         self._lock = threading.Lock()
         self._arenas: list[PinnedExtent] = []
+        self._registered: weakref.WeakValueDictionary[Mapping, RegisteredMapping] = (
+            weakref.WeakValueDictionary()
+        )
         self._refused = False
         self._todo: queue.SimpleQueue[tuple[PinnedExtent, int] | list[PinnedExtent] | None] = (
             queue.SimpleQueue()
@@ -68,7 +73,7 @@ class ExtentPins:
                 if arena.extents is extents:
                     break
             else:
-                arena = PinnedExtent(self._driver, extents)
+                arena = PinnedExtent(extents)
                 self._arenas.append(arena)
                 if len(self._arenas) > KEPT_ARENAS:
                     self._arenas[0].old = True
@@ -108,8 +113,14 @@ class ExtentPins:
             del task  # do not keep the task alive while waiting for the next
 
     def _register(self, arena: PinnedExtent, number: int) -> None:
+        mapping = arena.extents[number]
+        if mapping is None:
+            return
         try:
-            arena.register(self._driver, number)
+            registered = self._registered.get(mapping)
+            if registered is None:
+                registered = self._registered[mapping] = RegisteredMapping(self._driver, mapping)
+            arena.register(registered, number)
         except CudaError as error:
             if not self._refused:
                 text = "kvtier: cannot register extents with the CUDA driver, copies are slower: %s"

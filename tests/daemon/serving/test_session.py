@@ -221,6 +221,7 @@ def test_a_token_ends_only_a_session_of_its_own_tenant(tmp_path: Path) -> None:
 
 WRITING: tuple[Callable[[int], wire.Request], ...] = (
     lambda space: wire.Reserve(3, space, 0, 0, b"", bytes(32)),
+    lambda space: wire.Regain(3, space, 0, 0, bytes(32)),
     lambda space: wire.Pin(3, space, bytes(32), 1000),
     lambda space: wire.Unpin(3, space, bytes(32)),
     lambda space: wire.Hint(3, space, bytes(32), 0.0),

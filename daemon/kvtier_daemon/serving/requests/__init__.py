@@ -20,7 +20,7 @@ WITHOUT_TENANT = (
 # The role that a request needs if that is more than READ. Commit and Abort need a lease that a reader cannot
 # have.
 NEEDED = {
-    **dict.fromkeys((wire.Reserve, wire.Pin, wire.Unpin, wire.Hint, wire.Forget), Role.WRITE),
+    **dict.fromkeys((wire.Reserve, wire.Regain, wire.Pin, wire.Unpin, wire.Hint, wire.Forget), Role.WRITE),
     wire.Purge: Role.ADMIN,
 }  # fmt: skip
 

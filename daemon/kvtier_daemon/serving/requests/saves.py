@@ -12,6 +12,7 @@ from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import LeaseId
 from kvtier_daemon.catalog.expiring import expiry_time
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
+from kvtier_daemon.catalog.writing import Granted
 from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
 from kvtier_daemon.tenant import Tenant
 
@@ -34,25 +35,14 @@ class SaveRequests:
     def handlers(self) -> Handlers:
         return {
             wire.Reserve: self.reserve,
+            wire.Regain: self.regain,
             wire.Commit: self.commit,
             wire.Abort: self.abort,
         }
 
     def reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
-        if not request.id:
-            raise need_id()
-        if len(request.keys) > wire.LIMIT_RESERVED * KEY_BYTES:
-            count = len(request.keys) // KEY_BYTES
-            text = f"{count} keys in one reserve, at most {wire.LIMIT_RESERVED}: split the request"
-            raise Refused("bad_request", text)
+        expires_at = self._expires_at(request)
         space = tenant.catalog.space(request.space)
-        if not 0 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
-            longest = f"{LIMIT_PIN_S:.0f} s, a week"
-            text = f"blocks that expire after {request.ttl_ms / 1000:g} s: 1 ms to {longest}"
-            raise Refused("bad_request", text)
-        expires_at = math.inf
-        if request.ttl_ms:
-            expires_at = expiry_time(self._server.clock(), request.ttl_ms / 1000)
         granted = tenant.catalog.reserve(
             self._session.id, space, request.group, request.shard, request.parent, request.keys,
             expires_at,
@@ -72,10 +62,37 @@ class SaveRequests:
                 "save", tenant.name, client=self._session.name, space=space.number, what="reserved",
                 **outcomes,
             )  # fmt: skip
+        return self._opened(request.id, granted)
+
+    def regain(self, tenant: Tenant, request: wire.Regain) -> wire.Reply:
+        expires_at = self._expires_at(request)
+        space = tenant.catalog.space(request.space)
+        granted = tenant.catalog.regain(
+            self._session.id, space, request.group, request.shard, request.keys, expires_at
+        )
+        return self._opened(request.id, granted)
+
+    def _expires_at(self, request: wire.Reserve | wire.Regain) -> float:
+        """When the blocks of this request expire. Raises Refused if it is not possible."""
+        if not request.id:
+            raise need_id()
+        if len(request.keys) > wire.LIMIT_RESERVED * KEY_BYTES:
+            count = len(request.keys) // KEY_BYTES
+            text = f"{count} keys in one reserve, at most {wire.LIMIT_RESERVED}: split the request"
+            raise Refused("bad_request", text)
+        if not 0 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
+            longest = f"{LIMIT_PIN_S:.0f} s, a week"
+            text = f"blocks that expire after {request.ttl_ms / 1000:g} s: 1 ms to {longest}"
+            raise Refused("bad_request", text)
+        if not request.ttl_ms:
+            return math.inf
+        return expiry_time(self._server.clock(), request.ttl_ms / 1000)
+
+    def _opened(self, request_id: int, granted: Granted) -> wire.Reply:
         if granted.lease:
             blocks = len(granted.slots) // wire.SLOT_BYTES
             self._open[granted.lease] = OpenSave(self._server.clock(), blocks)
-        return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
+        return wire.Reserved(request_id, granted.lease, granted.outcomes, granted.slots)
 
     def commit(self, tenant: Tenant, request: wire.Commit) -> wire.Reply:
         lease = LeaseId(request.lease)
@@ -96,6 +113,11 @@ class SaveRequests:
 
     def abort(self, tenant: Tenant, request: wire.Abort) -> wire.Reply:
         lease = LeaseId(request.lease)
+        if not lease:
+            tenant.catalog.process_gone(
+                self._session.id
+            )  # nothing of its earlier sessions is written
+            return wire.Done(request.id)
         tenant.catalog.abort(self._session.id, lease)
         del self._open[lease]
         return wire.Done(request.id)
