@@ -177,7 +177,7 @@ class Abort(Message, tag=9):
     lease: int
 
 
-class Regain(Message, tag=30):
+class Regain(Message, tag=31):
     """Get a lease on the slots that the session that this one continues had for these keys. Answered with a
     Reserved: `granted` and the same slots, `present`, or `no_room` for a slot that is lost. `ttl_ms`: what is
     left of that of `Reserve`."""

@@ -24,7 +24,9 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", default="0:100", help="FIRST:LAST, without LAST; or one seed")
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: this one")
-    parser.add_argument("--keep", default="", help="numbers of the operations to carry out, of one seed")
+    parser.add_argument(
+        "--keep", default="", help="numbers of the operations to carry out, of one seed"
+    )
     parser.add_argument("--trace", action="store_true", help="print what happens")
     parser.add_argument("--hashes", action="store_true", help="print the digest of each trace")
     parser.add_argument("--shrink", action="store_true", help="shrink the first seed that fails")
@@ -101,7 +103,9 @@ def run_batches(seeds: range, jobs: int) -> int:
         for start in itertools.islice(starts, jobs - len(running)):
             batch = range(start, min(start + BATCH, seeds.stop))
             command = [*COMMAND, "--seeds", f"{batch.start}:{batch.stop}", "--shrink"]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
             running.append((batch, process))
         if not running:
             break

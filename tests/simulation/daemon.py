@@ -40,7 +40,15 @@ from kvtier_daemon.observing import loop_lag
 from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
 from kvtier_daemon.tiers import warm
-from kvtier_daemon.tiers.cold import attached, directory, disk, encoder, lifecycle, segment_store, tier
+from kvtier_daemon.tiers.cold import (
+    attached,
+    directory,
+    disk,
+    encoder,
+    lifecycle,
+    segment_store,
+    tier,
+)
 from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_daemon.tiers.cold.segment_log import Segment
 
@@ -131,7 +139,13 @@ def install() -> None:
     peer_module.Peer.of = classmethod(_peer_of)
     os.pidfd_open = _pidfd_open
     # Sets of these have the order in which they were filled, and not that of their addresses.
-    for kind in (Session, Segment, segment_store.SegmentStore, segment_store.WriteBatch, disk.DirectoryDisk):
+    for kind in (
+        Session,
+        Segment,
+        segment_store.SegmentStore,
+        segment_store.WriteBatch,
+        disk.DirectoryDisk,
+    ):
         kind.__hash__ = lambda _: 0
     log = logging.getLogger()
     log.handlers = [Failures()]
@@ -150,7 +164,9 @@ def loaded(machine: Machine) -> LoadedConfig:
     warm_bytes = how.memory_pages * PAGE * how.tenants
     cold = None
     if how.directories:
-        size = how.directories * (how.segments * how.tenants * how.segment_pages * PAGE + INDEX_BYTES)
+        size = how.directories * (
+            how.segments * how.tenants * how.segment_pages * PAGE + INDEX_BYTES
+        )
         cold = ColdConfig(
             directories=tuple(machine.folder / f"disk{at}" for at in range(how.directories)),
             size_bytes=size, segment_bytes=how.segment_pages * PAGE, write=how.write,
@@ -187,7 +203,9 @@ class Daemon:
         machine.loop = self.loop = SimulatedLoop(machine)
         machine.has_left = False
         self.listener = Listener()
-        secrets = {name: bytes([at]) * 32 for at, name in enumerate(TENANTS[: machine.config.tenants])}
+        secrets = {
+            name: bytes([at]) * 32 for at, name in enumerate(TENANTS[: machine.config.tenants])
+        }
         self.app = machine.app = App(loaded(machine), secrets, self.listener)
         self.main = self.loop.create_task(self.app.serve())
         self.main.add_done_callback(self._ended)

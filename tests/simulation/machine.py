@@ -111,7 +111,9 @@ class Threads:
             job = self._queue.popleft()
             if job[0].set_running_or_notify_cancel():
                 self._running = job
-                delay = self._machine.disk.latency() if self._waits_for_disk else self._machine.lag()
+                delay = (
+                    self._machine.disk.latency() if self._waits_for_disk else self._machine.lag()
+                )
                 self._machine.after(delay, self._end, job)
                 return
 

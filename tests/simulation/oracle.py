@@ -113,7 +113,9 @@ class Oracle:
 
     # --- slots -------------------------------------------------------------------------------
 
-    def use(self, run: int, tenant: int, extent: int, pages: range, until: float, writes: bool) -> int:
+    def use(
+        self, run: int, tenant: int, extent: int, pages: range, until: float, writes: bool
+    ) -> int:
         """Somebody uses these pages of an extent from now on; nobody else may write to them. Return a number
         for `end_use`."""
         self._last_user += 1
@@ -140,7 +142,9 @@ class Oracle:
 
     # --- pins --------------------------------------------------------------------------------
 
-    def check_found(self, tenant: int, space: int, keys: list[bytes], asked_at: float, ready: int) -> None:
+    def check_found(
+        self, tenant: int, space: int, keys: list[bytes], asked_at: float, ready: int
+    ) -> None:
         """A lookup found `ready` blocks: pinned blocks must be among them."""
         self.loads += 1
         for pin in self.pins[tenant]:

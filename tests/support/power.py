@@ -137,7 +137,10 @@ class CachedDisk(OneFile):
         chance, cached = self._chance, list(self._cache)
         if chance.random() < 0.5:
             chance.shuffle(cached)
-        share, whole_share = chance.choice((0.0, 0.1, 0.5, 0.9, 1.0)), chance.choice((0.0, 0.5, 1.0))
+        share, whole_share = (
+            chance.choice((0.0, 0.1, 0.5, 0.9, 1.0)),
+            chance.choice((0.0, 0.5, 1.0)),
+        )
         stored = torn = 0
         for one in cached:
             if chance.random() < whole_share:
@@ -235,7 +238,9 @@ class PoweredDisk:
     def _order(self, **order: Any) -> None:
         with self._heard:
             self._told.send(json.dumps(order).encode())
-            assert self._heard.wait_for(lambda: self._answers, PATIENCE_S), "the disk does not answer"
+            assert self._heard.wait_for(lambda: self._answers, PATIENCE_S), (
+                "the disk does not answer"
+            )
             self._answers.clear()
 
     def _listen(self) -> None:
