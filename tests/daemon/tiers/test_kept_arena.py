@@ -95,7 +95,7 @@ def test_a_write_of_the_manifest_that_is_torn_leaves_the_one_before(held: Held) 
     arena = arena_of(held)
     arena.settle()
     for number in range(1, 6):
-        arena.session_began(number, KeptSession("one", TOKEN, 1))
+        arena.session_began(number, KeptSession("one", TOKEN, 1, 0, 0))
         fd = held.fds[MANIFEST]
         heads = [(HEAD.unpack(os.pread(fd, HEAD.size, at))[0], at) for at in (0, HALF_BYTES)]
         _, newest = max(heads)
@@ -145,7 +145,7 @@ def test_memory_above_the_quota_is_not_taken_over(held: Held) -> None:
 def test_numbers_of_sessions_are_not_used_again(held: Held) -> None:
     arena = arena_of(held)
     for number in (1, 7):
-        arena.session_began(number, KeptSession("one", TOKEN, 1))
+        arena.session_began(number, KeptSession("one", TOKEN, 1, 0, 0))
     arena.close()
     arena = arena_of(held)
     assert arena.next_session == 8
@@ -155,7 +155,7 @@ def test_numbers_of_sessions_are_not_used_again(held: Held) -> None:
 def test_only_its_own_tenant_frees_the_slots_of_an_earlier_session(held: Held) -> None:
     """The token is the same: a client sends those of all its connections."""
     arena = arena_of(held)
-    arena.session_began(5, KeptSession("one", TOKEN, 0))  # in another pid namespace
+    arena.session_began(5, KeptSession("one", TOKEN, 0, 0, 0))  # in another pid namespace
     arena.close()
     arena = arena_of(held)
     generations, notes = mmap.mmap(-1, 8 * PAGES), mmap.mmap(-1, 128 * PAGES)
