@@ -94,7 +94,7 @@ def settled(daemon: Daemon) -> None:
 def brought(client: Client, chain: int, seconds: float = 60.0, spec: KvSpec = SPEC) -> Match:
     """Match a chain until no block of it is coming. Matches again if the disk has other work, which is
     verified: repeated `crowded` from a disk without reads and writes fails the test. The request waits for
-    long, because a read during a pause of this machine looks like a slow disk. For tests of other subjects."""
+    long: a read during a pause of this machine looks like one of a slow disk. For tests of other subjects."""
     space = client.open(spec)
     keys = space.keys(tokens(chain))
     deadline = time.monotonic() + seconds

@@ -91,13 +91,13 @@ class Server:
         return Process(self, self.ask(request, stdout, stderr))
 
     def run(
-        self, words: list[str], env: Mapping[str, str] = os.environ, timeout: float = 120.0
+        self, words: list[str], env: Mapping[str, str] = os.environ, program: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """Run `kvtier` with these arguments until it ends."""
+        """Run `kvtier`, or a Python program, with these arguments until it ends."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = self.start(words, out.fileno(), err.fileno(), env)
+            process = self.start(words, out.fileno(), err.fileno(), env, program=program)
             try:
-                code = process.wait(timeout)
+                code = process.wait(120)
             finally:
                 process.kill()
                 process.wait()
