@@ -52,7 +52,8 @@ def test_the_check_fails_above_the_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["dialect.py", "--check"])
-    assert dialect.main() == 0
+    monkeypatch.setattr(dialect, "BUDGETS", {"documents": dialect.BUDGETS["documents"]})
+    assert dialect.main() == 0  # `make check` reads all of them
     monkeypatch.setitem(dialect.FOLDERS, "documents", ("docs/decisions/*.md", "docs/*.md"))
     monkeypatch.setitem(dialect.BUDGETS, "documents", 0.0)
     assert dialect.main() == 1

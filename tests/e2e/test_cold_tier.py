@@ -26,6 +26,7 @@ from support.specs import pattern, spec_of
 SPEC = spec_of("cold e2e")
 SETTLED_TURNS = 4  # of the daemon's own clock, 50 ms each
 CHAIN = 32  # blocks: 2 MiB
+PATIENCE_MS = 600_000
 BUSY = ("crowded", "late")  # the reasons why a block is not read now: the disk has other work
 Content = Callable[[bytes, int], bytes]  # the content of a block with this key and size
 
@@ -95,14 +96,14 @@ def settled(daemon: Daemon) -> None:
 
 def brought(client: Client, chain: int, seconds: float = 60.0, spec: KvSpec = SPEC) -> Match:
     """Match a chain until no block of it is coming. Matches again if the disk has other work, which is
-    verified: repeated `crowded` from a disk without reads and writes fails the test. For tests of other
-    subjects."""
+    verified: repeated `crowded` from a disk without reads and writes fails the test. The request waits for
+    long: a read during a pause of this machine looks like one of a slow disk. For tests of other subjects."""
     space = client.open(spec)
     keys = space.keys(tokens(chain))
     deadline = time.monotonic() + seconds
     crowded = 0
     while True:
-        found = space.match(keys)
+        found = space.match(keys, within_ms=PATIENCE_MS)
         if not (found.coming or found.why in BUSY) or time.monotonic() > deadline:
             return found
         # Another read may begin and end between a match and the check that follows it.

@@ -5,25 +5,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 
+from support.daemons import kvtier
+
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "kvtier_daemon.cli",
-        "demo",
-        "--seconds",
-        "3",
-        "--warm",
-        "256MiB",
-    ]
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+    return kvtier("demo", "--seconds", "3", "--warm", "256MiB", *arguments)
 
 
 def test_the_demo_shows_a_gain_and_the_next_steps() -> None:

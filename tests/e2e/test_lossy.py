@@ -21,6 +21,7 @@ from kvtier_daemon.codec.losses import Loss, Losses
 from models import codecs
 from support.daemons import Daemon, kvtier
 from support.disks import mounted
+from support.effort import effort
 from support.losses_by_twins import block_of, floats_of, once_lost, once_lost_soon, profile_of
 from support.specs import spec_of
 
@@ -90,7 +91,7 @@ def test_evicted_blocks_are_read_back_as_the_reference_codec_decodes_them(
         save_all(client, daemon, SPEC)
         assert check(asked, found(client, CHAINS - 1)) == 0, "memory has it as it was"
         assert check(asked, found(client, 0)) == CHAIN
-        for _ in range(2):
+        for _ in range(effort(1, 2, 2)):
             for chain in range(CHAINS):
                 check(asked, found(client, chain))
                 settled(daemon)

@@ -19,9 +19,8 @@ def test_headers_of_removed_spaces_use_no_memory(tmp_path: Path) -> None:
     )
     daemon = start_daemon(tmp_path, config=config)
     try:
-        before, written = daemon.process_bytes(), 0
+        before = daemon.process_bytes()
         group = Group(kind="state", layers=16384, state_bytes=1)
-        stalls = []
         for number in range(200):
             spec = KvSpec(
                 model=f"m{number}",
@@ -34,21 +33,9 @@ def test_headers_of_removed_spaces_use_no_memory(tmp_path: Path) -> None:
                 space = client.open(spec)
                 keys = space.keys(list(range(16)))
                 space.save(keys, [np.full(16384, number % 251, np.uint8)])
-                t = time.perf_counter()
-                while client.stats()["tiers"]["cold"]["states"]["written"] <= written:
-                    stalls.append(time.perf_counter() - t)
-                    t = time.perf_counter()
+                while client.stats()["tiers"]["cold"]["states"]["written"] <= number:
+                    time.sleep(0.002)
                 space.forget(keys)
-            written += 1
-        grown = daemon.process_bytes() - before
-        print(
-            "grown",
-            grown >> 20,
-            "MiB for",
-            written * 16384 >> 20,
-            "MiB of blocks; a status",
-            max(stalls),
-        )
-        assert grown < 40 << 20
+        assert daemon.process_bytes() - before < 40 << 20
     finally:
         daemon.stop()

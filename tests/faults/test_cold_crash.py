@@ -6,13 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from support.cold_bench import BLOCK, SIZE, Bench, key, used
+from support.daemons import running
 from support.specs import pattern
 
 CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 20
@@ -20,7 +18,6 @@ CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 20
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[3].split(":")
 from support.cold_bench import Bench, run
 
 async def work():
@@ -42,17 +39,11 @@ def test_blocks_reported_as_written_survive_any_kill(tmp_path: Path) -> None:
     chance = random.Random(11)
     number = 0
     for _cycle in range(CYCLES):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), str(number), ":".join(sys.path)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        time.sleep(chance.random() * 0.15)
-        child.send_signal(signal.SIGKILL)
-        reported = [int(line) for line in child.stdout if line.strip().isdecimal()]
-        child.stdout.close()
-        child.wait()
+        with running(CHILD, str(tmp_path), str(number)) as (child, output):
+            assert output.readline() == "ready\n"
+            time.sleep(chance.random() * 0.15)
+            child.kill()
+            reported = [int(line) for line in output if line.strip().isdecimal()]
         before, number = number, max([number, *reported])
         assert used(tmp_path) <= SIZE
         asyncio.run(verify(tmp_path, range(before, number)))

@@ -24,11 +24,12 @@ from kvtier.key import Keys
 from kvtier.space import Space
 from kvtier_daemon.codec.frame import PAGE, pages
 from support.daemons import Daemon, start_daemon
+from support.effort import effort
 from support.oracle import Oracle
 from support.specs import spec_of
 
 MIB = 1 << 20
-CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 30
+CYCLES = effort(15, 30, 500)
 CAP = 80 * MIB
 CHAINS, CHAIN = 16, 12
 PROMISED = (

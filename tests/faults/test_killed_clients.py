@@ -7,8 +7,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier import Unavailable
-from support.daemons import Daemon
+from support.daemons import Daemon, running
 from support.specs import pattern, spec_of
 
 STEPS = (
@@ -35,7 +33,6 @@ KILLS = 1000 if os.environ.get("KVTIER_FAULTS") else 100
 # Executes the protocol up to the given step, and waits there until it is killed.
 CLIENT = """
 import sys, time
-sys.path[:0] = sys.argv[3].split(":")
 from kvtier import Client
 from support.specs import pattern, spec_of
 
@@ -52,7 +49,7 @@ at("opened")
 shared = space.keys(list(range(16 * 8)))
 space.match(shared)
 at("matched")
-own = space.keys([int(sys.argv[4])] * 16 + list(range(16 * 15)))
+own = space.keys([int(sys.argv[3])] * 16 + list(range(16 * 15)))
 saving = space.reserve(own)
 saving.__enter__()
 at("reserved")
@@ -68,11 +65,6 @@ at("loading")
 client.adopt(lease.token)
 at("adopted")
 """
-
-
-def start_client(daemon: Daemon, step: str, number: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CLIENT, daemon.socket, step, ":".join(sys.path), str(number)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def at_rest(stats: dict[str, Any]) -> bool:
@@ -100,17 +92,14 @@ def test_killed_clients_leave_no_lease_slot_or_descriptor(daemon_of: Callable[..
         chance.shuffle(plan)
         at_once = 4
         for first in range(0, KILLS, at_once):
-            clients = [
-                start_client(daemon, step, first + n)
-                for n, step in enumerate(plan[first : first + at_once])
-            ]
-            for client in clients:
-                assert client.stdout is not None
-                assert client.stdout.readline() == "here\n"
-                client.send_signal(signal.SIGKILL)
-            for client in clients:
-                client.wait()
-                client.stdout.close()
+            with contextlib.ExitStack() as stack:
+                clients = [
+                    stack.enter_context(running(CLIENT, daemon.socket, step, str(first + n)))
+                    for n, step in enumerate(plan[first : first + at_once])
+                ]
+                for client, output in clients:
+                    assert output.readline() == "here\n"
+                    client.kill()
         stats = daemon.wait_for(at_rest)
         daemon.wait_for_open_files(files)
         assert stats["sessions"] == 1
@@ -129,11 +118,8 @@ def test_slots_of_a_stopped_writer_are_not_reused(
     daemon = daemon_of(warm="16MiB")
     spec = spec_of("killed")
     code = CLIENT.replace("time.sleep(60)", "client.link.connection._sock.close(); time.sleep(60)")
-    command = [sys.executable, "-c", code, daemon.socket, "copied", ":".join(sys.path), "1"]
-    client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert client.stdout is not None
-        assert client.stdout.readline() == "here\n"
+    with running(code, daemon.socket, "copied", "1") as (_, output):
+        assert output.readline() == "here\n"
         daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 16)
         turns = daemon.stats()["loop"]["counts"][-1]
         daemon.wait_for(lambda stats: stats["loop"]["counts"][-1] >= turns + 6)
@@ -141,10 +127,6 @@ def test_slots_of_a_stopped_writer_are_not_reused(
             space = other.open(spec)
             keys = space.keys(list(range(10**7, 10**7 + 16 * 256)))
             assert space.save(keys, bytes(256 * spec.block_bytes)).stored == 240
-    finally:
-        client.kill()
-        client.wait()
-        client.stdout.close()
     daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 0)
 
 

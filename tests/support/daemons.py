@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvtier import Client, Unavailable
 from kvtier_daemon.observing.metrics import SERIES
@@ -21,6 +22,7 @@ from support import forked, hasty
 START_S = 60.0  # on a busy machine
 STOP_S = 20.0  # less than the limit of the daemon's own stop
 SERVE = (sys.executable, "-m", "kvtier_daemon.cli", "serve")
+TESTS = str(Path(__file__).parents[1])
 server = cache(forked.Server)
 
 
@@ -168,3 +170,19 @@ def start_daemon(
 def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command `kvtier` and wait until it ends."""
     return server().run(list(arguments), dict(os.environ, **environment))
+
+
+@contextmanager
+def running(program: str, *arguments: str) -> Iterator[tuple[forked.Process, IO[str]]]:
+    """Run a Python program, which may import from the folder of the tests; yield it and its output. It is
+    killed at the end."""
+    path = "import sys\nsys.path.insert(0, sys.argv.pop(1))\n"
+    reading, writing = os.pipe()
+    with open(reading) as output:
+        process = server().start([TESTS, *arguments], writing, 2, program=path + program)
+        os.close(writing)
+        try:
+            yield process, output
+        finally:
+            process.kill()
+            process.wait()

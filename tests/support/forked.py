@@ -83,21 +83,21 @@ class Server:
 
     def start(
         self, words: list[str], stdout: int, stderr: int, env: Mapping[str, str] = os.environ,
-        haste: Mapping[str, float] | None = None,
+        haste: Mapping[str, float] | None = None, program: str = "",
     ) -> Process:  # fmt: skip
-        """Run `kvtier` with these arguments, without input, in the folder of this process. `haste`: values of
-        constants (support/hasty.py)."""
-        request = [FORK, words, os.getcwd(), dict(env), dict(haste or {})]
+        """Run `kvtier`, or a Python program, with these arguments, without input, in this process's folder.
+        `haste`: values of constants (support/hasty.py)."""
+        request = [FORK, words, os.getcwd(), dict(env), dict(haste or {}), program]
         return Process(self, self.ask(request, stdout, stderr))
 
     def run(
-        self, words: list[str], env: Mapping[str, str] = os.environ, timeout: float = 120.0
+        self, words: list[str], env: Mapping[str, str] = os.environ, program: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """Run `kvtier` with these arguments until it ends."""
+        """Run `kvtier`, or a Python program, with these arguments until it ends."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = self.start(words, out.fileno(), err.fileno(), env)
+            process = self.start(words, out.fileno(), err.fileno(), env, program=program)
             try:
-                code = process.wait(timeout)
+                code = process.wait(120)
             finally:
                 process.kill()
                 process.wait()
@@ -116,8 +116,9 @@ class Server:
         self._process.wait()
 
 
-def serve() -> list[str]:
-    """Fork and wait on request, until the socket closes. Returns only in the forks: their arguments."""
+def serve() -> tuple[list[str], str]:
+    """Fork and wait on request, until the socket closes. Returns only in the forks: their arguments, and
+    their program if it is not `kvtier`."""
     asked = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its parent
     while True:
@@ -135,7 +136,7 @@ def serve() -> list[str]:
             continue
         asked.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        words, folder, environment, haste = rest
+        words, folder, environment, haste, program = rest
         descriptors.insert(0, os.open(os.devnull, os.O_RDONLY))
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
@@ -146,7 +147,7 @@ def serve() -> list[str]:
         os.environ.clear()
         os.environ.update(environment)
         hasty.hurry_all(haste)
-        return list(words)
+        return list(words), str(program)
 
 
 if __name__ == "__main__":
@@ -166,5 +167,9 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     sys.path.pop(0)  # this file's folder, which a daemon does not have
-    sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *serve()]
-    cli.main()
+    words, program = serve()
+    sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *words]
+    if program:
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102
+    else:
+        cli.main()

@@ -37,11 +37,10 @@ class Keeper:
 
     def run(self) -> None:
         """Serve until no daemon has been connected for `idle_s`."""
-        while True:
-            left_s = self._idle_since + self._idle_s - time.monotonic()
-            if not self._daemons and (left_s <= 0 or not (self._held or self._is_new)):
+        while self._daemons or self._held or self._is_new:
+            left_s = max(0.0, self._idle_since + self._idle_s - time.monotonic())
+            if not (ready := self._poll.poll(None if self._daemons else left_s * 1000)):
                 return
-            ready = self._poll.poll(None if self._daemons else left_s * 1000)
             # All messages of an earlier daemon, which may have ended, before those of a later one.
             for daemon in list(self._daemons.values()):
                 while self._serve(daemon):
