@@ -196,6 +196,7 @@ class PoweredDisk:
         self._restored = 0  # after how many cuts the power was last switched on
         self._answers: list[dict[str, Any]] = []
         self._heard = threading.Condition()
+        self._turn = threading.Lock()
         self._front = front
         threading.Thread(target=self._listen, daemon=True).start()
         self._options = OPTIONS[kind]
@@ -233,7 +234,7 @@ class PoweredDisk:
         self._mounts.callback(Mounted(device, self.path, self._options).close)
 
     def _order(self, **order: Any) -> None:
-        with self._heard:
+        with self._turn, self._heard:
             self._told.send(json.dumps(order).encode())
             assert self._heard.wait_for(lambda: self._answers, PATIENCE_S), "the disk does not answer"
             self._answers.clear()
