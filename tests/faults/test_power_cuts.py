@@ -12,7 +12,6 @@ import os
 import random
 import re
 import select
-import signal
 import subprocess
 import tempfile
 import threading
@@ -23,13 +22,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from faults.test_daemon_crash import (
     CAP,
-    CHAINS,
     CODECS,
     FOUND,
     OTHER_UID,
@@ -47,7 +44,7 @@ from kvtier.wire import CAME, DISK
 from kvtier_daemon.cli import listing
 from kvtier_daemon.codec.frame import PAGE
 from support.daemons import SERVE, Daemon, start_daemon
-from support.effort import FAULTS, effort
+from support.effort import ALL, effort
 from support.losses_by_twins import once_lost_soon
 from support.oracle import Oracle, content
 from support.power import SECTORS, PoweredDisk, image, powered
@@ -57,18 +54,20 @@ TENANTS = {"ours": (0, 40), "theirs": (OTHER_UID, 30), "vault": (1, 30)}  # uid,
 VAULT_SPECS = (spec_of("vault"), spec_of("lossy vault"))
 CHAIN = 8
 KEPT_CHAINS = 10  # 80 blocks; the vault's segments have room for 250
-CUTS = 5  # of each seed
+CUTS = effort(2, 5, 5)  # of each seed
 LOADS_S, START_S = 1.0, 60.0
 SEEDS_TO_FIND = 6
 FOUND_BY = ("what was on disk is not", "was forgotten", "forgotten blocks came back", "the log has")
 # No power cut may damage the index, and none may confuse the daemon.
 DEFECTS = re.compile("Traceback|fail their digests|the index .* is damaged")
+TORN = re.compile("segments/vault/.* tombstone pages .* are damaged")
 BACKLOG_S = 0.05
+FIRST = 11
 
 
 def seeds() -> list[int]:
     chosen = os.environ.get("POWER_SEEDS")
-    first, _, end = (chosen or f"0:{effort(1, 4, 50)}").partition(":")
+    first, _, end = (chosen or f"{FIRST}:{FIRST + effort(1, 4, 50)}").partition(":")
     return list(range(int(first), int(end or int(first) + 1)))
 
 
@@ -116,8 +115,8 @@ def vault_keys(space: Space, number: int) -> Keys:
 
 
 class Answers:
-    """Counts what the daemon has confirmed; calls `reached` at the count of one kind. That is the worst moment
-    for a promise that is not kept."""
+    """Counts what the daemon has confirmed; calls `reached` at the count of one kind: the worst moment for a
+    promise that is not kept."""
 
     KINDS = ("on disk", "forgotten", "purged")
 
@@ -137,8 +136,8 @@ class Answers:
 
 
 class VaultEngine(threading.Thread):
-    """The only client of a tenant whose segments are never short of room for its newest chains. It learns from
-    the daemon's changes what is on disk."""
+    """The only client of a tenant whose segments always have room for its newest chains. It learns from the
+    daemon's changes what is on disk."""
 
     def __init__(self, vault: Vault, client: Client, seed: int, answers: Answers) -> None:
         super().__init__(daemon=True)
@@ -218,7 +217,7 @@ class Busy(Engine):
 
     def _step(self, chance: float) -> None:
         purge_share = 0.2 if self.answers.kind == "purged" else 0.01
-        with suppress(Refused):  # `disk_failed`: nothing is promised
+        try:
             if chance < 0.04:
                 self._save_for_a_while()
             elif chance < 0.04 + purge_share and self.may_purge:
@@ -226,6 +225,9 @@ class Busy(Engine):
                 self.answers.came("purged")
             else:
                 super()._step(self._chance.random())
+        except Refused as error:
+            if error.code != "disk_failed":  # after that nothing is promised
+                raise
 
     def _forget(self) -> None:
         super()._forget()
@@ -240,9 +242,9 @@ class Busy(Engine):
         place, link = self.places[self._own], self.places[self._own].space.link
         client = Client(link)
         before = {key: self._oracle.newest(key) for keys in place.chains for key in keys}
-        spaces = listing.spaces(client, place.tenant)["spaces"]
-        for one in spaces:
-            if one["identity"] == place.space.identity.hex():
+        own = place.space.identity.hex()
+        for one in listing.spaces(client, place.tenant)["spaces"]:
+            if one["identity"] == own:  # a space without blocks may not be listed
                 list(listing.forget_space(client, place.tenant, one["space"]))
         list(listing.erase_unused(client, place.tenant))
         for key, version in before.items():
@@ -371,10 +373,13 @@ class Cuts:
                 if name == "vault":
                     promised = len(self.vault.on_disk)
                     missing = self.vault.check(client)
-                    torn = "tombstone pages" in self.log_from(0)
+                    torn = len(TORN.findall(self.log_from(0)))
                     self.counts["promised"] += promised
-                    self.counts["missing, torn tombstones"] += len(missing) if torn else 0
-                    assert torn or not missing, f"what was on disk is not: {missing}"
+                    self.counts["segments with torn tombstones"] = torn
+                    self.counts["missing"] += len(missing)
+                    # A disk that tears a page of tombstones loses the blocks that it covers.
+                    excused = torn and self.sector < PAGE
+                    assert excused or not missing, f"what was on disk is not: {missing}"
                     continue
                 for place in places_of(client):
                     ttl = place.space.match(ttl_keys(place.space))
@@ -413,8 +418,8 @@ class Cuts:
             engine.answers, engine.purged = answers, self.purged
             engine.may_purge = engine.places[0].tenant == "ours"
         drains = chance.random() < 0.3
-        if moment == "load":
-            disk.arm(chance.getrandbits(32), after, self.sector)
+        if moment != "start":
+            disk.arm(chance.getrandbits(32), after if moment == "load" else 0, self.sector)
         threads = [*engines, VaultEngine(self.vault, clients[-1], chance.getrandbits(32), answers)]
         for thread in threads:
             thread.start()
@@ -494,7 +499,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("seed", seeds())
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs"] if ALL else ["ext4"])
 def test_power_cuts_lose_nothing_that_was_on_disk(
     folder: Path, images: Callable[[str], Path], kind: str, seed: int
 ) -> None:
@@ -510,7 +515,7 @@ def test_power_cuts_lose_nothing_that_was_on_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["/segments/", "/index/data.mdb"])
+@pytest.mark.parametrize("at", ["/segments/", "/index/data.mdb", "/kvtier.id"])
 def test_power_cuts_find_a_flush_that_is_left_out(
     folder: Path, images: Callable[[str], Path], at: str
 ) -> None:

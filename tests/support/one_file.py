@@ -49,9 +49,7 @@ class OneFile:
         place = os.fsencode(path)
         if self._libc.mount(b"kvtier-test", place, b"fuse", MS_NOSUID | MS_NODEV, data):
             os.close(self.fd)
-            raise NoMount(
-                f"a FUSE file system can't be mounted: {os.strerror(ctypes.get_errno())}"
-            )
+            raise NoMount(f"a FUSE file system can't be mounted: {os.strerror(ctypes.get_errno())}")
 
     def unmount(self) -> None:
         self._libc.umount2(os.fsencode(self.path), MNT_DETACH)
