@@ -222,6 +222,7 @@ class Disk {
             to.kind = Kind::kWrite;
             if ((from.flags & ~(kDigest | kSeal)) != 0) unknown_flags(name);
             to.seal = (from.flags & kSeal) != 0;
+            to.may_pad = extents_[from.extent]->writable();
             const uint64_t at = from.header.at, nbytes = from.header.nbytes;
             if (at > held.size() || nbytes > held.size() - at) {
                 fail(nb::index_error, name, ": its header is outside of the headers");

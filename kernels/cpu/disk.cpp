@@ -103,6 +103,8 @@ bool Operation::begin(PagePool& pool) {
         return error == 0;
     }
     if (!seal) return true;
+    // Whole pages are written. The rest of the last page may have bytes of an earlier block.
+    if (may_pad) std::memset(payload + nbytes, 0, whole_pages(nbytes) - nbytes);
     if (!seal_frame(own.data(), header_bytes, payload, nbytes, digest.data())) error = EINVAL;
     return error == 0;
 }

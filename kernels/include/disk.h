@@ -120,6 +120,7 @@ struct Operation {
     bool urgent = false;
     bool with_digest = false;
     bool seal = false;
+    bool may_pad = false;  // the memory behind the payload, up to the end of its page, is writable
     bool encoded = false;  // a read of a frame that is decoded into its slot
     bool staged = false;   // its buffer counts as staging memory until it was decoded
     codec::Element element = codec::Element{};

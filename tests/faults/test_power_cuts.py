@@ -12,7 +12,6 @@ import os
 import random
 import re
 import select
-import signal
 import subprocess
 import tempfile
 import threading
@@ -23,13 +22,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from faults.test_daemon_crash import (
     CAP,
-    CHAINS,
     CODECS,
     FOUND,
     OTHER_UID,
@@ -47,7 +44,7 @@ from kvtier.wire import CAME, DISK
 from kvtier_daemon.cli import listing
 from kvtier_daemon.codec.frame import PAGE
 from support.daemons import SERVE, Daemon, start_daemon
-from support.effort import FAULTS, effort
+from support.effort import ALL, effort
 from support.losses_by_twins import once_lost_soon
 from support.oracle import Oracle, content
 from support.power import SECTORS, PoweredDisk, image, powered
@@ -57,19 +54,20 @@ TENANTS = {"ours": (0, 40), "theirs": (OTHER_UID, 30), "vault": (1, 30)}  # uid,
 VAULT_SPECS = (spec_of("vault"), spec_of("lossy vault"))
 CHAIN = 8
 KEPT_CHAINS = 10  # 80 blocks; the vault's segments have room for 250
-CUTS = 5  # of each seed
-FIRST = 1000  # numbers of chains that are saved with a TTL
-LOADS_S, START_S = 2.0, 60.0
+CUTS = effort(2, 5, 5)  # of each seed
+LOADS_S, START_S = 1.0, 60.0
 SEEDS_TO_FIND = 6
 FOUND_BY = ("what was on disk is not", "was forgotten", "forgotten blocks came back", "the log has")
 # No power cut may damage the index, and none may confuse the daemon.
 DEFECTS = re.compile("Traceback|fail their digests|the index .* is damaged")
+TORN = re.compile("segments/vault/.* tombstone pages .* are damaged")
 BACKLOG_S = 0.05
+FIRST = 11
 
 
 def seeds() -> list[int]:
     chosen = os.environ.get("POWER_SEEDS")
-    first, _, end = (chosen or f"0:{effort(1, 4, 50)}").partition(":")
+    first, _, end = (chosen or f"{FIRST}:{FIRST + effort(1, 4, 50)}").partition(":")
     return list(range(int(first), int(end or int(first) + 1)))
 
 
@@ -116,12 +114,34 @@ def vault_keys(space: Space, number: int) -> Keys:
     return space.keys([number * 1000 + n for n in range(CHAIN * space.spec.block_tokens)])
 
 
-class VaultEngine(threading.Thread):
-    """The only client of a tenant whose segments are never short of room for its newest chains. It learns from
-    the daemon's changes what is on disk."""
+class Answers:
+    """Counts what the daemon has confirmed; calls `reached` at the count of one kind: the worst moment for a
+    promise that is not kept."""
 
-    def __init__(self, vault: Vault, client: Client, seed: int) -> None:
+    KINDS = ("on disk", "forgotten", "purged")
+
+    def __init__(self, kind: str, count: int, reached: Callable[[], None]) -> None:
+        self.kind = kind
+        self._left = count
+        self._reached = reached
+        self._lock = threading.Lock()
+
+    def came(self, kind: str) -> None:
+        if kind != self.kind:
+            return
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._reached()
+
+
+class VaultEngine(threading.Thread):
+    """The only client of a tenant whose segments always have room for its newest chains. It learns from the
+    daemon's changes what is on disk."""
+
+    def __init__(self, vault: Vault, client: Client, seed: int, answers: Answers) -> None:
         super().__init__(daemon=True)
+        self._answers = answers
         self.failure: BaseException | None = None
         self._vault = vault
         self._client = client
@@ -169,6 +189,7 @@ class VaultEngine(threading.Thread):
                     self._left[name] -= 1
                     if self._left[name] == 0:
                         self._vault.on_disk.append(name)
+                        self._answers.came("on disk")
             self._tickets[space.begin_watch()] = space
 
     def _forget(self) -> None:
@@ -176,6 +197,7 @@ class VaultEngine(threading.Thread):
         with suppress(Refused):  # it may come back
             self._spaces[lossy].forget(vault_keys(self._spaces[lossy], number))
             self._vault.forgotten.append(name)
+            self._answers.came("forgotten")
 
 
 def _bring(space: Space, keys: Keys) -> str:
@@ -189,17 +211,27 @@ def _bring(space: Space, keys: Keys) -> str:
 class Busy(Engine):
     """Also saves with a TTL, and purges its space if it may."""
 
-    purged: list[bytes]  # pieces of erased blocks
+    purged: set[bytes]
+    answers: Answers
     may_purge = False
 
     def _step(self, chance: float) -> None:
-        with suppress(Refused):  # `disk_failed`: nothing is promised
+        purge_share = 0.2 if self.answers.kind == "purged" else 0.01
+        try:
             if chance < 0.04:
                 self._save_for_a_while()
-            elif chance < 0.05 and self.may_purge:
+            elif chance < 0.04 + purge_share and self.may_purge:
                 self._purge()
+                self.answers.came("purged")
             else:
                 super()._step(self._chance.random())
+        except Refused as error:
+            if error.code != "disk_failed":  # after that nothing is promised
+                raise
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.answers.came("forgotten")
 
     def _save_for_a_while(self) -> None:
         place = self.places[self._own]
@@ -210,15 +242,15 @@ class Busy(Engine):
         place, link = self.places[self._own], self.places[self._own].space.link
         client = Client(link)
         before = {key: self._oracle.newest(key) for keys in place.chains for key in keys}
-        spaces = listing.spaces(client, place.tenant)["spaces"]
-        for one in spaces:
-            if one["identity"] == place.space.identity.hex():
+        own = place.space.identity.hex()
+        for one in listing.spaces(client, place.tenant)["spaces"]:
+            if one["identity"] == own:  # a space without blocks may not be listed
                 list(listing.forget_space(client, place.tenant, one["space"]))
         list(listing.erase_unused(client, place.tenant))
         for key, version in before.items():
             self._oracle.forgotten(key)
             if version:
-                self.purged.append(content(key, version, PAGE)[64:128])
+                self.purged.add(content(key, version, PAGE)[-64:])
 
 
 def ttl_keys(space: Space) -> Keys:
@@ -240,7 +272,7 @@ class Cuts:
         self.engine = engine or self.chance.choice(("threads", "auto"))
         self.oracle = Oracle()
         self.vault = Vault()
-        self.purged: list[bytes] = []
+        self.purged: set[bytes] = set()  # the last bytes of first pages of blocks
         self.counts: Counter[str] = Counter()
         self._command, self._env = command, env
         self._log = folder / "daemon.log"
@@ -271,19 +303,17 @@ class Cuts:
     def check_files(self) -> None:
         """Check what a cut has left before any daemon starts."""
         assert used([self.cold]) <= CAP, "the cut left more files than cold.size"
-        wanted, self.purged = random.Random(self.seed).sample(
-            self.purged, min(8, len(self.purged))
-        ), []  # fmt: skip
-        for path in (self.cold / "segments").rglob("*") if wanted else ():
-            if path.is_file():
-                text = path.read_bytes()
-                assert not any(text.find(one) >= 0 for one in wanted), f"{path} has purged bytes"
-                self.counts["files searched"] += 1
+        for path in (self.cold / "segments").glob("*/*") if self.purged else ():
+            text = path.read_bytes()
+            pieces = {text[end - 64 : end] for end in range(PAGE, len(text) + 1, PAGE)}
+            assert not pieces & self.purged, f"{path} has purged bytes"
+            self.counts["files searched"] += 1
 
     def life(self) -> None:
-        """Start a daemon, look at what it has, and cut the power: at the start, under load, or at the end."""
+        """Start a daemon, look at what it has, and cut the power: at the start, under load, right after an
+        answer, or at the end."""
         chance = self.chance
-        moment = chance.choices(("start", "load", "end"), (2, 6, 2))[0]
+        moment = chance.choices(("start", "load", "answer", "end"), (2, 4, 3, 1))[0]
         after = int(chance.choice((30, 300, 1500)) * chance.random()) + 1
         if moment == "start":
             self.disk.arm(chance.getrandbits(32), after % 60 + 1, self.sector)
@@ -298,7 +328,7 @@ class Cuts:
             if daemon is not None:
                 daemon.process.kill()
                 daemon.process.wait()
-        self.counts[f"cut at the {moment}" if moment != "load" else "cut under load"] += 1
+        self.counts[moment] += 1
         self.oracle.killed(time.monotonic())
 
     def start(self) -> tuple[Daemon | None, bool]:
@@ -343,10 +373,13 @@ class Cuts:
                 if name == "vault":
                     promised = len(self.vault.on_disk)
                     missing = self.vault.check(client)
-                    torn = "tombstone pages" in self.log_from(0)
+                    torn = len(TORN.findall(self.log_from(0)))
                     self.counts["promised"] += promised
-                    self.counts["missing, torn tombstones"] += len(missing) if torn else 0
-                    assert torn or not missing, f"what was on disk is not: {missing}"
+                    self.counts["segments with torn tombstones"] = torn
+                    self.counts["missing"] += len(missing)
+                    # A disk that tears a page of tombstones loses the blocks that it covers.
+                    excused = torn and self.sector < PAGE
+                    assert excused or not missing, f"what was on disk is not: {missing}"
                     continue
                 for place in places_of(client):
                     ttl = place.space.match(ttl_keys(place.space))
@@ -379,12 +412,15 @@ class Cuts:
             Busy(client, at % len(SPECS), self.oracle, [], chance.getrandbits(32), stop)
             for at, client in enumerate(clients[: -len(SPECS)])
         ]
+        kind = chance.choice(Answers.KINDS) if moment == "answer" else ""
+        answers = Answers(kind, chance.randint(1, 4 if kind == "purged" else 12), disk.cut)
         for engine in engines:
-            engine.purged, engine.may_purge = self.purged, engine.places[0].tenant == "ours"
+            engine.answers, engine.purged = answers, self.purged
+            engine.may_purge = engine.places[0].tenant == "ours"
         drains = chance.random() < 0.3
-        if moment == "load":
-            disk.arm(chance.getrandbits(32), after, self.sector)
-        threads = [*engines, VaultEngine(self.vault, clients[-1], chance.getrandbits(32))]
+        if moment != "start":
+            disk.arm(chance.getrandbits(32), after if moment == "load" else 0, self.sector)
+        threads = [*engines, VaultEngine(self.vault, clients[-1], chance.getrandbits(32), answers)]
         for thread in threads:
             thread.start()
         largest = 0
@@ -463,7 +499,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("seed", seeds())
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs"] if ALL else ["ext4"])
 def test_power_cuts_lose_nothing_that_was_on_disk(
     folder: Path, images: Callable[[str], Path], kind: str, seed: int
 ) -> None:
@@ -479,7 +515,7 @@ def test_power_cuts_lose_nothing_that_was_on_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["/segments/", "/index/data.mdb"])
+@pytest.mark.parametrize("at", ["/segments/", "/index/data.mdb", "/kvtier.id"])
 def test_power_cuts_find_a_flush_that_is_left_out(
     folder: Path, images: Callable[[str], Path], at: str
 ) -> None:

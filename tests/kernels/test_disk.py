@@ -24,6 +24,7 @@ import kvtier_kernels as kernels
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.frame import RAW, Entry, Template, stamp
 from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.tiers.cold.disk import SEAL
 from models import kernels as reference
 from models.codecs import seal
 from models.kernels.disk import DIGEST, URGENT
@@ -515,6 +516,22 @@ def test_a_read_only_mapping_can_be_written_to_disk(bench):
     one.disk.write(one.op(1, fd, 0, PAGE, 0))
     assert one.wait(1) == [0]
     assert (one.folder / "file0").read_bytes() == b"kept".ljust(PAGE, b"\0")
+
+
+def test_nothing_but_zeros_follows_the_payload_of_a_frame(bench):
+    """The memory behind it, up to the end of its page, may have bytes of an earlier block."""
+    one = bench()
+    block, header_bytes, nbytes, frame = encoded(3)
+    assert nbytes % PAGE
+    one.memory[: 2 * SLOT] = b"x" * (2 * SLOT)
+    one.memory[:nbytes] = frame[header_bytes : header_bytes + nbytes]
+    fd, header = one.file(), frame[:header_bytes]
+    place = header_at(0, header_bytes)
+    one.disk.write(one.op(1, fd, 0, nbytes, 0, DIGEST | SEAL, rest=place), header)
+    assert one.wait(1) == [0]
+    written = (one.folder / "file0").read_bytes()
+    assert written == frame[: header_bytes + nbytes].ljust(len(written), b"\0")
+    assert one.memory[-(-nbytes // PAGE) * PAGE] == ord("x"), "no other page changed"
 
 
 # --- failures that a sync reports ----------------------------------------------------------------

@@ -1,8 +1,9 @@
 """A disk that loses power: a block device with a volatile write cache, in a process of its own.
 
-The kernel reads and writes one FUSE file through a loop device. What a flush covers is on the medium; the rest
-is in the cache. A cut puts a random part of the cache on the medium, in another order and in torn pieces, and
-drops the rest; then every request fails until the power is on again. All choices come from a seed.
+The kernel reads and writes one FUSE file through a loop device. What a flush covers is on the medium; the
+rest is in the cache. A cut puts a random part of the cache on the medium, in another order and in torn
+pieces, and drops the rest; then every request fails until the power is on again. All choices come from a
+seed.
 
 A flush covers a write only if the write was answered before the flush arrived. Some writes are answered late,
 so a program that does not wait for the end of a write before it flushes loses that write.
@@ -14,14 +15,12 @@ import contextlib
 import errno
 import json
 import mmap
-import os
 import random
 import select
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,9 +198,11 @@ class PoweredDisk:
         self._restored = 0  # after how many cuts the power was last switched on
         self._answers: list[dict[str, Any]] = []
         self._heard = threading.Condition()
+        self._turn = threading.Lock()
         self._front = front
         threading.Thread(target=self._listen, daemon=True).start()
-        self._options = OPTIONS[kind]
+        # XFS refuses a second file system with its UUID; the one before the cut may still be in use.
+        self._options = "noatime,nouuid" if kind == "xfs" else OPTIONS[kind]
         self._mounts = contextlib.ExitStack()
         self.path = folder / "disk"
         self._mount()
@@ -236,7 +237,7 @@ class PoweredDisk:
         self._mounts.callback(Mounted(device, self.path, self._options).close)
 
     def _order(self, **order: Any) -> None:
-        with self._heard:
+        with self._turn, self._heard:
             self._told.send(json.dumps(order).encode())
             assert self._heard.wait_for(lambda: self._answers, PATIENCE_S), (
                 "the disk does not answer"
