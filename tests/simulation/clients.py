@@ -104,7 +104,9 @@ class Link:
         self.machine.watch(self.fd)
         ended = client.ended_tokens()
         client.disowned(ended)
-        hello = wire.Hello(0, wire.SCHEMA, client.name, read_only, [token for token, _ in ended], "engine")
+        hello = wire.Hello(
+            0, wire.SCHEMA, client.name, read_only, [token for token, _ in ended], "engine"
+        )
         self.ask(hello, self._welcomed)
 
     def _welcomed(self, reply: wire.Welcome) -> None:
@@ -175,7 +177,9 @@ class Link:
         self.machine.trace(self.client.name, "gets", what)
         if isinstance(reply, wire.ExtentAdded):
             extent_fd, table_fd = self._fds.popleft(), self._fds.popleft()
-            self.extents.append(self.client.map(extent_fd, table_fd, reply.bytes, not self.read_only))
+            self.extents.append(
+                self.client.map(extent_fd, table_fd, reply.bytes, not self.read_only)
+            )
             return
         if isinstance(reply, wire.GoingDown):
             self.ends = "the daemon stops"
@@ -197,7 +201,9 @@ class Link:
         writes = self.read_only and reply.code == "read_only"
         # A space without users and blocks may be removed.
         if not (reply.code in EXPECTED or writes or (orders and reply.code == "bad_request")):
-            self.machine.violate(f"{self.client.name}: {message} failed: {reply.code}: {reply.text}")
+            self.machine.violate(
+                f"{self.client.name}: {message} failed: {reply.code}: {reply.text}"
+            )
         if asked is not None and (failed := getattr(asked.then, "failed", None)) is not None:
             failed(reply)
 
@@ -239,7 +245,9 @@ class Link:
     def stop_writing(self) -> None:
         for writing in self.writing:
             self.end_use(
-                slot for slot, is_open in zip(writing.slots, writing.is_open, strict=True) if is_open
+                slot
+                for slot, is_open in zip(writing.slots, writing.is_open, strict=True)
+                if is_open
             )
             writing.is_open = [False] * len(writing.slots)
         self.writing.clear()
@@ -307,7 +315,9 @@ class Client:
         self.machine.client_fds.add(self.link.fd)
         return self.link
 
-    def map(self, extent_fd: int, table_fd: int, nbytes: int, writable: bool) -> tuple[Mapping, Mapping]:
+    def map(
+        self, extent_fd: int, table_fd: int, nbytes: int, writable: bool
+    ) -> tuple[Mapping, Mapping]:
         import os
 
         try:
@@ -407,13 +417,17 @@ class Client:
                 for extent, _, offset, generation in wire.SLOT.iter_unpack(reply.slots)
             ]
             if len(slots) != len(granted) or bool(slots) != bool(reply.lease):
-                machine.violate(f"{len(slots)} slots and lease {reply.lease} for {len(granted)} keys")
+                machine.violate(
+                    f"{len(slots)} slots and lease {reply.lease} for {len(granted)} keys"
+                )
             if not slots:
                 return
             values = []
             for key, slot in zip(granted, slots, strict=True):
                 link.use(slot, 0.0, writes=True)
-                value = self.oracle.new_value((self.tenant, space, group, shard, key), link.daemon.number)
+                value = self.oracle.new_value(
+                    (self.tenant, space, group, shard, key), link.daemon.number
+                )
                 if ttl_ms:
                     value.is_kept_only_in_memory = True
                 values.append(value)
@@ -422,7 +436,8 @@ class Client:
             self._copy(link, writing, chance, asked_at, ttl_ms)
 
         link.ask(
-            wire.Reserve(0, link.spaces[space], group, shard, parent, b"".join(keys), ttl_ms), reserved
+            wire.Reserve(0, link.spaces[space], group, shard, parent, b"".join(keys), ttl_ms),
+            reserved,
         )
 
     def _copy(
@@ -435,14 +450,18 @@ class Client:
         def half() -> None:
             if not is_alive.is_alive:
                 return
-            for value, slot, is_open in zip(writing.values, writing.slots, writing.is_open, strict=True):
+            for value, slot, is_open in zip(
+                writing.values, writing.slots, writing.is_open, strict=True
+            ):
                 if is_open:
                     link.write(slot, content(value.number, slot.nbytes)[: slot.nbytes // 2])
 
         def whole() -> None:
             if not is_alive.is_alive:
                 return
-            for value, slot, is_open in zip(writing.values, writing.slots, writing.is_open, strict=True):
+            for value, slot, is_open in zip(
+                writing.values, writing.slots, writing.is_open, strict=True
+            ):
                 if is_open:
                     link.write(slot, content(value.number, slot.nbytes))
 
@@ -529,14 +548,27 @@ class Client:
         asked_at = CLOCK.now
 
         def loaded(reply: wire.Loaded) -> None:
-            reading = self._loaded(link, space, keys, first, deadline_ms, shards, asked_at, reply, "load")
+            reading = self._loaded(
+                link, space, keys, first, deadline_ms, shards, asked_at, reply, "load"
+            )
             if reading is not None:
                 reading.request = request
             if earlier is not None:
                 self._release_reading(link, earlier, chance)
             if reply.coming and request and times < ASKS_MOST and chance.random() < 0.95:
                 delay = chance.choice((0.0, 0.001, reply.eta_ms / 1000))
-                args = (link, space, keys, request, first, deadline_ms, shards, chance, times + 1, reading)
+                args = (
+                    link,
+                    space,
+                    keys,
+                    request,
+                    first,
+                    deadline_ms,
+                    shards,
+                    chance,
+                    times + 1,
+                    reading,
+                )
                 self.machine.after(min(delay, 1.0), self._ask_load, *args)
                 return
             if request and reply.coming and chance.random() < 0.5:
@@ -571,7 +603,9 @@ class Client:
                 machine.violate("slots without a lease")
             return None
         until = asked_at + deadline_ms / 1000
-        reading = Reading(reply.lease, until, [], space, keys[: reply.ready], asked_at, 0, reply.token)
+        reading = Reading(
+            reply.lease, until, [], space, keys[: reply.ready], asked_at, 0, reply.token
+        )
         link.reading.append(reading)
         self._check_parts(space, reply, first, shards)
         for part in reply.parts:
@@ -720,7 +754,9 @@ class Client:
         def pinned(reply: wire.Counted) -> None:
             if reply.blocks:
                 until = asked_at + ttl_ms / 1000
-                self.oracle.pins[self.tenant].append(Pin(space, keys[: reply.blocks], CLOCK.now, until))
+                self.oracle.pins[self.tenant].append(
+                    Pin(space, keys[: reply.blocks], CLOCK.now, until)
+                )
 
         # It replaces pins of parts of this prefix, perhaps by shorter ones.
         self.oracle.unpinned(self.tenant)

@@ -26,12 +26,11 @@ from .machine import (
     Machine,
     Prefaulter,
     Process,
-    Violation,
+    ViolationError,
 )
 from .plan import SimulatedConfig
 
 # isort: split
-import kvtier_daemon.app
 from kvtier_daemon import app as app_module
 from kvtier_daemon.app import App
 from kvtier_daemon.catalog import blocks, demotion, expiring, reading
@@ -42,8 +41,19 @@ from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
 from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
-    attached, directory, disk, encoder, flusher, lifecycle, mover, read_queue, reclaimer, scrub,
-    segment_store, tier, tombstones,
+    attached,
+    directory,
+    disk,
+    encoder,
+    flusher,
+    lifecycle,
+    mover,
+    read_queue,
+    reclaimer,
+    scrub,
+    segment_store,
+    tier,
+    tombstones,
 )  # fmt: skip
 from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_daemon.tiers.cold.segment_log import Segment
@@ -74,13 +84,13 @@ class Failures(logging.Handler):
     """An internal error in the log of the daemon is a violation."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and not isinstance(record.exc_info[1], Violation):
+        if record.exc_info and not isinstance(record.exc_info[1], ViolationError):
             machine = MACHINE.now
-            with contextlib.suppress(Violation):
+            with contextlib.suppress(ViolationError):
                 text = logging.Formatter().formatException(record.exc_info)
                 machine.violate(f"internal error: {record.getMessage()}\n{text}")
         elif "never retrieved" in (text := record.getMessage()) or "destroyed" in text:
-            with contextlib.suppress(Violation):
+            with contextlib.suppress(ViolationError):
                 MACHINE.now.violate(text)
 
 
@@ -137,7 +147,13 @@ def install() -> None:
     for module, name, _ in PORTIONS:
         WHOLE[module.__name__, name] = getattr(module, name)
     # Sets of these have the order in which they were filled, and not that of their addresses.
-    for kind in (Session, Segment, segment_store.SegmentStore, segment_store.WriteBatch, disk.DirectoryDisk):
+    for kind in (
+        Session,
+        Segment,
+        segment_store.SegmentStore,
+        segment_store.WriteBatch,
+        disk.DirectoryDisk,
+    ):
         kind.__hash__ = lambda _: 0
     log = logging.getLogger()
     log.handlers = [Failures()]
@@ -174,7 +190,9 @@ def loaded(machine: Machine) -> LoadedConfig:
     warm_bytes = how.memory_pages * PAGE * how.tenants
     cold = None
     if how.directories:
-        size = how.directories * (how.segments * how.tenants * how.segment_pages * PAGE + INDEX_BYTES)
+        size = how.directories * (
+            how.segments * how.tenants * how.segment_pages * PAGE + INDEX_BYTES
+        )
         cold = ColdConfig(
             directories=tuple(machine.folder / f"disk{at}" for at in range(how.directories)),
             size_bytes=size, segment_bytes=how.segment_pages * PAGE, write=how.write,
@@ -212,7 +230,9 @@ class Daemon:
         machine.loop = self.loop = SimulatedLoop(machine)
         machine.has_left = False
         self.listener = Listener()
-        secrets = {name: bytes([at]) * 32 for at, name in enumerate(TENANTS[: machine.config.tenants])}
+        secrets = {
+            name: bytes([at]) * 32 for at, name in enumerate(TENANTS[: machine.config.tenants])
+        }
         self.app = machine.app = App(loaded(machine), secrets, self.listener)
         self.main = self.loop.create_task(self.app.serve())
         self.main.add_done_callback(self._ended)

@@ -94,7 +94,11 @@ class Oracle:
             self._machine.violate(f"{text} has value {number}, which {why}")
 
     def may_be_present(self, place: Place, asked_at: float, run: int) -> bool:
-        return any(not self.permits(value, asked_at, run) for value in self._of[place])
+        """Whether a block may be there. Expired blocks are forgotten in portions, so some may still be."""
+        return any(
+            not self.permits(value, asked_at, run) or value.expires_at < asked_at
+            for value in self._of[place]
+        )
 
     def values_of(self, tenant: int, space: int, keys: set[bytes] | None) -> Iterator[Value]:
         for place, values in self._of.items():
@@ -113,7 +117,9 @@ class Oracle:
 
     # --- slots -------------------------------------------------------------------------------
 
-    def use(self, run: int, tenant: int, extent: int, pages: range, until: float, writes: bool) -> int:
+    def use(
+        self, run: int, tenant: int, extent: int, pages: range, until: float, writes: bool
+    ) -> int:
         """Somebody uses these pages of an extent from now on; nobody else may write to them. Return a number
         for `end_use`."""
         self._last_user += 1
@@ -140,7 +146,9 @@ class Oracle:
 
     # --- pins --------------------------------------------------------------------------------
 
-    def check_found(self, tenant: int, space: int, keys: list[bytes], asked_at: float, ready: int) -> None:
+    def check_found(
+        self, tenant: int, space: int, keys: list[bytes], asked_at: float, ready: int
+    ) -> None:
         """A lookup found `ready` blocks: pinned blocks must be among them."""
         self.loads += 1
         for pin in self.pins[tenant]:

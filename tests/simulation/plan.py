@@ -120,13 +120,17 @@ FULL = Group(layers=1, kv_heads=1, head_dim=64)  # blocks of one page
 SPECS = (
     _spec("plain", (FULL,)),
     _spec("sharded", (Group(layers=1, kv_heads=1, head_dim=128, shards=2),)),  # of two pages
-    _spec("window", (FULL, Group(kind="window", layers=1, kv_heads=1, head_dim=32, window_tokens=32))),
+    _spec(
+        "window", (FULL, Group(kind="window", layers=1, kv_heads=1, head_dim=32, window_tokens=32))
+    ),
 )
 
 
 def _keys(space: int, chain: int) -> list[bytes]:
     """The keys of a chain. Two chains share their first blocks."""
-    names = [f"{space} {chain // 2 if at < DEPTH // 2 else f'tail {chain}'} {at}" for at in range(DEPTH)]
+    names = [
+        f"{space} {chain // 2 if at < DEPTH // 2 else f'tail {chain}'} {at}" for at in range(DEPTH)
+    ]
     return [blake2b(name.encode(), digest_size=32).digest() for name in names]
 
 
