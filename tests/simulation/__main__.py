@@ -28,7 +28,9 @@ def parsed() -> argparse.Namespace:
         "--keep", default="", help="numbers of the operations to carry out, of one seed"
     )
     parser.add_argument("--trace", action="store_true", help="print what happens")
-    parser.add_argument("--hashes", action="store_true", help="print the digest of each trace")
+    parser.add_argument(
+        "--digests", action="store_true", help="print the digest of each trace only"
+    )
     parser.add_argument("--shrink", action="store_true", help="shrink the first seed that fails")
     parser.add_argument("--first", action="store_true", help="stop at the first seed that fails")
     return parser.parse_args()
@@ -43,7 +45,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # the modules: the collections between two seeds are fast
     began, failed, counts, steps = virtual.real_time(), 0, Counter[str](), 0
-    for done, seed in enumerate(seeds, 1):
+    for seed in seeds:
         plan = plan_of(seed)
         if asked.keep:
             plan = [plan[int(number)] for number in asked.keep.split(",")]
@@ -52,7 +54,7 @@ def main() -> int:
         steps += outcome.steps
         if asked.trace:
             print(*outcome.lines, sep="\n")
-        if asked.hashes:
+        if asked.digests:
             print(seed, outcome.trace)
         if outcome.failure:
             failed += 1
@@ -62,7 +64,10 @@ def main() -> int:
             if asked.shrink or asked.first:
                 break
     seconds = virtual.real_time() - began
-    print(f"{done} seeds, {failed} failed, {steps} steps, {seconds:.1f} s: {dict(counts)}")
+    if not asked.digests:
+        print(
+            f"{seed + 1 - seeds.start} seeds, {failed} failed, {steps} steps, {seconds:.1f} s: {dict(counts)}"
+        )
     return bool(failed)
 
 

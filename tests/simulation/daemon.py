@@ -26,29 +26,35 @@ from .machine import (
     Machine,
     Prefaulter,
     Process,
-    Violation,
+    ViolationError,
 )
 from .plan import SimulatedConfig
 
 # isort: split
-import kvtier_daemon.app
 from kvtier_daemon import app as app_module
 from kvtier_daemon.app import App
-from kvtier_daemon.catalog import demotion
+from kvtier_daemon.catalog import blocks, demotion, expiring, reading
 from kvtier_daemon.config.schema import ColdConfig, Config, LoadedConfig, TenantConfig, WarmConfig
 from kvtier_daemon.observing import loop_lag
+from kvtier_daemon.serving import listing
 from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
-from kvtier_daemon.tiers import warm
+from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
     attached,
     directory,
     disk,
     encoder,
+    flusher,
     lifecycle,
+    mover,
+    read_queue,
+    reclaimer,
+    scrub,
     segment_store,
     tier,
-)
+    tombstones,
+)  # fmt: skip
 from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_daemon.tiers.cold.segment_log import Segment
 
@@ -78,13 +84,13 @@ class Failures(logging.Handler):
     """An internal error in the log of the daemon is a violation."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and not isinstance(record.exc_info[1], Violation):
+        if record.exc_info and not isinstance(record.exc_info[1], ViolationError):
             machine = MACHINE.now
-            with contextlib.suppress(Violation):
+            with contextlib.suppress(ViolationError):
                 text = logging.Formatter().formatException(record.exc_info)
                 machine.violate(f"internal error: {record.getMessage()}\n{text}")
         elif "never retrieved" in (text := record.getMessage()) or "destroyed" in text:
-            with contextlib.suppress(Violation):
+            with contextlib.suppress(ViolationError):
                 MACHINE.now.violate(text)
 
 
@@ -138,6 +144,8 @@ def install() -> None:
     demotion.SWEEP_IDS = 512
     peer_module.Peer.of = classmethod(_peer_of)
     os.pidfd_open = _pidfd_open
+    for module, name, _ in PORTIONS:
+        WHOLE[module.__name__, name] = getattr(module, name)
     # Sets of these have the order in which they were filled, and not that of their addresses.
     for kind in (
         Session,
@@ -150,6 +158,24 @@ def install() -> None:
     log = logging.getLogger()
     log.handlers = [Failures()]
     log.setLevel(logging.WARNING)
+
+
+# Limits of work that is done at once. With a small block count, most would never be reached.
+PORTIONS = (
+    (flusher, "WRITE_BLOCKS", 3), (reclaimer, "WRITE_BLOCKS", 2), (read_queue, "READ_BLOCKS", 2),
+    (read_queue, "ADD_BLOCKS", 2), (read_queue, "GIVE_BACK_BLOCKS", 2), (lifecycle, "RESTORE_ROWS", 2),
+    (lifecycle, "DROP_SEGMENTS", 1), (lifecycle, "ACCESSES", 2), (lifecycle, "PIECES", 1),
+    (tier, "ERASED_AT_ONCE", 1), (listing, "PURGE_BLOCKS", 3), (reading, "LIMIT_ENDED_IDS", 2),
+    (expiring, "LIMIT_DUE_IDS", 2), (flusher, "LIMIT_SAVED", 2), (segment_store, "MOST_BATCHES", 2),
+    (scrub, "AT_ONCE", 2), (mover, "READING_BLOCKS", 8), (encoder, "PIECE_BYTES", 8192),
+    (blocks, "LIMIT_QUEUED", 4), (tombstones, "EARLY_BYTES", 256), (switching, "USED_BLOCKS", 2),
+)  # fmt: skip
+WHOLE: dict[tuple[str, str], int] = {}
+
+
+def set_portions(are_small: bool) -> None:
+    for module, name, small in PORTIONS:
+        setattr(module, name, small if are_small else WHOLE[module.__name__, name])
 
 
 install()
@@ -200,6 +226,7 @@ class Daemon:
         for at in range(machine.config.directories):
             (machine.folder / f"disk{at}").mkdir(mode=0o700, exist_ok=True)
         machine.begin_daemon()
+        set_portions(machine.config.is_portioned)
         machine.loop = self.loop = SimulatedLoop(machine)
         machine.has_left = False
         self.listener = Listener()

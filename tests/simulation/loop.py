@@ -28,8 +28,8 @@ class NumberedTask(asyncio.Task[Any]):
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """Runs callbacks in the order of `call_soon`, as asyncio promises. The order of descriptors that are ready
-    together is random."""
+    """Runs callbacks in the order of `call_soon`, as asyncio promises. The machine says which descriptors are
+    ready; their order is random."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ URGENT, DIGEST, SEAL = 1, 2, 4
 NEVER = float("inf")
 
 
-class Violation(Exception):
+class ViolationError(Exception):
     """Something that the daemon must never do."""
 
 
@@ -135,7 +135,7 @@ class Threads:
         future, work = self._running
         try:
             result = work()
-        except BaseException as error:  # as a thread of an executor does
+        except Exception as error:  # noqa: BLE001  # as a thread of an executor does
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -740,7 +740,7 @@ class Machine:
     def step(self, until: float) -> bool:
         """Let something happen; False if nothing happens before `until`."""
         if self.violations:
-            raise Violation(self.violations[0])
+            raise ViolationError(self.violations[0])
         self.steps += 1
         loop, chance, events = self.loop, self.chance, self._events
         due = events[0][0] if events else NEVER
@@ -801,4 +801,4 @@ class Machine:
         """Note a violation; the simulation ends with it even if the daemon catches the exception."""
         if not self.violations:
             self.violations.append(f"at {CLOCK.now:.3f}: {text}")
-        raise Violation(text)
+        raise ViolationError(text)

@@ -94,7 +94,11 @@ class Oracle:
             self._machine.violate(f"{text} has value {number}, which {why}")
 
     def may_be_present(self, place: Place, asked_at: float, run: int) -> bool:
-        return any(not self.permits(value, asked_at, run) for value in self._of[place])
+        """Whether a block may be there. Expired blocks are forgotten in portions, so some may still be."""
+        return any(
+            not self.permits(value, asked_at, run) or value.expires_at < asked_at
+            for value in self._of[place]
+        )
 
     def values_of(self, tenant: int, space: int, keys: set[bytes] | None) -> Iterator[Value]:
         for place, values in self._of.items():

@@ -34,6 +34,7 @@ class SimulatedConfig:
     iteration_s: float
     memory_s: float  # the time to allocate an extent
     has_faults: bool
+    is_portioned: bool  # the daemon does its work in very small portions
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def config_of(seed: int) -> SimulatedConfig:
         iteration_s=pick((1e-5, 1e-4, 1e-3)),
         memory_s=pick((0.0, 0.0, 0.5)),
         has_faults=bool(directories) and chance.random() < 0.7,
+        is_portioned=chance.random() < 0.5,
     )
 
 

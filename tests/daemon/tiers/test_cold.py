@@ -19,6 +19,8 @@ from support.cold_bench import (
     BLOCK,
     MIB,
     SIZE,
+    SPACE,
+    SPEC,
     Bench,
     files_of,
     key,
@@ -65,6 +67,31 @@ def test_a_start_finds_what_was_written(tmp_path: Path) -> None:
     for turn in range(4):
         run(again(0, 100 + 10 * turn))
     assert used(tmp_path) <= SIZE
+
+
+def test_a_space_that_is_named_during_the_scan_keeps_its_description(tmp_path: Path) -> None:
+    """A saved block may wait for the tier while the scan finds that its space has no frames."""
+
+    async def named() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        await bench.tier.close()
+
+    async def used() -> None:
+        bench = Bench([tmp_path])
+        await bench.tier.writer.describe("t", SPACE, SPEC)
+        await bench.recover()
+        await bench.write(range(10))
+        kill(bench)
+
+    async def found() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == list(range(10))
+        await bench.tier.close()
+
+    for work in (named, used, found):
+        run(work())
 
 
 @pytest.mark.parametrize("disks", [1, 2])

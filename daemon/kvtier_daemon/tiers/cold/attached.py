@@ -101,12 +101,13 @@ def open_directory(
 class SpaceDescriptions:
     """The descriptions of spaces in the index of one directory. A start needs them for the frames in a
     segment without a footer. `on_disk` has the tenant and identity of each space that is described on
-    disk."""
+    disk. The scan drops descriptions without frames: none is written before `scanned`."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, directory: ColdDirectory, disk: DirectoryDisk, tenants: int
     ) -> None:  # fmt: skip
         self.on_disk: set[tuple[str, bytes]] = set()
+        self.scanned = False
         self._loop = loop
         self._directory = directory
         self._disk = disk
@@ -119,11 +120,12 @@ class SpaceDescriptions:
 
     def describe(self, tenant: str, space: bytes, spec: KvSpec) -> asyncio.Future[str] | None:
         """Start to write the description of a space that is not on disk yet; the future has the failure, or
-        an empty text. None if the disk is off, or if the tenant's part of the index has no room for it."""
+        an empty text. None before the end of the scan, if the disk is off, or if the tenant's part of the
+        index has no room for it."""
         name = tenant, space
         if name in self._writing:
             return self._writing[name]
-        if not self._disk.writes.is_on:
+        if not (self.scanned and self._disk.writes.is_on):
             return None
         nbytes = _description_bytes(space, spec)
         if self._taken_bytes[tenant] + nbytes > self._directory.index_bytes // 4 // self._tenants:
@@ -229,6 +231,7 @@ class AttachedDirectory:
             store.resume([file for owner, file in found if owner is store])
             store.ready = True
             store.prepare()
+        self.descriptions.scanned = True
 
     async def _remove_other_tenants(self) -> None:
         directory, disk, stores = self.directory, self.disk, list(self.stores.values())

@@ -1,0 +1,68 @@
+"""The daemon is simulated with many seeds; each runs in a process of its own, because clocks are replaced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.effort import effort
+
+ROOT = Path(__file__).parent.parent.parent
+BATCHES = 16
+SEEDS = effort(2_000, 20_000, 100_000)
+EACH = SEEDS // BATCHES
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """Return what the simulation prints. It must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", *arguments], cwd=ROOT, text=True, check=False,
+        env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert not done.returncode, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_no_seed_violates_a_promise(batch: int) -> None:
+    first = batch * EACH
+    run("--seeds", f"{first}:{first + EACH}", "--shrink")
+
+
+def test_a_seed_has_the_same_trace_in_each_process() -> None:
+    first, second = (
+        run("--seeds", "0:25", "--digests", PYTHONHASHSEED=str(hash)) for hash in (1, 2)
+    )
+    assert first == second
+    assert len(set(first.split())) > 25, "the traces of different seeds are the same"
+
+
+PLANTED = """
+import sys
+from tests.simulation.__main__ import main
+from tests.simulation.oracle import Oracle
+sys.argv[1:] = ["--seeds", "0:50", "--shrink"]
+forgotten = Oracle.forgotten
+def all_forgotten(oracle, values):
+    forgotten(oracle, [one for kept in oracle._values.values() if (one := kept).commit_sent])
+Oracle.forgotten = all_forgotten
+sys.exit(main())
+"""
+
+
+def test_a_seed_that_fails_is_shrunk() -> None:
+    """An oracle that is wrong about forgets stands for a daemon that is."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTED], cwd=ROOT, text=True, check=False, stdout=subprocess.PIPE
+    )
+    assert done.returncode == 1, done.stdout
+    _, _, shrunk = done.stdout.partition("operations suffice:\n")
+    kinds = [line.split()[4] for line in shrunk.partition("\n\n")[0].splitlines()]
+    assert {"save", "forget"} <= {*kinds} | {"save"}
+    assert len(kinds) <= 6, done.stdout
+    keep = shrunk.partition("--keep ")[2].split()[0]
+    assert keep.count(",") == len(kinds) - 1
