@@ -110,13 +110,20 @@ with space.reserve(keys) as saving:
 """
 
 
-def test_slots_of_a_process_that_may_still_write_are_held_until_it_ends(folder: Path) -> None:
+def quarantined(daemon: Daemon) -> int:
+    return int(daemon.stats()["tiers"]["warm"]["states"]["quarantined"])
+
+
+@pytest.mark.parametrize("first", [signal.SIGKILL, signal.SIGTERM])
+def test_slots_of_a_process_that_may_still_write_are_held_until_it_ends(
+    folder: Path, first: signal.Signals
+) -> None:
     daemon = start(folder)
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, daemon.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"reserved\n"
-        for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        for how in (first, signal.SIGTERM):
             end(daemon, how)
             daemon = start(folder)
             assert quarantined(daemon) == 8

@@ -217,9 +217,8 @@ def run(daemons: Daemons) -> None:
         for traffic in traffics:
             traffic.end()
             assert traffic.failure is None, traffic.failure
-        left = daemons.slots_of_disks()
-        daemons.now.wait_for(lambda stats: nothing_is_held(stats, left))
-        print(f"{left} slots are not used, because a disk may write to them")
+        daemons.now.wait_for(lambda stats: nothing_is_held(stats, daemons.slots_of_disks()))
+        print(f"{daemons.slots_of_disks()} slots are not used, because a disk may write to them")
         report(daemons, traffics, happened)
 
 

@@ -22,7 +22,7 @@ def test_a_bug_can_be_planted_and_has_its_tests(bug: Bug) -> None:
 
 def test_names_of_bugs_differ() -> None:
     names = [bug.name for bug in bugs()]
-    assert len(set(names)) == len(names) >= 40
+    assert len(set(names)) == len(names) >= 70
 
 
 @pytest.mark.parametrize("text", ["", "a b a"])

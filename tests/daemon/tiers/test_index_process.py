@@ -18,7 +18,7 @@ from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
 from kvtier_daemon.tiers.cold import index_process
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
-from kvtier_daemon.tiers.cold.index_child import WriteIndex
+from kvtier_daemon.tiers.cold.index_child import ROWS, WriteIndex
 from kvtier_daemon.tiers.cold.index_process import Child, IndexProcess
 
 SIZE = 64 << 20
@@ -74,6 +74,19 @@ def test_stored_records_are_found_after_reopening(tmp_path: Path) -> None:
         assert kept.entries(b"spaces") == [(b"a", b"second")]
         ColdDirectory(tmp_path, SIZE, Child())
     assert told.value.holder == os.getpid()
+
+
+@pytest.mark.parametrize("count", [0, ROWS - 1, ROWS, 2 * ROWS])
+def test_a_table_of_any_size_is_read_to_its_end(volume: ColdDirectory, count: int) -> None:
+    """It arrives in messages of so many entries; the last message has fewer."""
+    index, found = index_of(volume), []
+    for number in range(count):
+        index.put(b"segments", b"%06d" % number, b"")
+    assert flushed(index) == ""
+    reading = threading.Thread(target=lambda: found.append(index.entries(b"segments")), daemon=True)
+    reading.start()
+    reading.join(20)
+    assert [len(entries) for entries in found] == [count], "the end did not arrive"
 
 
 def test_the_end_of_its_process_fails_the_flush_and_loses_no_change(volume: ColdDirectory) -> None:
