@@ -1,10 +1,10 @@
 """Writes that keep up with saves, and a stop that loses nothing, through a real daemon.
 
-Bursts: prefixes are saved in requests of an eighth to a half of the memory, at 0.8 of the rate at which a daemon
-writes to this disk in the same run. Blocks that are evicted before they are written are counted. Then the daemon
-is killed, and another one is asked for each of the last prefixes: a prefix whose first block is not found is
-broken. Stops: SIGTERM with blocks that are only in memory, relative to plain O_DIRECT writes of as many bytes to
-the same disk, in turn.
+Bursts: prefixes are saved in requests of an eighth to a half of the memory, at 0.8 of the rate at which a
+daemon writes to this disk in the same run. Blocks that are evicted before they are written are counted. Then
+the daemon is killed, and another one is asked for each of the last prefixes: one whose first block is not
+found is broken. Stops: SIGTERM with blocks that are only in memory, relative to plain O_DIRECT writes of as
+many bytes to the same disk, in turn.
 """
 
 from __future__ import annotations
@@ -108,11 +108,12 @@ def bursts(folder: Path, warm: int, cold: int, seconds: float) -> list[Row]:
         kept.append(keys)
     found = recovered(folder, warm, cold, kept)
     broken = sum(not blocks[0] for blocks in found)
-    more = {"s": took, "GB/s": saved * BLOCK / took / 1e9, "saved": saved, "prefixes": len(kept)}
-    whole = sum(all(blocks) for blocks in found)
+    more = {"s": took, "GB/s": saved * BLOCK / took / 1e9, "saved": saved}
+    asked = {"prefixes": len(kept), "whole": sum(all(blocks) for blocks in found)}
+    name = "bursts at 0.8 of the drain rate"
     return [
-        at_most("bursts at 0.8 of the drain rate: blocks evicted before they were written", late, "", 0, **more),
-        at_most("the same, then killed: prefixes without their head", broken / len(kept), "", BROKEN, whole=whole),
+        at_most(f"{name}: blocks evicted before they were written", late, "", 0, **more),
+        at_most(f"{name}, then killed: prefixes without their head", broken / len(kept), "", BROKEN, **asked),
     ]  # fmt: skip
 
 
@@ -134,10 +135,11 @@ def slow_saves(folder: Path, warm: int, cold: int, count: int) -> list[Row]:
         daemon.process.send_signal(signal.SIGTERM)
         daemon.process.wait(120)
         found = list(itertools.chain(*recovered(folder, warm, cold, prefixes)))
+    name = "half of the memory each half second"
     return [
-        at_most("half of the memory each half second: blocks evicted before they were written", late, "", 0),
-        at_least("the same, idle for 30 s, stopped: blocks found", sum(found), "", len(found)),
-    ]  # fmt: skip
+        at_most(f"{name}: blocks evicted before they were written", late, "", 0),
+        at_least(f"{name}, idle for 30 s, stopped: blocks found", sum(found), "", len(found)),
+    ]
 
 
 # --- stops --------------------------------------------------------------------------------------
@@ -206,11 +208,11 @@ def stops(folder: Path, nbytes: int, pairs: int) -> list[Row]:
     low, high = harness.interval(ratios)
     value, gib = median(ratios), nbytes / (1 << 30)
     more = {"s": median(stop.seconds), "plain s": median(plain.seconds)}
+    name = f"a stop with {gib:g} GiB only in memory"
     return [
-        at_least(f"a stop with {gib:g} GiB only in memory: blocks found", stop.found, "", stop.alone),
+        at_least(f"{name}: blocks found", stop.found, "", stop.alone),
         Row(
-            f"a stop with {gib:g} GiB only in memory: time relative to plain writes", value, "x", f"<= {STOP}",
-            value <= STOP, low, high, more,
+            f"{name}: time relative to plain writes", value, "x", f"<= {STOP}", value <= STOP, low, high, more
         ),
     ]  # fmt: skip
 
