@@ -27,6 +27,7 @@ from kvtier_daemon.claim import claim_socket, inherited_fds, inherited_socket, r
 from kvtier_daemon.config import profiles
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.members import Role, labelled_users, member_of
+from kvtier_daemon.config.reload import left_tenants
 from kvtier_daemon.config.schema import Config, LoadedConfig
 from kvtier_daemon.config.values import address_text
 from kvtier_daemon.internal_errors import InternalErrors
@@ -44,6 +45,7 @@ from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers import renewing
 from kvtier_daemon.tiers.base import LowerTier
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.fd_store import fd_store
@@ -128,6 +130,8 @@ class App:
         self._unforeseen = InternalErrors(self._count_failure)
         self.lower = lower(self._settings, self.tenants, self.warm, self._unforeseen)
         self.tiers: Collection[str] = ("warm", self.lower.name)
+        self._in_force = config
+        self._renewing: dict[str, asyncio.Task[None]] = {}
         self._listener = listener
         self._port = port
         self._server: Server | None = None
@@ -222,7 +226,7 @@ class App:
             log.info("stopping")
             self._server.disconnect("the daemon was told to stop")
             await self._end_moving(hurried)
-            for task in running:
+            for task in (*running, *self._renewing.values()):
                 task.cancel()
         self._notifier.stopping("completing the writes to disk that have started")
         self._limit_stop(STOP_S)
@@ -329,11 +333,33 @@ class App:
         """Apply this configuration, which differs only in settings that can change at run time."""
         assert self._server is not None
         logging.getLogger().setLevel(config.log_level.upper())
+        before, self._in_force = self._in_force, config
         self._divide(config)
         self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)
+        self._renew(left_tenants(before, config))
         if self._kept is not None:
             self._kept.keep_owners(_owners(config, self.tenants))
+
+    def _renew(self, left: set[str]) -> None:
+        """End the sessions of users whose tenant or role has changed, and give other memory to the tenants
+        that users have left."""
+        assert self._server is not None
+        ended = self._server.renew_members()
+        for name, tenant in self.tenants.items():
+            if name not in left and not self._server.lacks_member(tenant):
+                continue
+            nbytes = renewing.retire(tenant, self.warm)
+            self._server.slots_retired(tenant)
+            self._update_growing()
+            log.warning(
+                "users have left tenant %s, or may only read now: its %s of memory are replaced; %d clients "
+                "were disconnected", name, format_bytes(nbytes), ended,
+            )  # fmt: skip
+            if (task := self._renewing.get(name)) is not None:
+                task.cancel()
+            work = renewing.renew(tenant, self.warm, self.lower, self._update_growing, task)
+            self._renewing[name] = asyncio.get_running_loop().create_task(work)
 
     def _divide(self, config: Config) -> None:
         """Divide clients, time and memory for messages among the tenants."""
@@ -465,7 +491,8 @@ class App:
 
     def _update_growing(self) -> None:
         for tenant in self.tenants.values():
-            tenant.catalog.growing = not self.warm.complete
+            retired = any(one.is_retired and not one.is_empty for one in tenant.extents)
+            tenant.catalog.growing = not self.warm.complete or retired
 
 
 def _owners(config: Config, tenants: Mapping[str, Tenant]) -> dict[str, bytes]:

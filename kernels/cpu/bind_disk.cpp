@@ -154,6 +154,11 @@ class Disk {
         return queue().add_extent({mapping->data(), mapping->size(), fixed});
     }
 
+    void release_extent(uint32_t number) {
+        if (number >= extents_.size()) throw nb::index_error("no such extent");
+        queue().release_extent(number);
+    }
+
     void read(nb::handle packed) {
         std::list<Operation> batch;
         each(packed, [&](const PackedOperation& from, const std::string& name) {
@@ -508,6 +513,7 @@ void bind_disk(nb::module_& m) {
              nb::arg("threads") = 1, nb::arg("decoders") = 1,
              nb::arg("staged_bytes") = kvtier::kStagedBytes)
         .def("register", &Disk::add_extent, nb::arg("mapping"), nb::arg("fixed") = true)
+        .def("release", &Disk::release_extent, nb::arg("extent"))
         .def("read", &Disk::read, nb::arg("ops"))
         .def("read_frames", &Disk::read_frames, nb::arg("ops"),
              nb::arg("lossy") = std::vector<kvtier::codec::SharedRecipe>())

@@ -196,6 +196,17 @@ class PyStore {
         return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.below)};
     }
 
+    void retire(std::uint32_t extent) { store_.retire(extent); }
+    std::uint64_t retired_bytes(std::uint32_t extent) const {
+        need(extent < store_.slabs().extents(), "no such extent");
+        return store_.slabs().retired_bytes(extent);
+    }
+    nb::bytes ready_in_retired() const { return ids_out(store_.ready_in_retired()); }
+    ThreeLists leave_retired(bool unframed) {
+        Left left = store_.leave_retired(unframed);
+        return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.below)};
+    }
+
     void note_evicted(bool on) { store_.note_evicted(on); }
 
     // In the format of `identities`, without parents.
@@ -493,6 +504,10 @@ void bind_store(nb::module_& m) {
         .def("parents", &PyStore::parents, "ids"_a)
         .def("room", &PyStore::room, "space"_a, "group"_a, "n"_a)
         .def("make_room", &PyStore::make_room, "space"_a, "group"_a, "n"_a, "victims"_a)
+        .def("retire", &PyStore::retire, "extent"_a)
+        .def("retired_bytes", &PyStore::retired_bytes, "extent"_a)
+        .def("ready_in_retired", &PyStore::ready_in_retired)
+        .def("leave_retired", &PyStore::leave_retired, "unframed"_a)
         .def("note_evicted", &PyStore::note_evicted, "on"_a)
         .def("take_evicted", &PyStore::take_evicted)
         .def("reserve", &PyStore::reserve, "space"_a, "group"_a, "shard"_a, "parent"_a.none(),

@@ -228,6 +228,19 @@ std::vector<DiskQueue::Extent> DiskQueue::extents_from(size_t first) {
     return {extents_.begin() + static_cast<ptrdiff_t>(first), extents_.end()};
 }
 
+void DiskQueue::release_extent(uint32_t number) {
+    const std::lock_guard lock(mutex_);
+    extents_.at(number).fixed = false;
+    released_.push_back(number);
+    wake(sleeping_workers_.size());
+}
+
+std::vector<uint32_t> DiskQueue::released_from(size_t first) {
+    const std::lock_guard lock(mutex_);
+    if (first >= released_.size()) return {};
+    return {released_.begin() + static_cast<ptrdiff_t>(first), released_.end()};
+}
+
 bool DiskQueue::submit(Operations&& batch) {
     const std::lock_guard lock(mutex_);
     if (stopping_) return false;

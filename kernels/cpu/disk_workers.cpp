@@ -43,7 +43,24 @@ RingWorker::RingWorker(std::shared_ptr<DiskQueue> queue, size_t depth)
 
 RingWorker::~RingWorker() { close(wake_fd_); }
 
+// Operations that use a buffer keep its pages until they end.
+void RingWorker::release(uint32_t number) {
+    if (number >= extents_.size()) return;  // it will not be registered
+    Registered& extent = extents_[number];
+    for (size_t piece = 0; piece < extent.buffers.size(); ++piece) {
+        if (extent.buffers[piece] < 0) continue;
+        ring_.register_buffer(static_cast<uint16_t>(extent.buffers[piece]), nullptr, 0);
+        registered_.fetch_sub(std::min(kPiece, extent.size - piece * kPiece),
+                              std::memory_order_relaxed);
+    }
+    extent.buffers.assign((extent.size + kPiece - 1) / kPiece, -1);
+}
+
 bool RingWorker::register_one() {
+    for (const uint32_t number : queue_->released_from(released_)) {
+        ++released_;
+        release(number);
+    }
     if (extents_.empty() || extents_.back().buffers.size() * kPiece >= extents_.back().size) {
         const auto more = queue_->extents_from(extents_.size());
         if (more.empty()) return false;

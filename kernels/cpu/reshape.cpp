@@ -202,6 +202,7 @@ void Slabs::lay(const Region& region, std::uint32_t in, std::uint32_t size_class
 Laid Slabs::reshape(std::uint32_t number, std::uint32_t size_class) {
     if (slabs_[number]->exhausted_round == round_) return Laid::held;
     std::uint32_t in = slabs_[number]->extent;
+    if (extents_[in].retired) return Laid::held;
     std::uint64_t pitch = classes_[size_class].pitch;
     Region region = region_of(number);
     widen(region, in, size_class);
@@ -282,6 +283,15 @@ void Slabs::check() const {
     std::vector<std::uint64_t> free(classes_.size(), 0), carve(classes_.size(), 0);
     for (std::uint32_t in = 0; in < extents_.size(); ++in) {
         const Extent& extent = extents_[in];
+        if (extent.retired) {
+            std::uint64_t left = 0;
+            for (const auto& slab : slabs_)
+                if (slab && slab->extent == in)
+                    left += slab->used * classes_[slab->size_class].pitch;
+            hold(extent.runs.empty() && extent.slabs.empty(), "a retired extent has free slots");
+            hold(left == extent.left_bytes, "the count of bytes in a retired extent is wrong");
+            continue;
+        }
         std::map<std::uint64_t, std::pair<std::uint64_t, bool>> line;  // start -> pages, is a run
         for (auto [start, pages] : extent.runs) {
             hold(line.emplace(start, std::pair{pages, true}).second, "two runs start together");

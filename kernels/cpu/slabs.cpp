@@ -51,7 +51,7 @@ std::uint32_t Slabs::add_extent(std::uint64_t bytes, std::uint64_t* generations,
     std::uint64_t pages = bytes / page_bytes;
     for (std::uint64_t i = 0; i < pages; ++i)
         if (generations[i] == 0) generations[i] = 1;
-    extents_.push_back(Extent{pages, generations, notes, {}, {}});
+    extents_.push_back({.pages = pages, .generations = generations, .notes = notes});
     auto index = static_cast<std::uint32_t>(extents_.size() - 1);
     capacity_pages_ += pages;
     add_run(index, 0, pages);
@@ -221,8 +221,13 @@ void Slabs::release(std::uint32_t number, std::uint16_t slot) {
     std::uint64_t pitch = classes_[slab.size_class].pitch, first = first_byte(slab, slot);
     std::atomic_ref<std::uint64_t>(extents_[slab.extent].generations[first / page_bytes])
         .fetch_add(1, std::memory_order_release);
-    live_bytes_ -= pitch;
     --slab.used;
+    if (Extent& extent = extents_[slab.extent]; extent.retired) {
+        slab.table[slot] = closed;
+        if ((extent.left_bytes -= pitch) == 0) drop_slabs(slab.extent);
+        return;
+    }
+    live_bytes_ -= pitch;
     if (slab.over == none) {
         push_free(number, slot);
         if (slab.used == 0) settle(number);
@@ -236,6 +241,37 @@ void Slabs::release(std::uint32_t number, std::uint16_t slot) {
     }
     uncover(over, first, first + pitch);
     settle(over);
+}
+
+// Slots that are not live count neither as free nor as covered from now on.
+void Slabs::retire(std::uint32_t number) {
+    Extent& extent = extents_[number];
+    if (extent.retired) return;
+    while (!extent.runs.empty())
+        cut_run(number, extent.runs.begin()->first, extent.runs.begin()->second);
+    for (auto [start, uppermost] : extent.slabs) {
+        Slab& slab = *slabs_[uppermost];
+        Class& size_class = classes_[slab.size_class];
+        if (slab.free) unlink(uppermost);
+        size_class.free -= slab.free;
+        slab.free = 0;
+        std::erase(size_class.reshaped, uppermost);
+        for (Id& entry : slab.table)
+            if (!live(entry)) entry = closed;
+    }
+    extent.slabs.clear();
+    extent.retired = true;
+    for (const auto& slab : slabs_)
+        if (slab && slab->extent == number)
+            extent.left_bytes += slab->used * classes_[slab->size_class].pitch;
+    capacity_pages_ -= extent.pages;
+    live_bytes_ -= extent.left_bytes;
+    if (!extent.left_bytes) drop_slabs(number);
+}
+
+void Slabs::drop_slabs(std::uint32_t extent) {
+    for (std::uint32_t number = 0; number < slabs_.size(); ++number)
+        if (slabs_[number] && slabs_[number]->extent == extent) drop_slab(number);
 }
 
 SlotAddress Slabs::address(std::uint32_t number, std::uint16_t slot) const {

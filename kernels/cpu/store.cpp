@@ -372,27 +372,45 @@ std::uint64_t Store::room(std::uint32_t space, std::uint32_t group) const {
     return slabs_.room(places_[place(space, group, 0)].size_class);
 }
 
+void Store::evict_one(Id id, Left& left) {
+    left.gone.push_back(id);
+    if (recording_evicted_) {
+        const Place& from = place_of(id);
+        evicted_.push_back({from.space, from.group, from.shard, key_of(id)});
+    }
+    if (records_[id].framed) {
+        records_[id].become(after(Event::evict_framed));
+        free_slot(id, State::ready);
+        left.below.push_back(id);
+    } else {
+        records_[id].become(after(Event::evict));
+        leave(id, State::ready, &left.orphans);
+    }
+}
+
+IdList Store::ready_in_retired() const {
+    IdList ids;
+    slabs_.each_retired([&](Id id) {
+        if (records_[id].is() == State::ready) ids.push_back(id);
+    });
+    return ids;
+}
+
+Left Store::leave_retired(bool unframed) {
+    Left left;
+    begin();
+    for (Id id : ready_in_retired())
+        if (records_[id].evictable() && (unframed || records_[id].framed)) evict_one(id, left);
+    keep_orphans(left.orphans);
+    return left;
+}
+
 Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n, Ids victims) {
     std::uint32_t wanted = places_[place(space, group, 0)].size_class;
     for (Id id : victims) need(records_.known(id), "no block has this id");
     Left left;
     IdList in_the_way;
     begin();
-    auto evict_one = [&](Id id) {
-        left.gone.push_back(id);
-        if (recording_evicted_) {
-            const Place& from = place_of(id);
-            evicted_.push_back({from.space, from.group, from.shard, key_of(id)});
-        }
-        if (records_[id].framed) {
-            records_[id].become(after(Event::evict_framed));
-            free_slot(id, State::ready);
-            left.below.push_back(id);
-        } else {
-            records_[id].become(after(Event::evict));
-            leave(id, State::ready, &left.orphans);
-        }
-    };
     slabs_.new_round();
     slabs_.reshape_vacant(wanted, n, false);
     // Uses first the victims whose slot can be used directly, or whose class can be reshaped. Skips
@@ -407,7 +425,7 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
             std::uint32_t slab = records_[victim].slab, top = slabs_.top(slab);
             std::uint32_t pays = slabs_.class_of(top);
             if (slab == top && pays == wanted) {
-                evict_one(victim);
+                evict_one(victim, left);
                 continue;
             }
             if (patient && pays != wanted && slabs_.class_of(slab) == wanted) continue;
@@ -426,7 +444,7 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
                     in_the_way.assign(1, victim);
             }
             if (clear)
-                for (Id id : in_the_way) evict_one(id);
+                for (Id id : in_the_way) evict_one(id, left);
         }
     }
     if (!victims.empty()) slabs_.reshape_vacant(wanted, n, true);

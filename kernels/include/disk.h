@@ -231,6 +231,10 @@ class DiskQueue {
         bool fixed;  // the kernel shall register it
     };
     uint32_t add_extent(Extent extent);
+    // The kernel shall not keep the pages of this extent. It stays usable.
+    void release_extent(uint32_t number);
+    // The extents that were released, from the first-th on.
+    std::vector<uint32_t> released_from(size_t first);
     // The extents from number `first` on.
     std::vector<Extent> extents_from(size_t first);
 
@@ -336,6 +340,7 @@ class DiskQueue {
     uint64_t sequence_ = 0;
     std::vector<Completion> done_;
     std::vector<Extent> extents_;
+    std::vector<uint32_t> released_;
     std::vector<int> sleeping_workers_;  // descriptors of ring workers that wait
     size_t pool_waiting_ = 0;
     size_t alive_ = 0;
@@ -359,6 +364,7 @@ class RingWorker {
     // Registers one piece of the extents, because registering delays everything else. Returns false
     // if no piece is left.
     bool register_one();
+    void release(uint32_t extent);
     int buffer_of(const Operation& operation, const uint8_t* from, uint64_t nbytes) const;
     void prepare(Operation& operation);
     bool prepare_apart(Operation& operation);
@@ -379,6 +385,7 @@ class RingWorker {
     };
     std::vector<Registered> extents_;
     uint16_t buffers_ = 0;
+    size_t released_ = 0;  // extents, in the order of the queue
     std::atomic<uint64_t> registered_ = 0;
 };
 

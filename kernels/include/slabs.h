@@ -79,6 +79,18 @@ class Slabs {
     // The note of a slot; null for an extent without notes.
     SlotNote* note(std::uint32_t slab, std::uint16_t slot) const;
 
+    // Gives no slot of this extent to a block from now on. Its blocks stay until they are released.
+    void retire(std::uint32_t extent);
+    // The bytes of the blocks in this extent, which is retired.
+    std::uint64_t retired_bytes(std::uint32_t extent) const { return extents_[extent].left_bytes; }
+    template <class Visit>
+    void each_retired(Visit visit) const {
+        for (const auto& slab : slabs_)
+            if (slab && extents_[slab->extent].retired)
+                for (Id id : slab->table)
+                    if (live(id)) visit(id);
+    }
+
     // A slot that is known from a note. `lay` makes slabs over free runs for slots of one extent,
     // in ascending order, and fills in `slab` and `slot`; `put` then gives each slot its block, and
     // `open` frees the slots of these slabs that got none.
@@ -133,6 +145,8 @@ class Slabs {
         SlotNote* notes;
         std::map<std::uint64_t, std::uint64_t> runs;   // free: first page -> pages
         std::map<std::uint64_t, std::uint32_t> slabs;  // uppermost: first page -> slab
+        bool retired = false;                          // then it has neither runs nor listed slabs
+        std::uint64_t left_bytes = 0;                  // of the blocks of a retired extent
     };
     struct Class {
         std::uint64_t pitch;
@@ -160,6 +174,7 @@ class Slabs {
     std::uint32_t make_slab(std::uint32_t size_class, std::uint32_t extent, std::uint64_t start,
                             std::uint64_t pages, std::uint64_t slots);
     void drop_slab(std::uint32_t slab);
+    void drop_slabs(std::uint32_t extent);
     void carve(std::uint32_t size_class);
     void dissolve(std::uint32_t slab);
     void settle(std::uint32_t slab);

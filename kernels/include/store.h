@@ -124,6 +124,15 @@ class Store {
     std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations, SlotNote* notes) {
         return slabs_.add_extent(bytes, generations, notes);
     }
+    // Gives no slot of this extent to a block from now on.
+    void retire(std::uint32_t extent) {
+        need(extent < slabs_.extents(), "no such extent");
+        slabs_.retire(extent);
+    }
+    // Evicts the blocks of retired extents that may be evicted and have a frame, or all of these
+    // that may be evicted.
+    Left leave_retired(bool unframed);
+    IdList ready_in_retired() const;
     // Notes call the space `name`.
     std::uint32_t add_space(std::vector<GroupSpec> groups, std::uint32_t name);
     bool drop_space(std::uint32_t space);  // false if it contains blocks
@@ -322,6 +331,7 @@ class Store {
     void detach(Id id);
     std::vector<State> end_reads(Ids ids, State to, State without_frame);
     void lose(Id id, Left& left);
+    void evict_one(Id id, Left& left);
     void note_frame(Id id, const Frame& frame, const char* digest);
     bool is_frame_of(Id id, const Frame& frame, const char* digest) const;
     bool lies_in(Id id, std::uint32_t segment) const {

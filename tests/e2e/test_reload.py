@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import Refused
+from kvtier import KvtierError, Refused
 from support.daemons import SERVE, Daemon, kvtier
 from support.specs import pattern, spec_of
 
@@ -142,21 +142,26 @@ def test_more_clients_than_files_may_be_open_are_refused(
         assert client.settings()["keys"]["max_clients"][0] == 8
 
 
-def test_a_user_keeps_the_tenant_whose_memory_it_may_have_mapped_until_a_restart(
+def test_a_reload_that_removes_the_operator_itself_is_answered(
     configured: Callable[..., Daemon],
 ) -> None:
-    """A reload cannot remove a mapping: the user could still overwrite blocks that the tenant saves later."""
     daemon = configured()
-    configured(uids=12_345)
-    done = kvtier("reload", "--socket", daemon.socket)
-    assert done.returncode == 0, done.stderr
-    assert f"tenants.a.uids: [{os.geteuid()}] -> [12345] (needs a restart)" in done.stdout
     with daemon.connect() as client:
-        assert client.settings()["keys"]["tenants.a.uids"][0] == [os.geteuid()]
-        client.open(spec_of("whose"))
+        configured(uids=12_345)
+        done = kvtier("reload", "--socket", daemon.socket)
+        assert done.returncode == 0, done.stderr
+        assert f"tenants.a.uids: [{os.geteuid()}] -> [12345] (done)" in done.stdout
+        with pytest.raises(KvtierError, match="connect again"):
+            client.ping()
+    with daemon.connect() as client:
+        assert client.settings()["keys"]["tenants.a.uids"][0] == [12345]
+        with pytest.raises(Refused, match="no tenant is configured"):
+            client.open(spec_of("whose"))
     configured(uids=f"{os.geteuid()}, 12_345")
     done = kvtier("reload", "--socket", daemon.socket)
     assert "(done)" in done.stdout and "restart" not in done.stdout, done.stdout
+    with daemon.connect() as client:
+        client.open(spec_of("whose"))
 
 
 def test_sighup_reloads_and_notifies_the_service_manager(

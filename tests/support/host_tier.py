@@ -268,6 +268,9 @@ class HostMemory:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         pass
 
+    def release(self, tenant: str, number: int) -> None:
+        pass
+
     def map(self, extent: Extent) -> None:
         self.of[extent.tenant].memory.append(MappedExtent(extent.fd, extent.nbytes, True))
 

@@ -272,22 +272,33 @@ class BlockTable:
         while (short := wanted - store.room(space, group, wanted)) > 0:
             dirty = self._note_victims(victims) if victims else {}
             evicted, orphans, below = store.make_room(space, group, wanted, victims)
-            if self.changes.watched:
-                self.changes.add(WENT, MEMORY, self.changes.evicted())
-            policy.left(below)
-            policy.gone(_without(evicted, below))
-            policy.demoted(orphans)
-            self.evicted["capacity"] += (len(evicted) - len(below)) // ID_BYTES
-            self.evicted["demoted"] += len(below) // ID_BYTES
-            self._count_unwritten(dirty, evicted, below)
-            self._unloaded.difference_update(array("I", evicted))
-            if self.expiring.time_of:
-                self.expiring.drop(evicted)
+            self._evicted(evicted, orphans, below, dirty)
             if victims and not evicted:
                 break
             victims = policy.victims(short + len(self._writing))
             if not victims:
                 break
+
+    def leave_retired(self, is_over: bool) -> bytes:
+        """Evict the blocks of retired extents that are on disk too, or with `is_over` all that no lease
+        holds. Return the READY ones that are left."""
+        dirty = self._note_victims(self.store.ready_in_retired()) if is_over else {}
+        self._evicted(*self.store.leave_retired(is_over), dirty)
+        return self.store.ready_in_retired()
+
+    def _evicted(self, evicted: bytes, orphans: bytes, below: bytes, dirty: dict[int, int]) -> None:
+        """The store has evicted these blocks; those `below` are still on disk."""
+        if self.changes.watched:
+            self.changes.add(WENT, MEMORY, self.changes.evicted())
+        self.policy.left(below)
+        self.policy.gone(_without(evicted, below))
+        self.policy.demoted(orphans)
+        self.evicted["capacity"] += (len(evicted) - len(below)) // ID_BYTES
+        self.evicted["demoted"] += len(below) // ID_BYTES
+        self._count_unwritten(dirty, evicted, below)
+        self._unloaded.difference_update(array("I", evicted))
+        if self.expiring.time_of:
+            self.expiring.drop(evicted)
 
     def resident(self, space: KnownSpace, keys: bytes) -> bytes:
         """The ids of these keys' blocks in every group and shard, in memory and on disk, each once."""

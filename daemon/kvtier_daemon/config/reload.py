@@ -1,8 +1,7 @@
 """Which values of a configuration can change while the daemon runs, and which need a restart. No I/O.
 
-Live values are levels, limits, rates, users that join a tenant, and how and what is written to the disks.
-Memory, files and sockets need a restart. A user that has a tenant keeps it, because its processes may have
-mapped that tenant's memory, and a mapping cannot be taken back.
+Live values are levels, limits, rates, users, and how and what is written to the disks. Memory, files and
+sockets need a restart. A tenant that a user leaves gets other memory (see `tiers/renewing`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvtier_daemon.codec.losses import NAMES as LOSSY
-from kvtier_daemon.config.members import Member, member_of, roles_of
+from kvtier_daemon.config.members import Member, Role, member_of, roles_of
 from kvtier_daemon.config.schema import BUDGETS, USERS, ColdConfig, Config, settled
 from kvtier_daemon.config.values import EVERYONE
 
@@ -38,10 +37,10 @@ class SettingChange:
 def changes(running: Config, wanted: Config) -> list[SettingChange]:
     """Return the differences, in the order of the keys."""
     before, after = settled(running), settled(wanted)
-    keep_tenants = _all_keep_their_tenants(running, wanted)
+    same_tenants = running.tenants.keys() == wanted.tenants.keys()
 
     def live(key: str) -> bool:
-        is_users = key.startswith("tenants.") and key.endswith(USERS) and keep_tenants
+        is_users = key.startswith("tenants.") and key.endswith(USERS) and same_tenants
         if key == "cold.codecs" and not _same_losses(running.cold, wanted.cold):
             return False
         is_live = key in LIVE or is_users or (key.startswith("tenants.") and key.endswith(BUDGETS))
@@ -56,7 +55,8 @@ def changes(running: Config, wanted: Config) -> list[SettingChange]:
 
 def merged(running: Config, wanted: Config) -> Config:
     """Return the running configuration with all live values of the wanted one."""
-    live = (*BUDGETS, *(USERS if _all_keep_their_tenants(running, wanted) else ()))
+    same_tenants = running.tenants.keys() == wanted.tenants.keys()
+    live = (*BUDGETS, *(USERS if same_tenants else ()))
     tenants = {
         name: replace(tenant, **{key: getattr(wanted.tenants[name], key) for key in live})
         if name in wanted.tenants else tenant
@@ -68,15 +68,19 @@ def merged(running: Config, wanted: Config) -> Config:
     )  # fmt: skip
 
 
-def _all_keep_their_tenants(running: Config, wanted: Config) -> bool:
-    """Return whether the tenants are the same, and every user that has one keeps it and its role."""
-    if running.tenants.keys() != wanted.tenants.keys():
-        return False
+def left_tenants(running: Config, wanted: Config) -> set[str]:
+    """Return the tenants that an entry of a list of users has left, or in which it may not write any longer:
+    such a user may have mapped the memory."""
     both = (*running.tenants.values(), *wanted.tenants.values())
     listed = {entry for tenant in both for users in roles_of(tenant).values() for entry in users}
-    return all(
-        _member(running, entry) in (None, _member(wanted, entry)) for entry in (*listed, EVERYONE)
-    )
+    left = set()
+    for entry in (*listed, EVERYONE):
+        before, after = _member(running, entry), _member(wanted, entry)
+        if before is not None and (
+            after is None or after.tenant != before.tenant or before.role >= Role.WRITE > after.role
+        ):
+            left.add(before.tenant)
+    return left
 
 
 def _member(config: Config, entry: int | str) -> Member | None:

@@ -18,6 +18,9 @@ GROUPS_BYTES = 1024  # the most that Python's getsockopt returns: 256 groups
 UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
+Mapper = tuple[int, tuple[int, ...], Role]  # user, groups and role
+
+
 @dataclass(slots=True)
 class Peer:
     """A process. `pidfd` becomes readable when it ends; it is -1 if the process has ended."""
@@ -42,6 +45,10 @@ class Peer:
     def privileged(self) -> bool:
         """Root and the daemon's user may ask about every tenant, and need no tenant."""
         return self.uid in (0, os.getuid())
+
+    @property
+    def mapper(self) -> Mapper:
+        return self.uid, self.groups, self.role
 
     @property
     def gone(self) -> bool:

@@ -44,13 +44,14 @@ class Outbox:
         self.nbytes += len(frame)
 
     def announces(self, extents: Sequence[Extent]) -> bool:
-        """Queue the extents that the client does not have yet; return whether there were any. They precede
-        the next answer, because a client that asks nothing reads nothing."""
+        """Queue the extents that the client does not have yet, except empty ones; return whether there were
+        any. They precede the next answer, because a client that asks nothing reads nothing."""
         known, self.announced = self.announced, len(extents)
-        for index in range(known, len(extents)):
+        some = [index for index in range(known, len(extents)) if not extents[index].is_empty]
+        for index in some:
             added = wire.ExtentAdded(0, index, extents[index].nbytes)
             self.queue(memoryview(wire.encode(added)), extents[index])
-        return known < len(extents)
+        return bool(some)
 
     def flush(self, read_only: bool) -> int:
         """Send as much as the socket takes now."""

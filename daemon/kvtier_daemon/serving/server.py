@@ -13,6 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from kvtier import wire
@@ -22,7 +23,7 @@ from kvtier_daemon.observing.audit import Actor, AuditLog, Order
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.context import Operated, Report
-from kvtier_daemon.serving.peer import Peer
+from kvtier_daemon.serving.peer import Mapper, Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.session import HALF_S, RECEIVE_FIRST_BYTES, Session
 from kvtier_daemon.serving.turns import Share, Turns
@@ -78,6 +79,8 @@ class Server:
         self.turns = Turns(loop, dict.fromkeys(tenants, 1))
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
+        # Whose processes may have mapped the memory of a tenant: user, groups and role.
+        self.mapped: dict[str, set[Mapper]] = {name: set() for name in tenants}
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
         self.latencies = Latencies()
         self._going_down = ""
@@ -163,6 +166,39 @@ class Server:
                 "slots: restart the process"
             )
         return ""
+
+    def renew_members(self) -> int:
+        """End the sessions whose user has another tenant or role now; return how many."""
+        ended = 0
+        for session in list(self.sessions):
+            peer = session.peer
+            if self._member_of(peer) != (peer.tenant, peer.role):
+                text = f"the configuration has changed the tenant or the role of uid {peer.uid}"
+                end = partial(session.fail, 0, "no_tenant", f"{text}: connect again", fatal=True)
+                if peer.privileged:  # perhaps its request is being answered
+                    self.loop.call_soon(end)
+                else:
+                    end()
+                ended += 1
+        return ended
+
+    def lacks_member(self, tenant: Tenant) -> bool:
+        """Whether a user that may have mapped the tenant's memory may not map it like that now."""
+        for uid, groups, role in self.mapped[tenant.name]:
+            found, now = self._member_of(Peer(0, uid, -1, groups=groups))
+            if found is not tenant or (role >= Role.WRITE > now):
+                return True
+        return False
+
+    def slots_retired(self, tenant: Tenant) -> None:
+        """No present slot of the tenant is used again: free those whose writers have disconnected."""
+        self.mapped[tenant.name] = {
+            each.peer.mapper for each in self.sessions if each.greeted and each.tenant is tenant
+        }
+        self.writers.end_all(tenant)
+        for session in list(self.ghosts):
+            if session.tenant is tenant:
+                session.end_for_good()
 
     def limit_clients(self, max_clients: int, own: Mapping[str, int]) -> None:
         """Set the limit of connected clients, and those of some tenants; the other tenants have equal shares

@@ -17,7 +17,7 @@ from kvtier_daemon.config.members import Role
 from kvtier_daemon.observing.audit import Actor, AuditLog
 from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
-from kvtier_daemon.serving.peer import Peer
+from kvtier_daemon.serving.peer import Mapper, Peer
 from kvtier_daemon.serving.requests import WITHOUT_TENANT, Requests, check_role
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
 from kvtier_daemon.serving.turns import Share, Turns
@@ -43,6 +43,7 @@ class Listener(Host, Protocol):
     receive_first: memoryview
     audit: AuditLog
     sessions: set[Session]
+    mapped: dict[str, set[Mapper]]
     ghosts: set[Session]  # ended, but their processes may still write to slots
 
     def share_of(self, tenant: Tenant | None) -> Share: ...
@@ -465,6 +466,8 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
         resumes = bool(request.resumes) and server.resume(session, request.resumes)
         if not resumes:
             server.writers.began(session.id, session.tenant, session.token, session.peer)
+    if session.tenant is not None:
+        server.mapped[session.tenant.name].add(session.peer.mapper)
     session.announce()
     _tell_client(session, server, "came")
     name = session.tenant.name if session.tenant else ""

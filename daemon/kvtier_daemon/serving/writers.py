@@ -92,6 +92,12 @@ class Writers:
         self._stop_watching(session)
         self.ended(session)
 
+    def end_all(self, tenant: Tenant) -> None:
+        """No slot of the tenant that such a process may write to is used again."""
+        for session, (owner, _, _) in list(self._earlier.items()):
+            if owner is tenant:
+                self._gone(session)
+
     def close(self) -> None:
         """Watch no process any longer, and leave the notes as they are."""
         self._kept = None

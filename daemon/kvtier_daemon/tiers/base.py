@@ -112,6 +112,10 @@ class TierDrain(Protocol):
     """Writes all blocks that are only in memory when it begins, and new blocks when they are saved."""
 
     @property
+    def is_on(self) -> bool:
+        """Whether it has begun and was not ended."""
+
+    @property
     def is_done(self) -> bool:
         """Whether all blocks that were only in memory at the beginning have been written."""
 
@@ -225,6 +229,10 @@ class LowerTier(Protocol):
 
     def map(self, extent: Extent) -> None:
         """Use this extent of a tenant's memory. It is called once for each, in their order."""
+
+    def release(self, tenant: str, number: int) -> None:
+        """Let go of the pages of the tenant's extent with this number, from 0 on: it has no blocks, and will
+        have none."""
 
     def run_periodic(self) -> None:
         """Do periodic work. Never raises."""

@@ -256,6 +256,14 @@ class KeptArena:
         self._now.tenants[tenant].extents.append(extent)
         self._write()
 
+    def retire(self, tenant: str) -> None:
+        """Hold the present extents of this tenant no longer."""
+        now = self._now.tenants[tenant]
+        for name in _names(now):
+            self._store.remove(name)
+        now.extents = []
+        self._write()
+
     def keep_owners(self, owners: Mapping[str, bytes]) -> None:
         """Note the tenants' present users."""
         for tenant, owner in owners.items():
@@ -306,8 +314,7 @@ class KeptArena:
     def _names(self) -> Iterator[str]:
         """Yield the names of the stored descriptors of all extents."""
         for tenant in self._now.tenants.values():
-            for extent in tenant.extents:
-                yield from (f"{extent.id}-{part}" for part in PARTS)
+            yield from _names(tenant)
 
     def _write(self, manifest: Manifest | None = None) -> None:
         text = msgspec.msgpack.encode(manifest or self._now)
@@ -370,6 +377,11 @@ def clear(store: FdStore) -> None:
         os.close(fd)
         store.remove(name)
     store.close()
+
+
+def _names(tenant: KeptTenant) -> Iterator[str]:
+    for extent in tenant.extents:
+        yield from (f"{extent.id}-{part}" for part in PARTS)
 
 
 def _close(files: ExtentFiles) -> None:

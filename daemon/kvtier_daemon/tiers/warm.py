@@ -1,11 +1,13 @@
 """The memory of the warm tier: extents in memfds. Each belongs to one tenant for the life of the daemon. They
-are faulted in while others are in use."""
+are faulted in while others are in use. Extents that a user who left the tenant may have mapped are retired,
+and replaced by others (see `renewing`)."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import logging
+import mmap
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -63,6 +65,8 @@ class Extent:
     table: Mapping
     notes: Mapping | None = None
     noted: tuple[tuple[int, int], ...] = ()
+    is_retired: bool = False  # no further blocks get slots in it
+    is_empty: bool = False  # and its pages are freed
 
     def handles(self, read_only: bool) -> tuple[int, int]:
         """Return new descriptors of the extent and of its table; the caller closes both. A read-only one
@@ -74,6 +78,11 @@ class Extent:
         except OSError:
             os.close(fd)
             raise
+
+    def free(self) -> None:
+        """Free its pages, although other processes have it mapped: they read zeros."""
+        with mmap.mmap(self.fd, self.nbytes) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -111,20 +120,37 @@ class WarmTier:
         self._prefaulter = Prefaulter(self.event_fd, not huge_pages)
         self._files: list[tuple[int, int]] = []
         self._finished = 0
+        self._freed_bytes = 0  # of retired extents
         self.extents: list[Extent] = []
         self.capacity_bytes = self._earlier_bytes + sum(nbytes for _, nbytes in self._plan)
         self.failure = ""
 
     def start(self) -> int:
         """Begin to allocate. Return the descriptor that becomes readable when `ready` has new extents."""
-        for place, (tenant, nbytes) in enumerate(self._plan):
-            fd = _memfd(f"kvtier-{tenant}-{place}", nbytes, self._huge_pages)
-            table_fd = _memfd(f"kvtier-{tenant}-{place}-generations", table_bytes(nbytes))
-            self._files.append((fd, table_fd))
-            # The table first: an extent cannot be used without it.
-            self._prefaulter.add(table_fd, table_bytes(nbytes))
-            self._prefaulter.add(fd, nbytes, self._lock)
+        for tenant, nbytes in self._plan:
+            self._allocate(tenant, nbytes)
         return self.event_fd
+
+    def _allocate(self, tenant: str, nbytes: int) -> None:
+        place = len(self._files)
+        fd = _memfd(f"kvtier-{tenant}-{place}", nbytes, self._huge_pages)
+        table_fd = _memfd(f"kvtier-{tenant}-{place}-generations", table_bytes(nbytes))
+        self._files.append((fd, table_fd))
+        # The table first: an extent cannot be used without it.
+        self._prefaulter.add(table_fd, table_bytes(nbytes))
+        self._prefaulter.add(fd, nbytes, self._lock)
+
+    def forget_kept(self, tenant: str) -> None:
+        """Leave the present extents of this tenant to no other daemon."""
+        if self._kept is not None:
+            self._kept.retire(tenant)
+
+    def replace(self, extent: Extent) -> None:
+        """Allocate another extent instead of this one, whose pages are freed."""
+        extent.is_empty = True
+        self._freed_bytes += extent.nbytes
+        self._plan.append((extent.tenant, extent.nbytes))
+        self._allocate(extent.tenant, extent.nbytes)
 
     def ready(self) -> Iterator[Extent]:
         """Yield the extents that have become usable since the last call."""
@@ -161,7 +187,8 @@ class WarmTier:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the arena that are allocated so far."""
-        return self._earlier_bytes + sum(done for done, _ in self._prefaulter.progress()[1::2])
+        done = sum(done for done, _ in self._prefaulter.progress()[1::2])
+        return self._earlier_bytes + done - self._freed_bytes
 
     @property
     def huge_bytes(self) -> int:

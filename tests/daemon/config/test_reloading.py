@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier_daemon.config.reload import changes, merged
+from kvtier_daemon.config.reload import changes, left_tenants, merged
 from kvtier_daemon.config.schema import Config, load
 
 
@@ -21,38 +20,42 @@ def config(folder: Path, codecs: list[str]) -> Config:
     return load(file, environ={}).config
 
 
-def tenants(folder: Path, a: list[int | str], b: list[int | str]) -> Config:
+def tenants(folder: Path, a: str, b: str) -> Config:
     file = folder / "kvtier.toml"
     file.write_text(
         f'state = "{folder}"\n[warm]\nsize = "64MiB"\n'
-        f'[tenants.a]\nuids = {a}\nquota = "50%"\n[tenants.b]\nuids = {b}\nquota = "50%"\n'
+        f'[tenants.a]\n{a}\nquota = "50%"\n[tenants.b]\n{b}\nquota = "50%"\n'
     )
     return load(file, environ={}).config
 
 
+ONE, TWO, EVERYONE = "uids = [1]", "uids = [2]", 'uids = ["*"]'
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "live"),
+    ("before", "after", "left"),
     [
-        (([1], [2]), ([1, 3], [2]), True),
-        (([1], [2]), ([1], [2, "*"]), True),
-        (([1, 3], [2]), ([1], [2, 3]), False),
-        (([1, 3], [2]), ([1], [2]), False),
-        (([1], ["*"]), ([1, 3], ["*"]), False),
-        (([1], ["*"]), ([1], [2]), False),
-        (([1, "*"], [2]), ([1], [2, "*"]), False),
+        ((ONE, TWO), ("uids = [1, 3]", TWO), ""),
+        ((ONE, TWO), (ONE, 'uids = [2, "*"]'), ""),
+        (("uids = [1, 3]", TWO), (ONE, "uids = [2, 3]"), "a"),
+        (("uids = [1, 3]", TWO), (ONE, TWO), "a"),
+        ((ONE, EVERYONE), ("uids = [1, 3]", EVERYONE), "b"),
+        ((ONE, EVERYONE), (ONE, TWO), "b"),
+        (('uids = [1, "*"]', TWO), (ONE, 'uids = [2, "*"]'), "a"),
+        ((ONE + "\nwriters = [3]", TWO), (ONE + "\nreaders = [3]", TWO), "a"),
+        ((ONE + "\nreaders = [3]", TWO), (ONE + "\nwriters = [3]", TWO), ""),
+        (("uids = [1, 3]", TWO), (ONE + "\nwriters = [3]", TWO), ""),
+        ((ONE + '\nwriters = ["@5"]', TWO), (ONE, TWO + '\nreaders = ["@5"]'), "a"),
     ],
 )
-def test_a_reload_adds_users_but_does_not_move_them_between_tenants(
-    tmp_path: Path,
-    before: tuple[list[Any], list[Any]],
-    after: tuple[list[Any], list[Any]],
-    live: bool,
+def test_a_reload_knows_which_tenants_a_user_has_left_or_may_not_write_to_any_longer(
+    tmp_path: Path, before: tuple[str, str], after: tuple[str, str], left: str
 ) -> None:
     running, wanted = tenants(tmp_path, *before), tenants(tmp_path, *after)
     found = changes(running, wanted)
-    assert {change.key for change in found} <= {"tenants.a.uids", "tenants.b.uids"}
-    assert {change.live for change in found} == {live}
-    assert merged(running, wanted).tenants == (wanted if live else running).tenants
+    assert found and all(change.live for change in found)
+    assert merged(running, wanted).tenants == wanted.tenants
+    assert left_tenants(running, wanted) == set(left)
 
 
 @pytest.mark.parametrize(

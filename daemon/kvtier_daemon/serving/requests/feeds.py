@@ -84,7 +84,9 @@ class FeedRequests:
             raise need_id()
         if self.growing:
             raise Refused("bad_request", "this session already waits for memory to grow")
-        waits = tenant.catalog.growing and len(tenant.extents) <= request.extents
+        # A client counts retired extents if later ones were announced to it.
+        used = sum(not extent.is_retired for extent in tenant.extents)
+        waits = tenant.catalog.growing and used <= request.extents
         if not waits or request.wait_ms < 1:
             return _grown(tenant, request.id)
         self.growing = request.id

@@ -289,6 +289,12 @@ class DiskMemory:
             self._fixed.add(number)
         return number
 
+    def release(self, number: int) -> None:
+        """Let the kernel keep the pages of this extent no longer."""
+        self._fixed.discard(number)
+        for one in self._attached:
+            one.disk.worker.release(number)
+
     def register_with(self, disk: DirectoryDisk) -> None:
         """Register all extents with a new disk. Raises OSError."""
         for number, mapping in self.mappings.items():

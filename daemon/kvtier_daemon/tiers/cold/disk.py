@@ -140,6 +140,9 @@ class StoppedWorker:
     def register(self, mapping: Mapping, fixed: bool = True) -> int:
         raise OSError(errno.ESHUTDOWN, "the disk was closed")
 
+    def release(self, extent: int) -> None:
+        pass
+
     def read(self, ops: bytes | bytearray) -> None:
         pass
 
