@@ -139,7 +139,7 @@ faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed
 sabotage: venv  ## plant each known bug in a copy of this tree; fails where no test notices one. SABOTAGE="NAME ..." for some
 	$(BIN)/python tests/sabotage/plant.py $(SABOTAGE)
 
-package: venv   ## the sdist, and a wheel for other machines, into dist/
+package: venv   ## the sdist, a wheel for other machines, its bill of materials and licences, into dist/
 	$(BIN)/python tools/requirements.py package | $(BIN)/python -m pip install --quiet -r /dev/stdin
 	tools/build_wheel.sh $(BIN)/python
 

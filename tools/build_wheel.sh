@@ -44,7 +44,13 @@ if [ -z "$tag" ]; then
     exit 1
 fi
 PATH="$(dirname "$python"):$PATH" "$python" -m auditwheel repair --plat "$tag" --wheel-dir "$work/repaired" "$work"/raw/*.whl
-rm -f dist/kvtier-*.whl dist/kvtier-*.tar.gz
-mv "$work"/raw/*.tar.gz "$work"/repaired/*.whl dist/
+# The bill of materials and the licences, beside the wheel and in it. ROOT links the C++ library into the wheel.
+libstdcxx=()
+if [ -n "${ROOT:-}" ]; then
+    libstdcxx=(--libstdcxx "$("$CXX" -dumpversion)")
+fi
+"$python" tools/sbom.py --out "$work/bill" --wheel "$work"/repaired/*.whl "${libstdcxx[@]}"
+rm -f dist/kvtier-*
+mv "$work"/raw/*.tar.gz "$work"/repaired/*.whl "$work"/bill/* dist/
 echo "built for $tag:"
 ls -l dist

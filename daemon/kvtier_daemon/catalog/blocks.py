@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -143,6 +143,9 @@ class BlockTable:
         self._unloaded: set[int] = set()  # read from a tier below, and not used by a client since
         self.loaded = 0  # blocks that were read from a tier below and then used by a client
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
+        self._erasures: dict[
+            int, Callable[[], None]
+        ] = {}  # of purged blocks that still have a slot
 
     def lease(self, batches: list[bytes]) -> None:
         """Hold the blocks of all batches, or of none. A batch must not contain a block twice."""
@@ -186,6 +189,10 @@ class BlockTable:
         """These blocks are neither in memory nor on disk now."""
         if self.expiring.time_of:
             self.expiring.drop(ids)
+        if self._erasures:
+            for one in array("I", ids):
+                if erase := self._erasures.pop(one, None):
+                    erase()
         self.policy.gone(ids)
         self._unloaded.difference_update(array("I", ids))
         self.evicted[why] += len(ids) // ID_BYTES
@@ -235,6 +242,11 @@ class BlockTable:
         self.policy.demoted(orphans)
         self.dead_frames += dead
         return len(freed) < len(ids)
+
+    def erase_when_gone(self, ids: bytes, erasures: Sequence[Callable[[], None]]) -> None:
+        """Call each of these once, in the call that frees the slot of its block. The blocks are in memory,
+        and are to be forgotten now: some stay until a lease ends."""
+        self._erasures.update(zip(array("I", ids), erasures, strict=True))
 
     def _note_victims(self, victims: bytes) -> dict[int, int]:
         """Log the reason for the case that these are evicted. Where the reasons differ, return the reason of

@@ -8,9 +8,11 @@ clock. No call awaits, so decisions cannot interleave.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -324,6 +326,22 @@ class Catalog:
             self.pins.unpin_forgotten()
             self.holds.end_forgotten()
         return len(ids) // ID_BYTES
+
+    def purge(self, space: KnownSpace, keys: bytes, erase: Callable[[bytes, int], None]) -> int:
+        """Forget these blocks, as `forget` does. `erase` is called with the slot and the bytes of each block
+        in memory when its slot has become free, before another block can get the slot."""
+        store = self.blocks.store
+        ids = array("I", self.blocks.resident(space, keys))
+        warm = array(
+            "I", (one for one in ids if store.ready(array("I", (one,)).tobytes()))
+        ).tobytes()
+        blocks = self.demotions.described(warm, store.slots(warm))
+        erasures = [
+            partial(erase, block.slot, block.space.block_bytes[block.identity.group])
+            for block in blocks
+        ]
+        self.blocks.erase_when_gone(warm, erasures)
+        return self.forget(space, keys)
 
     def forget_spoilt(self, ids: bytes) -> None:
         """Forget these blocks, whose bytes are not those of their saves."""

@@ -14,9 +14,11 @@ from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_LISTED, LISTED
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.slot_eraser import SlotEraser
 
 LOOK_RECORDS: Final = 65_536  # in one portion
 PURGE_BLOCKS: Final = 512
+ERASED_BYTES: Final = 32 << 20  # of memory, in one portion: some milliseconds
 SPACES_AT_ONCE: Final = 64
 SHOWN_BYTES: Final = 8  # of a key, for clients that are not privileged
 KEY_AT: Final = LISTED.size - KEY_BYTES
@@ -95,15 +97,19 @@ def listed(
 def purge(
     tenant: Tenant, space: int, first: int, done: Callable[[str], None]
 ) -> tuple[int, int, bool]:
-    """Forget some of the blocks of a space. Return where to continue, how many blocks were forgotten, and
-    whether `done` will be called with the failure, or an empty text. It is called for the last portion, when
-    all of it is durable."""
+    """Forget some of the blocks of a space, and erase their slots. Return where to continue, how many blocks
+    were forgotten, and whether `done` will be called with the failure, or an empty text. It is called for the
+    last portion, when all of it is durable."""
     check_recovered(tenant)
     found = tenant.catalog.space(space)
-    after, rows = _rows(tenant, found, _checked(first), PURGE_BLOCKS)
+    groups = zip(found.block_bytes, found.spec.cache_groups, strict=True)
+    key_bytes = sum(nbytes * group.shards for nbytes, group in groups)
+    limit = min(PURGE_BLOCKS, max(1, ERASED_BYTES // key_bytes))
+    after, rows = _rows(tenant, found, _checked(first), limit)
     each = (rows[at + KEY_AT : at + LISTED.size] for at in range(0, len(rows), LISTED.size))
     keys = b"".join(dict.fromkeys(each))
-    blocks = tenant.catalog.forget(found, keys)
+    eraser = SlotEraser(tenant.name, tenant.extents)
+    blocks = tenant.catalog.purge(found, keys, eraser.erase)
     waits = not after and tenant.tier.forgets.forget(found, keys, done)
     return after, blocks, waits
 

@@ -798,3 +798,45 @@ def test_one_call_releases_a_limited_number_of_blocks_and_the_next_continues(
     assert [catalog.expire_leases(100.0) for _ in range(5)] == [1, 1, 1, 1, 0]
     assert len(catalog.leases) == 0
     assert save(catalog, space, chain(16)).outcomes == bytes([GRANTED] * 16)
+
+
+def test_a_purged_slot_is_erased_when_it_is_free_and_before_another_block_gets_it() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    places = catalog.load(ME, space, keys, 10.0, [0], now=0.0)
+    slots = places.parts[0].slots
+    each = [slots[at : at + SLOT_BYTES] for at in range(0, len(slots), SLOT_BYTES)]
+    held = catalog.load(ME, space, keys[:64], 10.0, [0], now=0.0)
+    catalog.release(ME, places.lease)
+    erased: list[tuple[bytes, int]] = []
+    free_at: list[int] = []
+
+    def erase(slot: bytes, nbytes: int) -> None:
+        erased.append((slot, nbytes))
+        free_at.append(catalog.counts()["blocks"]["ready"])
+
+    assert catalog.purge(space, keys, erase) == 4
+    assert sorted(erased) == sorted((slot, SIZE) for slot in each[2:]), "two blocks are still read"
+    assert catalog.purge(space, keys, erase) == 0 and len(erased) == 2
+    catalog.release(ME, held.lease)
+    assert sorted(erased) == sorted((slot, SIZE) for slot in each)
+    assert set(free_at) == {0}
+    # The records of the purged blocks are used again: their end erases nothing.
+    for _ in range(4):
+        again = chain(8)
+        save(catalog, space, again)
+        catalog.forget(space, again)
+    assert len(erased) == 4
+
+
+def test_a_purge_of_a_block_that_is_being_saved_erases_nothing() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(2)
+    granted = catalog.reserve(ME, space, 0, 0, b"", keys)
+    erased: list[bytes] = []
+    catalog.purge(space, keys, lambda slot, _: erased.append(slot))
+    catalog.abort(ME, granted.lease)
+    save(catalog, space, keys)
+    catalog.forget(space, keys)
+    assert not erased
