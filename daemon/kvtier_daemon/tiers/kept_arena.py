@@ -15,7 +15,8 @@ import secrets
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping as Mapped
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ import msgspec
 from kvtier.layout import KvSpec
 from kvtier.units import MIB, format_bytes
 from kvtier_daemon.tiers.fd_store import FdStore, NoStore
+from kvtier_kernels import Mapping, Store
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def noted_pages(notes_fd: int, note_bytes: int) -> Iterator[tuple[int, int]]:
 class KeptArena:
     """The arena of an earlier daemon, as far as it fits, and the manifest of this one's."""
 
-    def __init__(self, store: FdStore, owners: Mapping[str, bytes], huge_pages: bool) -> None:
+    def __init__(self, store: FdStore, owners: Mapped[str, bytes], huge_pages: bool) -> None:
         self._store = store
         self._huge_pages = huge_pages
         self._fds = dict(store.take())
@@ -186,7 +188,7 @@ class KeptArena:
         now.spaces, now.pins = dict(kept.spaces), kept.pins
         return taken
 
-    def spaces(self, tenant: str) -> Mapping[int, tuple[bytes, KvSpec]]:
+    def spaces(self, tenant: str) -> Mapped[int, tuple[bytes, KvSpec]]:
         """Return the tenant's spaces by number, as the notes of its slots call them."""
         return self._now.tenants[tenant].spaces
 
@@ -209,7 +211,11 @@ class KeptArena:
         fds = [self._fds.get(f"{extent.id}-{part}", -1) for part in PARTS]
         if min(fds) < 0 or extent.huge_pages != self._huge_pages:
             return None
-        if not all(map(_is_sealed, fds, part_bytes(extent.nbytes))):
+        sizes = part_bytes(extent.nbytes)
+        if not all(map(_is_sealed, fds, sizes)):
+            return None
+        if damaged := _damaged_notes(fds[2], sizes[2]):
+            log.error("warm: %d notes are damaged: their extent is not used", damaged)
             return None
         return ExtentFiles(extent.nbytes, *map(os.dup, fds))
 
@@ -256,13 +262,13 @@ class KeptArena:
         self._now.tenants[tenant].extents.append(extent)
         self._write()
 
-    def keep_owners(self, owners: Mapping[str, bytes]) -> None:
+    def keep_owners(self, owners: Mapped[str, bytes]) -> None:
         """Note the tenants' present users."""
         for tenant, owner in owners.items():
             self._now.tenants[tenant].owner = owner
         self._write()
 
-    def keep_spaces(self, tenant: str, spaces: Mapping[int, tuple[bytes, KvSpec]]) -> None:
+    def keep_spaces(self, tenant: str, spaces: Mapped[int, tuple[bytes, KvSpec]]) -> None:
         """Note the tenant's spaces; before a slot is given to a block of a new one."""
         self._now.tenants[tenant].spaces = dict(spaces)
         self._write()
@@ -337,6 +343,14 @@ def part_bytes(extent_bytes: int) -> tuple[int, int, int]:
     """Return the sizes of an extent's data, generations and notes: one of each for a page."""
     pages = -(-extent_bytes // PAGE)
     return extent_bytes, pages * GENERATION_BYTES, extent_bytes // PAGE * NOTE_BYTES
+
+
+def _damaged_notes(fd: int, nbytes: int) -> int:
+    with memoryview(Mapping(fd, nbytes, False)) as notes:
+        return sum(
+            Store.damaged_notes(notes[first * NOTE_BYTES : (first + count) * NOTE_BYTES])
+            for first, count in noted_pages(fd, NOTE_BYTES)
+        )
 
 
 def _is_memory(fd: int, nbytes: int) -> bool:
