@@ -153,7 +153,7 @@ def test_the_printed_commands_install_serve_reload_restart_and_upgrade(machine: 
 
 def test_blocks_in_memory_survive_a_crash_a_restart_and_an_upgrade(machine: Machine) -> None:
     machine.do(
-        "mkdir -p /etc/kvtier; printf '[warm]\\nsize = \"64MiB\"\\nkeep_s = 60\\n' > /etc/kvtier/kvtier.toml"
+        "mkdir -p /etc/kvtier; printf '[warm]\\nsize = \"64MiB\"\\n' > /etc/kvtier/kvtier.toml"
     )
     for command in printed(machine):
         machine.do(command)
