@@ -139,7 +139,11 @@ class KeptArena:
             for fd in (self._fd, *self._fds.values()):
                 os.close(fd)
             self._fds, self._fd = {}, -1
-        before = self._read() if self._fd >= 0 else None
+        before = None
+        try:
+            before = self._read() if self._fd >= 0 else None
+        except ValueError as error:
+            log.error("warm: the memory of the earlier daemon is not used: %s", error)
         if self._fd < 0:
             self._fd = os.memfd_create(MANIFEST, os.MFD_CLOEXEC)
             os.fchmod(self._fd, 0o600)
@@ -220,7 +224,8 @@ class KeptArena:
         return ExtentFiles(extent.nbytes, *map(os.dup, fds))
 
     def _read(self) -> Manifest | None:
-        """Return the newest half; None if it is damaged, if it has another format, or if none was written.
+        """Return the newest half; None if it has another format, or if none was written. Raises ValueError if
+        it is damaged.
 
         The text of a half is written before its head. So at a kill only the text of the older half can differ
         from its head. In any other case the older half is no substitute: it may lack processes that write."""
@@ -229,14 +234,14 @@ class KeptArena:
             raw = os.pread(self._fd, HEAD.size, half)
             sequence, nbytes, crc, own = HEAD.unpack(raw) if len(raw) == HEAD.size else (0, 0, 0, 1)
             if any(raw) and zlib.crc32(raw[:-4]) != own:
-                return self._damaged()
+                raise ValueError("its manifest is damaged")
             text = os.pread(self._fd, nbytes, half + HEAD.size) if nbytes <= HALF_BYTES else b""
             halves.append((sequence, zlib.crc32(text) == crc, text))
         (older, _, _), (self._sequence, is_whole, text) = sorted(halves)
         if not self._sequence:
             return None
         if not is_whole or self._sequence != older + 1:
-            return self._damaged()
+            raise ValueError("its manifest is damaged")
         try:
             found = msgspec.msgpack.decode(text, type=Format).format
             if found == FORMAT:
@@ -248,9 +253,6 @@ class KeptArena:
             FORMAT,
         )  # fmt: skip
         return None
-
-    def _damaged(self) -> None:
-        log.error("warm: the manifest of the earlier daemon is damaged: its memory is not used")
 
     # --- what this daemon leaves -------------------------------------------------------------
 
