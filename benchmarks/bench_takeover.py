@@ -2,11 +2,15 @@
 
 The time counts from the signal to the first warm hit of a whole prefix by a new connection, the start of the
 process included. Then every block is loaded and compared with what was saved.
+
+The same with three clients that save and load all the time and check every byte: how long their longest call
+took, and how many failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import struct
 import subprocess
@@ -15,10 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import harness
 from harness import Row, at_least, at_most
 from kvtier import Client, KvSpec, Space, Unavailable
+from kvtier.client import RECONNECT_S
 from kvtier_daemon.tiers.fd_store import KeeperStore
 
 CHAINS, CHAIN = 100, 1000
@@ -26,6 +32,8 @@ WARM = "4300MiB"
 KEEP_S = 600
 ROUNDS = 3
 BAR_S = 1.0
+CLIENTS, TURNS = 3, 50
+LOADING = Path(__file__).parents[1] / "tests/support/loading_client.py"
 SPEC = KvSpec.dense(
     model="takeover", layers=5, kv_heads=1, head_dim=128, dtype="bfloat16", block_tokens=16, weights="rev:1"
 )  # fmt: skip
@@ -47,6 +55,25 @@ def connected(socket: str) -> Client:
             return Client.connect(socket, populate=False)
         except Unavailable:
             time.sleep(0.002)
+
+
+class Loading:
+    """A process that saves and loads in a loop."""
+
+    def __init__(self, socket: str, seed: int) -> None:
+        command = [sys.executable, str(LOADING), socket, str(seed), str(RECONNECT_S)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def wait_for_turns(self, count: int) -> None:
+        assert self._process.stdout is not None
+        for _ in range(count):
+            assert self._process.stdout.readline()
+
+    def stop(self) -> dict[str, Any]:
+        told, _ = self._process.communicate(timeout=60)
+        return json.loads(told.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def tokens(chain: int) -> list[int]:
@@ -104,6 +131,29 @@ def measure(folder: Path) -> list[Row]:
             at_most(f"{name}: until the first warm hit", median(times), "s", BAR_S, worst=max(times)),
             at_least(f"{name}: blocks found, least of {ROUNDS} rounds", least, "", CHAINS * CHAIN),
             at_most(f"{name}: wrong blocks", wrong, "", 0),
+        ]  # fmt: skip
+    for name, (how, program) in WAYS.items():
+        connected(socket).close()
+        clients = [Loading(socket, seed) for seed in range(1, CLIENTS + 1)]
+        for _ in range(ROUNDS):
+            for client in clients:
+                client.wait_for_turns(TURNS)
+            daemon.send_signal(how)
+            daemon.wait(60)
+            daemon = started(config, program)
+        for client in clients:
+            client.wait_for_turns(TURNS)
+        ends = [client.stop() for client in clients]
+        calls = sum(one["calls"] for one in ends)
+        longest = [one["longest_s"] for one in ends]
+        text = f"{name}, {CLIENTS} clients, {calls} calls"
+        rows += [
+            at_most(f"{text}: the longest call", max(longest), "s", BAR_S, least=min(longest)),
+            at_most(f"{text}: failed calls", sum(one["failed"] for one in ends), "", 0),
+            at_most(f"{text}: reads of evicted blocks", sum(one["stale"] for one in ends), "", 0),
+            at_most(f"{text}: wrong blocks", sum(one["wrong"] for one in ends), "", 0),
+            at_most(f"{text}: forgotten blocks found", sum(one["returned"] for one in ends), "", 0),
+            at_least(f"{text}: blocks loaded", sum(one["loaded"] for one in ends), "", 1),
         ]  # fmt: skip
     daemon.send_signal(signal.SIGINT)
     daemon.wait(60)

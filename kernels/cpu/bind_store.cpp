@@ -115,6 +115,17 @@ class PyStore {
         return store_.add_extent(nbytes, generation, noted);
     }
 
+    static std::size_t damaged_notes(nb::handle notes) {
+        HeldMemory held;
+        held.take(notes, Access::kRead, Shape::kContiguous, "notes");
+        need(reinterpret_cast<std::uintptr_t>(held.data()) % alignof(SlotNote) == 0,
+             "the notes are not aligned");
+        auto* first = reinterpret_cast<const SlotNote*>(held.data());
+        return static_cast<std::size_t>(
+            std::count_if(first, first + held.size() / sizeof(SlotNote),
+                          [](const SlotNote& note) { return !note.is_whole(); }));
+    }
+
     std::uint32_t add_space(const std::vector<std::tuple<nb::int_, nb::int_, nb::int_>>& groups,
                             const std::vector<nb::int_>& shards, std::uint32_t name) {
         need(groups.size() == shards.size(), "need one number of shards per group");
@@ -500,6 +511,7 @@ void bind_store(nb::module_& m) {
         .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
         .def("names", &PyStore::names, "ids"_a)
+        .def_static("damaged_notes", &PyStore::damaged_notes, "notes"_a)
         .def_static("names_of_keys", &PyStore::names_of_keys, "keys"_a, "at"_a)
         .def("parents", &PyStore::parents, "ids"_a)
         .def("room", &PyStore::room, "space"_a, "group"_a, "n"_a)

@@ -621,28 +621,31 @@ void Store::note_writing(Id id, Noted state, std::uint32_t owner, std::uint64_t 
     const Place& place = places_[record.place];
     Id parent = parent_of(id);
     note->open();
-    note->state = state;
-    note->owner = owner;
     note->space = spaces_[place.space].name;
     note->group = place.group;
     note->shard = place.shard;
-    note->has_parent = parent != none;
-    note->summed = note->lossy = note->rest = 0;
+    note->rest = 0;
     note->key = key_of(id);
     note->parent = parent != none ? records_[parent].key : Key{};
     note->sequence = ++sequence_;
     note->expires_ms = expires_ms;
-    note->close(slabs_.address(record.slab, record.slot).generation);
+    NoteMark mark{};
+    mark.owner = owner;
+    mark.state = state;
+    mark.has_parent = parent != none;
+    note->close(mark, slabs_.address(record.slab, record.slot).generation);
 }
 
 void Store::note_ready(Id id) {
     const Record& record = records_[id];
     SlotNote* note = slabs_.note(record.slab, record.slot);
     if (!note) return;
-    note->summed = records_.summed(id);
-    note->lossy = record.lossy;
-    if (note->summed) note->checksum = records_.checksum(id);
-    note->become(Noted::ready);
+    NoteMark mark = note->mark;
+    mark.state = Noted::ready;
+    mark.summed = records_.summed(id);
+    mark.lossy = record.lossy;
+    if (mark.summed) note->checksum = records_.checksum(id);
+    note->become(mark);
 }
 
 Adopted Store::adopt(std::span<const NotedPages> pages,
@@ -661,9 +664,10 @@ Adopted Store::adopt(std::span<const NotedPages> pages,
         std::uint64_t end = std::min(run.first + run.pages, slabs_.pages(run.extent));
         for (std::uint64_t page = run.first; notes && page < end; ++page) {
             const SlotNote& note = notes[page];
+            if (note.generation == SlotNote::opened) slabs_.outdate(run.extent, page);
             if (!note.generation || !slabs_.is_current(run.extent, page)) continue;
             auto known = spaces.find(note.space);
-            bool fits = note.state != Noted::nothing && known != spaces.end();
+            bool fits = note.mark.state != Noted::nothing && known != spaces.end();
             if (fits) {
                 const std::vector<GroupSpec>& groups = space(known->second).groups;
                 fits = note.group < groups.size() && note.shard < groups[note.group].shards;
@@ -674,7 +678,7 @@ Adopted Store::adopt(std::span<const NotedPages> pages,
                 found.push_back({run.extent, &note, at, {page, places_[at].size_class}});
             } else {
                 slabs_.outdate(run.extent, page);
-                adopted.dropped += note.state == Noted::ready;
+                adopted.dropped += note.mark.state == Noted::ready;
             }
         }
     }
@@ -717,9 +721,9 @@ Adopted Store::adopt(std::span<const NotedPages> pages,
         if (i % 256 == 0) begin();
         // A slot that is being read must not occupy its key: the block is in a tier below.
         SlotNote note = *one.note;
-        if (note.state == Noted::reading) {
+        if (note.mark.state == Noted::reading) {
             note.key = Key{{~note.sequence, note.generation, one.extent, one.slot.page}};
-            note.has_parent = note.owner = 0;
+            note.mark.has_parent = note.mark.owner = 0;
         }
         sequence_ = std::max(sequence_, note.sequence);
         std::optional<Id> id = adopt_one(note, one.place);
@@ -731,12 +735,12 @@ Adopted Store::adopt(std::span<const NotedPages> pages,
         slabs_.put(one.slot, *id);
         records_[*id].slab = one.slot.slab;
         records_[*id].slot = one.slot.slot;
-        if (note.state == Noted::ready) {
+        if (note.mark.state == Noted::ready) {
             adopted.ready.push_back(*id);
             adopted.expires_ms.push_back(note.expires_ms);
         } else {
             adopted.writing.push_back(*id);
-            adopted.owners.push_back(note.owner);
+            adopted.owners.push_back(note.mark.owner);
         }
     }
     slabs_.open(laid);
@@ -751,7 +755,7 @@ std::optional<Id> Store::adopt_one(const SlotNote& note, std::uint32_t at) {
         Id node = find(space, key, hash);
         return node == none ? make_node(space, key, hash) : node;
     };
-    Id above = note.has_parent ? node_of(note.parent) : none;
+    Id above = note.mark.has_parent ? node_of(note.parent) : none;
     Id node = node_of(note.key);
     if (residency(node, at) != none) {
         if (above != none) drop_idle(above);
@@ -761,11 +765,11 @@ std::optional<Id> Store::adopt_one(const SlotNote& note, std::uint32_t at) {
     Id id = attach(node, at, Event::reserve);
     if (above != none) drop_idle(above);
     Record& record = records_[id];
-    if (note.state == Noted::ready) {
+    if (note.mark.state == Noted::ready) {
         record.become(after(Event::commit));
-        record.summed = note.summed;
-        record.lossy = note.lossy;
-        if (note.summed) records_.checksum(id) = note.checksum;
+        record.summed = note.mark.summed;
+        record.lossy = note.mark.lossy;
+        if (note.mark.summed) records_.checksum(id) = note.checksum;
         tally(id, State::writing, State::ready);
         arrived(id);
     } else {
@@ -795,7 +799,10 @@ void Store::own(Ids ids, std::uint32_t owner) {
         const Record& record = block(id);
         need(record.is() == State::quarantined && !record.filling, "a block is not quarantined");
         SlotNote* note = slabs_.note(record.slab, record.slot);
-        if (note) std::atomic_ref<std::uint32_t>(note->owner).store(owner);
+        if (!note) continue;
+        NoteMark mark = note->mark;
+        mark.owner = owner;
+        note->become(mark);
     }
 }
 
@@ -846,7 +853,11 @@ Left Store::forget(Ids ids) {
             tally(id, was[i], record.is());
             // A slot that a disk may still write to stays noted.
             SlotNote* note = slabs_.note(record.slab, record.slot);
-            if (note && record.is() == State::doomed) note->become(Noted::nothing);
+            if (note && record.is() == State::doomed) {
+                NoteMark mark = note->mark;
+                mark.state = Noted::nothing;
+                note->become(mark);
+            }
             if (places_[record.place].full) cut_below(records_.node_of(id), &left.orphans);
         }
     }

@@ -66,6 +66,7 @@ class Client:
 
     @property
     def daemon_version(self) -> str:
+        """The version of the daemon."""
         return self.link.welcome.version
 
     @classmethod
@@ -204,32 +205,9 @@ class Client:
         neither for the daemon nor for another thread of this client; returns {} instead."""
         replies, mappings = self.link.poll()
         return {
-            ticket: self._answer(ticket, mappings, asked, reply)
+            ticket: _answer(self.link, ticket, mappings, asked, reply)
             for ticket, (asked, reply) in replies.items()
         }
-
-    def _answer(
-        self,
-        ticket: int,
-        mappings: BothMappings,
-        asked: type[wire.Message],
-        reply: wire.Reply,
-    ) -> Answer:
-        refused = reply.text if isinstance(reply, wire.Failed) else ""
-        if asked is wire.Load:
-            nothing = wire.Loaded(ticket, 0, 0, 0.0, 0, b"", [])
-            loaded = reply if isinstance(reply, wire.Loaded) else nothing
-            return Lease(self.link, mappings, loaded, refused)
-        if asked is wire.Pin:
-            return Pinned(reply.blocks if isinstance(reply, wire.Counted) else 0, refused)
-        if asked in (wire.Watch, wire.Ping):
-            if not isinstance(reply, wire.Changed):
-                return Changes([], int(isinstance(reply, wire.Done)), refused)
-            changes = [Change(*one) for one in wire.CHANGE.iter_unpack(reply.changes)]
-            return Changes(changes, reply.missed)
-        if isinstance(reply, wire.Matched):
-            return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
-        return Match(0, 0, 0.0, refused)
 
     def close(self) -> None:
         """Release all leases and close the connection. Views of slots become invalid.
@@ -243,6 +221,30 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _answer(
+    link: Link,
+    ticket: int,
+    mappings: BothMappings,
+    asked: type[wire.Message],
+    reply: wire.Reply,
+) -> Answer:
+    refused = reply.text if isinstance(reply, wire.Failed) else ""
+    if asked is wire.Load:
+        nothing = wire.Loaded(ticket, 0, 0, 0.0, 0, b"", [])
+        loaded = reply if isinstance(reply, wire.Loaded) else nothing
+        return Lease(link, mappings, loaded, refused)
+    if asked is wire.Pin:
+        return Pinned(reply.blocks if isinstance(reply, wire.Counted) else 0, refused)
+    if asked in (wire.Watch, wire.Ping):
+        if not isinstance(reply, wire.Changed):
+            return Changes([], int(isinstance(reply, wire.Done)), refused)
+        changes = [Change(*one) for one in wire.CHANGE.iter_unpack(reply.changes)]
+        return Changes(changes, reply.missed)
+    if isinstance(reply, wire.Matched):
+        return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
+    return Match(0, 0, 0.0, refused)
 
 
 def _report(link: Link, request: wire.Message) -> dict[str, Any]:

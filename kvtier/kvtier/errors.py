@@ -29,7 +29,7 @@ class ConfigError(KvtierError):
 
 
 class Unavailable(KvtierError):  # noqa: N818
-    """No daemon answered in time. Close the client; continue without a cache or connect again."""
+    """No daemon answered in time. Continue without a cache: the client connects again with a later call."""
 
 
 class ProtocolError(KvtierError):
@@ -62,7 +62,7 @@ class ViewsInUse(KvtierError, BufferError):  # noqa: N818
 
 
 class StaleLease(KvtierError):  # noqa: N818
-    """The lease has ended. Do not use the data that was read under it."""
+    """The lease has ended. Do not use the data that was read under it; repeat the save that had it."""
 
 
 class SpoiltBlocks(KvtierError):  # noqa: N818

@@ -397,17 +397,18 @@ class Link:
         if self._closed or not self.caller.reconnect_s:
             return False
         if self._reconnecting is None or not self._reconnecting.is_alive():
+            pause_s = AWAY_S if self._away else 0.0  # the caller may poll often
+
+            def reconnect() -> None:
+                time.sleep(pause_s)
+                with self.lock, contextlib.suppress(Unavailable, Refused, ProtocolError):
+                    self._reconnected(self.caller.clock() + self.caller.reconnect_s)
+
             self._reconnecting = threading.Thread(
-                target=self._reconnect_now, name="kvtier-reconnect", daemon=True
+                target=reconnect, name="kvtier-reconnect", daemon=True
             )
             self._reconnecting.start()
         return not self._away
-
-    def _reconnect_now(self) -> None:
-        if self._away:
-            time.sleep(AWAY_S)  # the caller may poll often
-        with self.lock, contextlib.suppress(Unavailable, Refused, ProtocolError):
-            self._reconnected(self.caller.clock() + self.caller.reconnect_s)
 
 
 def _map_extents(connection: Connection, arena: Arena) -> None:

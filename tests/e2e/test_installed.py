@@ -19,7 +19,7 @@ COLD = "/srv/disk/cold"
 CONFIG = f'[warm]\nsize = "64MiB"\n[cold]\ndirectories = ["{COLD}"]\nsize = "256MiB"\n'
 CLIENT = """
 import sys
-from kvtier import Client, KvSpec, errors
+from kvtier import Client, KvSpec
 spec = KvSpec.dense(model="m", layers=4, kv_heads=8, head_dim=64, dtype="bfloat16", block_tokens=16,
                     weights="rev:1")
 def opened(client):
@@ -48,18 +48,13 @@ with Client.connect() as client:
         if not found.coming and sys.argv[1:] != ["patient"]:
             sys.exit(f"not found: {{found}}")
 """
-# A connection that is open while the service restarts; then the same program connects again.
+# A client that is connected while the service restarts goes on.
 RECONNECT = f"""{CLIENT}
 import pathlib, subprocess
-client = Client.connect()
-opened(client)
-subprocess.run(["systemctl", "restart", "kvtierd.service"], check=True)
-try:
+with Client.connect(timeout_s=60, reconnect_s=60) as client:
+    opened(client)
+    subprocess.run(["systemctl", "restart", "kvtierd.service"], check=True)
     client.ping()
-    sys.exit("the old connection outlived its daemon")
-except errors.Unavailable:
-    client.close()
-with Client.connect() as client:
     opened(client)
     print("connected again")
 """
@@ -158,7 +153,7 @@ def test_the_printed_commands_install_serve_reload_restart_and_upgrade(machine: 
 
 def test_blocks_in_memory_survive_a_crash_a_restart_and_an_upgrade(machine: Machine) -> None:
     machine.do(
-        "mkdir -p /etc/kvtier; printf '[warm]\\nsize = \"64MiB\"\\nkeep_s = 60\\n' > /etc/kvtier/kvtier.toml"
+        "mkdir -p /etc/kvtier; printf '[warm]\\nsize = \"64MiB\"\\n' > /etc/kvtier/kvtier.toml"
     )
     for command in printed(machine):
         machine.do(command)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,65 +17,21 @@ from kvtier import Lease, StaleLease, Unavailable, wire
 from kvtier.space import Changes
 from support.daemons import start_daemon
 from support.effort import effort
-from support.kept import KEEP_S, end, folder, quarantined, save, start, tokens
+from support.kept import (
+    KEEP_S,
+    WAIT_S,
+    Loading,
+    end,
+    folder,
+    loading,
+    quarantined,
+    save,
+    start,
+    tokens,
+)
 from support.specs import pattern, spec_of
 
-__all__ = ["folder"]  # a fixture
-
-WAIT_S = 60.0
-LOADING = Path(__file__).parents[1] / "support" / "loading_client.py"
-
-
-class Loading:
-    """A process of `loading_client.py`."""
-
-    def __init__(self, socket: str, seed: int) -> None:
-        self.turns = 0
-        self._process = subprocess.Popen(
-            [sys.executable, str(LOADING), socket, str(seed), str(WAIT_S)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._lines: list[str] = []
-        self._reading = threading.Thread(target=self._read)
-        self._reading.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                self._lines.append(line)
-            else:
-                self.turns = int(line)
-
-    def wait_for_turns(self, count: int) -> None:
-        wanted, deadline = self.turns + count, time.monotonic() + WAIT_S
-        while self.turns < wanted:
-            assert time.monotonic() < deadline and self._process.poll() is None, "no progress"
-            time.sleep(0.005)
-
-    def stop(self) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(WAIT_S)
-        self._reading.join(WAIT_S)
-        self._process.stdout.close()
-        (line,) = self._lines
-        return json.loads(line)  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def loading() -> Iterator[Callable[[str, int], list[Loading]]]:
-    running: list[Loading] = []
-
-    def begin(socket: str, count: int) -> list[Loading]:
-        running.extend(Loading(socket, seed) for seed in range(1, count + 1))
-        return running
-
-    yield begin
-    for one in running:
-        if one._process.poll() is None:
-            one._process.kill()
-            one._process.wait()
+__all__ = ["folder", "loading"]  # fixtures
 
 
 @pytest.mark.parametrize("keep_s", [KEEP_S, 0])

@@ -17,7 +17,7 @@ from support.stores import FULL, PAGE, key, keys, pack, unpack
 
 NOTE = struct.Struct(
     "<QIIIIII32s32s16sQQ"
-)  # generation, state, owner, space, group, shard, flags, ...
+)  # generation, space, group, shard, 0, owner, state and flags, ...
 IDENTITY = struct.Struct("<IIIB3x32s32s")
 LISTED_BYTES = 56
 READY = 2
@@ -258,7 +258,10 @@ def test_a_note_that_contradicts_another_or_the_memory_costs_blocks_and_nothing_
         dropped = set()
     else:
         note = memory.note(3)
-        note[4 if damage == "group" else 1] = 2 if damage == "group" else 0
+        if damage == "group":
+            note[2] = 2
+        else:
+            note[6] &= ~3
         memory.write_note(3, note)
     adopted = memory.adopted()
     found = {one.key for one in blocks(adopted.store, adopted.spaces)}
@@ -267,12 +270,44 @@ def test_a_note_that_contradicts_another_or_the_memory_costs_blocks_and_nothing_
     assert {one.key for one in blocks(again.store, again.spaces)} == found and not again.dropped
 
 
+def test_any_bit_of_a_note_that_changed_is_noticed(memory):
+    """Except for the checksum of a block that has none, and of one that is being written."""
+    store, spaces = memory.store()
+    save(store, spaces[7], ("a", "b"))
+    save(store, spaces[9], ("c",), parent="x", summed=False, expires_ms=77)
+    ids, _ = store.reserve(spaces[7], 0, 0, None, keys("d"), bytes(1), owner=5)
+    store.quarantine(ids)
+    store.own(ids, 6)
+    stays = save(store, spaces[7], ("leased",))
+    store.lease(stays)
+    store.forget(stays)
+    assert Store.damaged_notes(memory.notes) == 0
+    pages = [page for page in range(PAGES) if memory.note(page)[0]]
+    assert len(pages) == 5
+    unused = (PAGES - 1) * NOTE.size  # a note that was never written
+    places = [*(page * NOTE.size + at for page in pages for at in range(NOTE.size))]
+    places += range(unused, unused + NOTE.size)
+    noticed = 0
+    for place in places:
+        flags = memory.note(place // NOTE.size)[6]
+        in_checksum = 96 <= place % NOTE.size < 112
+        for bit in range(8):
+            memory.notes[place] ^= 1 << bit
+            damaged = Store.damaged_notes(memory.notes)
+            memory.notes[place] ^= 1 << bit
+            is_summed = flags & 3 == READY and flags & 8
+            assert damaged or (in_checksum and place < unused and not is_summed), place
+            noticed += damaged
+    assert noticed > 7 * len(places) and Store.damaged_notes(memory.notes) == 0
+
+
 def test_memory_that_was_taken_over_is_used_like_any_other(memory):
     chance = random.Random(5)
     store, spaces = memory.store()
     for seed in range(effort(20, 100, 500)):
         act(store, spaces, random.Random(seed), 300, lambda *_: None)
         before = blocks(store, spaces)
+        assert Store.damaged_notes(memory.notes) == 0
         adopted = memory.adopted()
         assert blocks(adopted.store, adopted.spaces) == before
         assert len(unpack(adopted.ready)) == len(before) and adopted.dropped == 0
@@ -370,6 +405,7 @@ def test_a_store_that_was_killed_anywhere_leaves_what_it_said_it_had(memory):
             kept = kept | some if log[at] == ord("s") else kept - some
             left_for_good = left_for_good | some if log[at] == ord("l") else left_for_good - some
             at += 5 + length
+        assert Store.damaged_notes(memory.notes) == 0, "a kill damages none"
         adopted = memory.adopted()
         packed = identities(adopted.store, [adopted.ready])
         found = {packed[i : i + 44] for i in range(0, len(packed), 44)}

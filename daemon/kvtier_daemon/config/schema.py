@@ -25,6 +25,7 @@ from kvtier_daemon.config.values import EVERYONE, PAGE_BYTES, whole_pages
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
 LEAST_SEGMENTS: Final = 4
+KEEP_S: Final = 60
 SYSTEM_SOCKET: Final = Path("/run/kvtier/kvtier.sock")
 SYSTEM_STATE: Final = Path("/var/lib/kvtier")
 SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
@@ -157,6 +158,11 @@ def default_state(environ: Mapping[str, str], uid: int) -> Path:
     return Path(tempfile.gettempdir()) / f"kvtier-{uid}" / "state"
 
 
+def default_keep_s(environ: Mapping[str, str]) -> int:
+    """Return how long memory is kept by default: the installed service has a store for it."""
+    return KEEP_S if environ.get("FDSTORE", "0") != "0" else 0
+
+
 def default_extent(size_bytes: int) -> int:
     """Return the extent for a warm tier of `size_bytes`: at most 64 extents from 64 GiB on.
 
@@ -196,6 +202,7 @@ def load(
     leaves: sources.Leaves = {
         ("socket",): Leaf(str(default_socket(environ, uid)), "default"),
         ("state",): Leaf(str(default_state(environ, uid)), "default"),
+        ("warm", "keep_s"): Leaf(default_keep_s(environ), "default"),
     }
     problems = Problems("errors in the configuration")
     files = [] if file is None else [file, *sorted((file.parent / "conf.d").glob("*.toml"))]

@@ -15,7 +15,8 @@ import secrets
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping as Mapped
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ import msgspec
 from kvtier.layout import KvSpec
 from kvtier.units import MIB, format_bytes
 from kvtier_daemon.tiers.fd_store import FdStore, NoStore
+from kvtier_kernels import Mapping, Store
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def noted_pages(notes_fd: int, note_bytes: int) -> Iterator[tuple[int, int]]:
 class KeptArena:
     """The arena of an earlier daemon, as far as it fits, and the manifest of this one's."""
 
-    def __init__(self, store: FdStore, owners: Mapping[str, bytes], huge_pages: bool) -> None:
+    def __init__(self, store: FdStore, owners: Mapped[str, bytes], huge_pages: bool) -> None:
         self._store = store
         self._huge_pages = huge_pages
         self._fds = dict(store.take())
@@ -137,7 +139,11 @@ class KeptArena:
             for fd in (self._fd, *self._fds.values()):
                 os.close(fd)
             self._fds, self._fd = {}, -1
-        before = self._read() if self._fd >= 0 else None
+        before = None
+        try:
+            before = self._read() if self._fd >= 0 else None
+        except ValueError as error:
+            log.error("warm: the memory of the earlier daemon is not used: %s", error)
         if self._fd < 0:
             self._fd = os.memfd_create(MANIFEST, os.MFD_CLOEXEC)
             os.fchmod(self._fd, 0o600)
@@ -186,7 +192,7 @@ class KeptArena:
         now.spaces, now.pins = dict(kept.spaces), kept.pins
         return taken
 
-    def spaces(self, tenant: str) -> Mapping[int, tuple[bytes, KvSpec]]:
+    def spaces(self, tenant: str) -> Mapped[int, tuple[bytes, KvSpec]]:
         """Return the tenant's spaces by number, as the notes of its slots call them."""
         return self._now.tenants[tenant].spaces
 
@@ -209,12 +215,17 @@ class KeptArena:
         fds = [self._fds.get(f"{extent.id}-{part}", -1) for part in PARTS]
         if min(fds) < 0 or extent.huge_pages != self._huge_pages:
             return None
-        if not all(map(_is_sealed, fds, part_bytes(extent.nbytes))):
+        sizes = part_bytes(extent.nbytes)
+        if not all(map(_is_sealed, fds, sizes)):
+            return None
+        if damaged := _damaged_notes(fds[2], sizes[2]):
+            log.error("warm: %d notes are damaged: their extent is not used", damaged)
             return None
         return ExtentFiles(extent.nbytes, *map(os.dup, fds))
 
     def _read(self) -> Manifest | None:
-        """Return the newest half; None if it is damaged, if it has another format, or if none was written.
+        """Return the newest half; None if it has another format, or if none was written. Raises ValueError if
+        it is damaged.
 
         The text of a half is written before its head. So at a kill only the text of the older half can differ
         from its head. In any other case the older half is no substitute: it may lack processes that write."""
@@ -223,14 +234,14 @@ class KeptArena:
             raw = os.pread(self._fd, HEAD.size, half)
             sequence, nbytes, crc, own = HEAD.unpack(raw) if len(raw) == HEAD.size else (0, 0, 0, 1)
             if any(raw) and zlib.crc32(raw[:-4]) != own:
-                return self._damaged()
+                raise ValueError("its manifest is damaged")
             text = os.pread(self._fd, nbytes, half + HEAD.size) if nbytes <= HALF_BYTES else b""
             halves.append((sequence, zlib.crc32(text) == crc, text))
         (older, _, _), (self._sequence, is_whole, text) = sorted(halves)
         if not self._sequence:
             return None
         if not is_whole or self._sequence != older + 1:
-            return self._damaged()
+            raise ValueError("its manifest is damaged")
         try:
             found = msgspec.msgpack.decode(text, type=Format).format
             if found == FORMAT:
@@ -242,9 +253,6 @@ class KeptArena:
             FORMAT,
         )  # fmt: skip
         return None
-
-    def _damaged(self) -> None:
-        log.error("warm: the manifest of the earlier daemon is damaged: its memory is not used")
 
     # --- what this daemon leaves -------------------------------------------------------------
 
@@ -264,13 +272,13 @@ class KeptArena:
         now.extents = []
         self._write()
 
-    def keep_owners(self, owners: Mapping[str, bytes]) -> None:
+    def keep_owners(self, owners: Mapped[str, bytes]) -> None:
         """Note the tenants' present users."""
         for tenant, owner in owners.items():
             self._now.tenants[tenant].owner = owner
         self._write()
 
-    def keep_spaces(self, tenant: str, spaces: Mapping[int, tuple[bytes, KvSpec]]) -> None:
+    def keep_spaces(self, tenant: str, spaces: Mapped[int, tuple[bytes, KvSpec]]) -> None:
         """Note the tenant's spaces; before a slot is given to a block of a new one."""
         self._now.tenants[tenant].spaces = dict(spaces)
         self._write()
@@ -344,6 +352,14 @@ def part_bytes(extent_bytes: int) -> tuple[int, int, int]:
     """Return the sizes of an extent's data, generations and notes: one of each for a page."""
     pages = -(-extent_bytes // PAGE)
     return extent_bytes, pages * GENERATION_BYTES, extent_bytes // PAGE * NOTE_BYTES
+
+
+def _damaged_notes(fd: int, nbytes: int) -> int:
+    with memoryview(Mapping(fd, nbytes, False)) as notes:
+        return sum(
+            Store.damaged_notes(notes[first * NOTE_BYTES : (first + count) * NOTE_BYTES])
+            for first, count in noted_pages(fd, NOTE_BYTES)
+        )
 
 
 def _is_memory(fd: int, nbytes: int) -> bool:
