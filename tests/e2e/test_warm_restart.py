@@ -110,10 +110,6 @@ with space.reserve(keys) as saving:
 """
 
 
-def quarantined(daemon: Daemon) -> int:
-    return int(daemon.stats()["tiers"]["warm"]["states"]["quarantined"])
-
-
 @pytest.mark.parametrize("first", [signal.SIGKILL, signal.SIGTERM])
 def test_slots_of_a_process_that_may_still_write_are_held_until_it_ends(
     folder: Path, first: signal.Signals

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.wire import SLOT
-from kvtier_daemon.tiers.warm import NOTE_BYTES, PAGE, Extent
+from kvtier_daemon.tiers.kept_arena import NOTE_BYTES, PAGE
+from kvtier_daemon.tiers.warm import Extent
 from kvtier_kernels import Mapping
 
 log = logging.getLogger(__name__)
