@@ -62,7 +62,7 @@ def tokens(space: Space, first: int, count: int) -> list[int]:
 
 def loaded(client: Client, first: int = 0, count: int = BLOCKS, model: str = "test") -> list[bytes]:
     space = client.open(spec_of(model))
-    with space.load(space.keys(tokens(space, first, count))) as blocks:
+    with space.load(space.keys(tokens(space, first, count)), deadline_ms=60_000) as blocks:
         return [bytes(one) for one in blocks if one is not None]
 
 
