@@ -290,9 +290,9 @@ def test_a_keeper_holds_on_to_a_daemon_that_is_silent_for_long(
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(tmp_path / "keeper"))
     listener.listen()
-    store = KeeperStore(tmp_path / "keeper", KEEP_S)
     thread = threading.Thread(target=keeper.Keeper(listener, 0.02).run)
     thread.start()
+    store = KeeperStore(tmp_path / "keeper", KEEP_S)
     store.put("one", 0)
     time.sleep(0.3)  # far longer than the keeper's times: silence is what is tested
     store.put("two", 0)

@@ -28,6 +28,7 @@ from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import xxh3_128
 from models.codecs import step_of
 from support.cold_bench import SIZE, run
+from support.effort import effort
 from support.losses_by_twins import STEP, block_of, floats_of, once_lost, profile_of
 from support.specs import spec_of
 
@@ -108,34 +109,37 @@ class Lossy(Tenant):
         await until(lambda: first not in shelf.log.others)
 
 
+HALF = effort(8, 16, 16)  # of the blocks
+
+
 @pytest.mark.parametrize("asked", NAMES)
 def test_a_read_returns_what_the_reference_codec_returns(tmp_path: Path, asked: str) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, asked) as tenant:
-            for first in (0, 16):
-                tenant.put(first, 16, digests=first > 0)
-                await tenant.on_disk(first + 16)
+            for first in (0, HALF):
+                tenant.put(first, HALF, digests=first > 0)
+                await tenant.on_disk(first + HALF)
             number = NUMBERS[asked.partition("-")[0]]
-            assert {tenant.frame(at)[CODEC] for at in range(32)} == {number}
-            assert {tenant.frame(at)[FLAGS] for at in range(32)} == {LOSSY}
+            assert {tenant.frame(at)[CODEC] for at in range(2 * HALF)} == {number}
+            assert {tenant.frame(at)[FLAGS] for at in range(2 * HALF)} == {LOSSY}
             used = tenant.catalog.counts()["framed_bytes"]
-            assert used == sum(4096 + frame.pages(tenant.frame(at)[2]) for at in range(32))
-            assert used < 32 * BLOCK * 0.63, "capacity is charged by the bytes in use"
+            assert used == sum(4096 + frame.pages(tenant.frame(at)[2]) for at in range(2 * HALF))
+            assert used < 2 * HALF * BLOCK * 0.63, "capacity is charged by the bytes in use"
             header = tenant.header(3)
             assert (header.codec, header.lossy_generation) == (number, 1)
             assert header.profile == (profile_of(SPEC).name if "-" in asked else bytes(16))
             assert header.raw_digest == xxh3_128(tenant.lost(3))
-            for at in range(32):
+            for at in range(2 * HALF):
                 found = await tenant.bring("bfloat16", at)
-                assert found == tenant.lost(at, at // 16 * 16), at
+                assert found == tenant.lost(at, at // HALF * HALF), at
                 _within(asked, block_of(key(at), SPEC), found)
         async with Lossy(tmp_path, asked) as again:
-            assert again.catalog.counts()["framed_blocks"] == 32
-            for at in range(32):
-                assert await again.bring("bfloat16", at) == tenant.lost(at, at // 16 * 16), at
+            assert again.catalog.counts()["framed_blocks"] == 2 * HALF
+            for at in range(2 * HALF):
+                assert await again.bring("bfloat16", at) == tenant.lost(at, at // HALF * HALF), at
         volume = ColdDirectory(tmp_path, SIZE)
         report = check(volume)
-        assert report.is_clean and report.frames == 32
+        assert report.is_clean and report.frames == 2 * HALF
         volume.close()
 
     run(work())
