@@ -13,7 +13,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo test test-all engines test-engines test-engines-all test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-gpu \
+.PHONY: help venv demo test test-all engines test-engines test-engines-all test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage package clean
 
 help:           ## this list
@@ -105,6 +105,9 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 
 bench-cold: venv  ## the cold tier relative to fio, 12 minutes; COLD="--folder DIR --trace FILE" selects the disk and the trace
 	$(BIN)/python benchmarks/bench_cold.py $(COLD)
+
+bench-writes: venv  ## bursts of saves at 0.8 of the disk's rate, and the time of a stop, 15 minutes; WRITES="--folder DIR" selects the disk
+	$(BIN)/python benchmarks/bench_writes.py $(WRITES)
 
 bench-frames: venv  ## encoded blocks from a disk, relative to reading and decoding alone; FRAMES="--folder DIR" selects the disk
 	$(BIN)/python benchmarks/bench_frames.py $(FRAMES)

@@ -199,8 +199,12 @@ class Plain(Runs):
 
 
 def stops(folder: Path, nbytes: int, pairs: int) -> list[Row]:
-    stop = Stops(folder, nbytes + nbytes // 8, 2 * nbytes, nbytes // BLOCK)
+    stop = Stops(folder, nbytes + nbytes // 8, int(1.3 * nbytes), nbytes // BLOCK)
     plain = Plain(folder / "plain", nbytes)
+    for _ in range(2):  # later stops reuse segments
+        stop.once()
+    stop.forget()
+    stop.alone = stop.found = 0
     for number in range(pairs):
         for arm in (stop, plain) if number % 2 == 0 else (plain, stop):
             arm.once()

@@ -37,6 +37,7 @@ SOURCES = {
     "gpu": "python benchmarks/bench_gpu.py",
     "operator": "python benchmarks/bench_operator.py",
     "peers": "python benchmarks/bench_peers.py",
+    "writes": "python benchmarks/bench_writes.py",
 }
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {

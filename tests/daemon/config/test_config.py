@@ -75,7 +75,7 @@ def test_every_key_can_be_written(read):
         "keep_s = 5\n"
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
         'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
-        'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
+        'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\nstop_s = 30\n'
         'admission = "second-touch"\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
@@ -111,6 +111,7 @@ def test_every_key_can_be_written(read):
             "admission": "second-touch",
             "daily_writes": 2048 * GIB,
             "scrub": 4 * MIB,
+            "stop_s": 30,
         },
         "http": {"listen": ("0.0.0.0", 80), "allow_remote": True, "hosts": ("gpu7.example",)},
         "audit": {"path": "/var/log/a"},
