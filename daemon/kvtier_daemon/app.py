@@ -163,6 +163,11 @@ class App:
         loop.add_signal_handler(signal.SIGTERM, terminated)
         loop.add_signal_handler(signal.SIGINT, interrupted)
         reload = asyncio.Event()
+
+        def note_reload(outcome: str, changed: str) -> None:
+            actor = Actor(os.geteuid(), 0, "SIGHUP")
+            self._audit.note(Order("reload", what=changed), outcome, actor)
+
         loop.add_signal_handler(signal.SIGHUP, reload.set)
         # The objects so far live as long as the daemon: exclude them from garbage collection.
         gc.collect()
@@ -181,7 +186,7 @@ class App:
             kept=self._kept,
             audit=self._audit,
         )
-        self._divide(self.config)
+        self._server.divide(self.config)
         lag = LoopLag(loop)
         self._figures.serving(self._server, lag)
         taken_over: dict[str, bytes] = {}
@@ -204,9 +209,7 @@ class App:
             running = [
                 tasks.create_task(self._run_periodically(), name="tend"),
                 tasks.create_task(recorder.run(), name="record"),
-                tasks.create_task(
-                    self._settings.reload_when(reload, self._note_reload), name="reload"
-                ),
+                tasks.create_task(self._settings.reload_when(reload, note_reload), name="reload"),
                 tasks.create_task(self._update_status_line(), name="tell"),
                 tasks.create_task(self._keep_hints(), name="hints"),
             ]
@@ -321,10 +324,6 @@ class App:
             return {"pid": os.getpid(), "lines": list(RECENT.lines)}
         return await self._settings.answer(order)
 
-    def _note_reload(self, outcome: str, changed: str) -> None:
-        """The service manager, or a user, reloaded with a signal."""
-        self._audit.note(Order("reload", what=changed), outcome, Actor(os.geteuid(), 0, "SIGHUP"))
-
     async def tier(self, tier: str, order: str) -> dict[str, Any]:
         """See `LowerTier.order`."""
         return self.lower.order(tier, order)
@@ -334,7 +333,7 @@ class App:
         assert self._server is not None
         logging.getLogger().setLevel(config.log_level.upper())
         before, self._in_force = self._in_force, config
-        self._divide(config)
+        self._server.divide(config)
         self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)
         self._renew(left_tenants(before, config))
@@ -358,15 +357,14 @@ class App:
             )  # fmt: skip
             if (task := self._renewing.get(name)) is not None:
                 task.cancel()
-            work = renewing.renew(tenant, self.warm, self.lower, self._update_growing, task)
+            work = renewing.renew(
+                tenant,
+                self.warm,
+                self._update_growing,
+                lambda: self.lower.state("warm") != "on",
+                task,
+            )
             self._renewing[name] = asyncio.get_running_loop().create_task(work)
-
-    def _divide(self, config: Config) -> None:
-        """Divide clients, time and memory for messages among the tenants."""
-        assert self._server is not None
-        own = {name: most for name, one in config.tenants.items() if (most := one.max_clients)}
-        self._server.limit_clients(config.max_clients, own)
-        self._server.turns.weigh({name: one.weight for name, one in config.tenants.items()})
 
     # --- status -------------------------------------------------------------------
 

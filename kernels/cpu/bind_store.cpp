@@ -213,8 +213,8 @@ class PyStore {
         return store_.slabs().retired_bytes(extent);
     }
     nb::bytes ready_in_retired() const { return ids_out(store_.ready_in_retired()); }
-    ThreeLists leave_retired(bool unframed) {
-        Left left = store_.leave_retired(unframed);
+    ThreeLists leave_retired(bool unframed, std::size_t limit) {
+        Left left = store_.leave_retired(unframed, limit);
         return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.below)};
     }
 
@@ -519,7 +519,7 @@ void bind_store(nb::module_& m) {
         .def("retire", &PyStore::retire, "extent"_a)
         .def("retired_bytes", &PyStore::retired_bytes, "extent"_a)
         .def("ready_in_retired", &PyStore::ready_in_retired)
-        .def("leave_retired", &PyStore::leave_retired, "unframed"_a)
+        .def("leave_retired", &PyStore::leave_retired, "unframed"_a, "limit"_a)
         .def("note_evicted", &PyStore::note_evicted, "on"_a)
         .def("take_evicted", &PyStore::take_evicted)
         .def("reserve", &PyStore::reserve, "space"_a, "group"_a, "shard"_a, "parent"_a.none(),

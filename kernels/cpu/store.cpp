@@ -396,11 +396,13 @@ IdList Store::ready_in_retired() const {
     return ids;
 }
 
-Left Store::leave_retired(bool unframed) {
+Left Store::leave_retired(bool unframed, std::size_t limit) {
     Left left;
     begin();
     for (Id id : ready_in_retired())
-        if (records_[id].evictable() && (unframed || records_[id].framed)) evict_one(id, left);
+        if (left.gone.size() < limit && records_[id].evictable() &&
+            (unframed || records_[id].framed))
+            evict_one(id, left);
     keep_orphans(left.orphans);
     return left;
 }

@@ -129,9 +129,9 @@ class Store {
         need(extent < slabs_.extents(), "no such extent");
         slabs_.retire(extent);
     }
-    // Evicts the blocks of retired extents that may be evicted and have a frame, or all of these
-    // that may be evicted.
-    Left leave_retired(bool unframed);
+    // Evicts blocks of retired extents, at most `limit`: those with a frame that may be evicted, or
+    // with `unframed` all that may be evicted.
+    Left leave_retired(bool unframed, std::size_t limit);
     IdList ready_in_retired() const;
     // Notes call the space `name`.
     std::uint32_t add_space(std::vector<GroupSpec> groups, std::uint32_t name);

@@ -4,6 +4,8 @@ memory that it has not mapped."""
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +26,7 @@ LEAVER, OTHER = 20_001, 20_002
 CONFIG = """
 socket_mode = "0666"
 [warm]
+keep_s = {keep_s}
 size = "48MiB"
 extent = "8MiB"
 [tenants.a]
@@ -109,11 +112,11 @@ def leaver(daemon: Daemon, extents: int = 4) -> Iterator[Leaver]:
             process.kill()
 
 
-def rewrite(daemon: Daemon, cold: str = "", **values: Any) -> None:
+def rewrite(daemon: Daemon, cold: str = "", keep_s: int = 0, **values: Any) -> None:
     """Change the configuration, and reload it."""
     folder = daemon.log.parent
     head = f'socket = "{folder}/kvtier.sock"\nstate = "{folder}/state"\n'
-    (folder / "kvtier.toml").write_text(head + CONFIG.format(**values) + cold)
+    (folder / "kvtier.toml").write_text(head + CONFIG.format(keep_s=keep_s, **values) + cold)
     done = kvtier("reload", "--socket", daemon.socket)
     assert done.returncode == 0 and "restart" not in done.stdout, done.stdout + done.stderr
 
@@ -135,16 +138,15 @@ def check(space: Any, keys: Any, contents: list[bytes]) -> int:
 
 
 def arena_bytes(daemon: Daemon) -> int:
-    """The allocated memory of the daemon's extents."""
+    """The allocated memory of the daemon's extents, without their tables and notes."""
     folder, sizes = Path(f"/proc/{daemon.process.pid}/fd"), {}
     for name in os.listdir(folder):
-        path = folder / name
         try:
-            if "memfd:kvtier-" in os.readlink(path) and "generations" not in os.readlink(path):
-                found = path.stat()
-                sizes[found.st_ino] = found.st_blocks * 512
+            target, found = os.readlink(folder / name), (folder / name).stat()
         except FileNotFoundError:
-            pass
+            continue
+        if re.search(r"memfd:kvtier-[ab]-\d+ ", target):
+            sizes[found.st_ino] = found.st_blocks * 512
     return sum(sizes.values())
 
 
@@ -168,7 +170,7 @@ def renewed(daemon: Daemon) -> None:
 def test_a_user_that_leaves_neither_sees_nor_changes_what_is_saved_afterwards(
     open_folder: Path, daemon_of: Callable[..., Daemon], a: str, b: object, connects: str
 ) -> None:
-    config = CONFIG.format(a=f"writers = [{LEAVER}]", b=OTHER)
+    config = CONFIG.format(keep_s=0, a=f"writers = [{LEAVER}]", b=OTHER)
     daemon = daemon_of(folder=open_folder, config=config)
     with daemon.connect() as client, leaver(daemon) as who:
         *_, contents = save(client, 0)
@@ -189,9 +191,9 @@ def test_a_user_that_leaves_neither_sees_nor_changes_what_is_saved_afterwards(
             assert later.link.arena.nbytes == 32 << 20
             assert check(later.open(spec_of("leaving")), keys, contents) == 8
         # All of the memory can be used.
-        many = space.keys(list(range(50_000, 50_000 + 16 * 2000)))
-        space.save(many, bytes(2000 * space.spec.block_bytes))
-        assert check(space, many, [bytes(space.spec.block_bytes)] * 2000) > 0
+        many = space.keys(list(range(50_000, 50_000 + 16 * 500)))
+        space.save(many, bytes(500 * space.spec.block_bytes))
+        assert check(space, many, [bytes(space.spec.block_bytes)] * 500) > 0
 
 
 def test_blocks_from_before_are_on_disk_and_leases_hold_theirs_until_they_end(
@@ -200,7 +202,7 @@ def test_blocks_from_before_are_on_disk_and_leases_hold_theirs_until_they_end(
     disk = open_folder / "disk"
     disk.mkdir()
     cold = COLD.format(folder=disk)
-    config = CONFIG.format(a=f"writers = [{LEAVER}]", b=OTHER)
+    config = CONFIG.format(keep_s=0, a=f"writers = [{LEAVER}]", b=OTHER)
     daemon = daemon_of(folder=open_folder, config=config + cold)
     daemon.wait_for_disks()
     with daemon.connect() as client, leaver(daemon) as who:
@@ -227,7 +229,9 @@ def test_blocks_from_before_are_on_disk_and_leases_hold_theirs_until_they_end(
 def test_a_reload_that_lets_users_join_or_gain_rights_keeps_the_memory(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
-    daemon = daemon_of(folder=open_folder, config=CONFIG.format(a=f"readers = [{LEAVER}]", b=OTHER))
+    daemon = daemon_of(
+        folder=open_folder, config=CONFIG.format(keep_s=0, a=f"readers = [{LEAVER}]", b=OTHER)
+    )
     with daemon.connect() as client, leaver(daemon) as who:
         space, keys, contents = save(client, 0)
         rewrite(daemon, a=f'writers = [{LEAVER}]\nreaders = ["@30000"]', b=OTHER)
@@ -237,3 +241,25 @@ def test_a_reload_that_lets_users_join_or_gain_rights_keeps_the_memory(
         assert who.ask("connect") == "a"
         assert check(space, keys, contents) == 8
         assert "are replaced" not in daemon.log.read_text()
+
+
+def test_a_restart_takes_over_only_the_memory_that_the_user_has_not_mapped(
+    open_folder: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    before = CONFIG.format(keep_s=60, a=f"writers = [{LEAVER}]", b=OTHER)
+    daemon = daemon_of(folder=open_folder, config=before)
+    with leaver(daemon) as who:
+        with daemon.connect() as client:
+            save(client, 0)
+            rewrite(daemon, keep_s=60, a="", b=OTHER)
+            renewed(daemon)
+            _, keys, contents = save(client, 10_000)
+        daemon.stop()
+        after = CONFIG.format(keep_s=60, a="", b=OTHER)
+        daemon = daemon_of(folder=open_folder, config=after)
+        assert who.ask("overwrite") == "done"
+        with daemon.connect() as client:
+            assert client.link.arena.nbytes == 32 << 20
+            assert check(client.open(spec_of("leaving")), keys, contents) == 8
+        daemon.process.send_signal(signal.SIGINT)  # its memory ends with it
+        daemon.process.wait(60)

@@ -99,9 +99,11 @@ def test_no_slot_of_a_retired_extent_is_given_to_a_block(seed: int) -> None:
         store.check()
     held = set(unpack(store.ready_in_retired()))
     assert held <= {*filled.ready, *filled.leased}
-    evicted, _, below = store.leave_retired(False)
+    evicted, _, below = store.leave_retired(False, 1000)
     assert not evicted and not below, "no block is on a disk"
-    evicted, _, _ = store.leave_retired(True)
+    evicted, _, _ = store.leave_retired(True, 1)
+    assert len(unpack(evicted)) <= 1
+    evicted += store.leave_retired(True, 1000)[0]
     assert set(unpack(evicted)) == held - set(filled.leased)
     assert set(unpack(store.ready_in_retired())) == held & set(filled.leased)
     filled.ready = [one for one in filled.ready if one not in held]
@@ -110,7 +112,7 @@ def test_no_slot_of_a_retired_extent_is_given_to_a_block(seed: int) -> None:
         store.unlease(pack(block))
     for block in filled.writing:
         store.commit(pack(block), b"")
-    store.leave_retired(True)
+    store.leave_retired(True, 1000)
     store.check()
     assert [store.retired_bytes(extent) for extent in sorted(retired)] == [0, 0]
     for slot in before.values():

@@ -142,6 +142,9 @@ class HostTier:
     def end(self) -> None:
         self.is_draining = False
 
+    def release(self, number: int) -> None:
+        pass
+
     # --- forgets -----------------------------------------------------------------------------
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
@@ -266,9 +269,6 @@ class HostMemory:
             tenant.tier = self.of[name] = HostTier(tenant, self)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        pass
-
-    def release(self, tenant: str, number: int) -> None:
         pass
 
     def map(self, extent: Extent) -> None:

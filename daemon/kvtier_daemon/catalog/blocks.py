@@ -291,12 +291,14 @@ class BlockTable:
             if not victims:
                 break
 
-    def leave_retired(self, is_over: bool) -> bytes:
-        """Evict the blocks of retired extents that are on disk too, or with `is_over` all that no lease
-        holds. Return the READY ones that are left."""
-        dirty = self._note_victims(self.store.ready_in_retired()) if is_over else {}
-        self._evicted(*self.store.leave_retired(is_over), dirty)
-        return self.store.ready_in_retired()
+    def leave_retired(self, is_over: bool, limit: int) -> tuple[bool, bytes]:
+        """Evict at most `limit` blocks of retired extents: those that are on disk too, or with `is_over` all
+        that no lease holds. Return whether there may be more, and the READY blocks that are left."""
+        ready = self.store.ready_in_retired()[: limit * ID_BYTES]
+        dirty = self._note_victims(ready) if is_over else {}
+        evicted, orphans, below = self.store.leave_retired(is_over, limit)
+        self._evicted(evicted, orphans, below, dirty)
+        return len(evicted) == limit * ID_BYTES, self.store.ready_in_retired()
 
     def _evicted(self, evicted: bytes, orphans: bytes, below: bytes, dirty: dict[int, int]) -> None:
         """The store has evicted these blocks; those `below` are still on disk."""

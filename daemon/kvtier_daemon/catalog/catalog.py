@@ -351,14 +351,6 @@ class Catalog:
             self.holds.end_forgotten()
         self.blocks.miss_log.note(keys, SPOILT)
 
-    def leave_retired(self, is_over: bool) -> None:
-        """Evict blocks from retired extents (see `BlockTable.leave_retired`). With `is_over`, no match finds
-        the others from now on; they stay until their leases end."""
-        left = self.blocks.leave_retired(is_over)
-        if is_over and left and self.blocks.forget(left):
-            self.pins.unpin_forgotten()
-            self.holds.end_forgotten()
-
     def forget_expired(self, now: float) -> None:
         """Forget some of the expired blocks. Until all are forgotten, no match finds any block."""
         expiring = self.blocks.expiring

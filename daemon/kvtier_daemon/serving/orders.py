@@ -9,6 +9,7 @@ import msgspec
 from kvtier import wire
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.observing.audit import Actor, AuditLog, Order
+from kvtier_daemon.serving.context import Requester
 from kvtier_daemon.serving.listing import SHOWN_BYTES
 
 LIMIT_TEXT = 64
@@ -25,17 +26,18 @@ class Begun(NamedTuple):
 class Orders:
     """Notes what becomes of each order; those whose session ends before as unanswered."""
 
-    def __init__(self, audit: AuditLog) -> None:
+    def __init__(self, audit: AuditLog, session: Requester) -> None:
         self._audit = audit
+        self._session = session
         self.begun: dict[int, Begun] = {}
 
-    def begin(self, request: wire.Request, tenant: str, actor: Actor) -> None:
+    def begin(self, request: wire.Request, tenant: str) -> None:
         """This order is given; `tenant` is that of the client."""
         if request.id in self.begun:
-            self._note(self.begun.pop(request.id), "unanswered", actor)
+            self._note(self.begun.pop(request.id), "unanswered")
         self.begun[request.id] = _begun(request, tenant)
 
-    def answered(self, reply: wire.Message, actor: Actor) -> None:
+    def answered(self, reply: wire.Message) -> None:
         begun = self.begun.pop(reply.id, None)
         if begun is None:
             return
@@ -50,23 +52,25 @@ class Orders:
             changes = msgspec.msgpack.decode(reply.stats["changes"])
             what = ", ".join(one["key"] for one in changes if one["live"])
             begun = begun._replace(order=begun.order._replace(what=what))
-        self._note(begun, outcome, actor, **numbers)
+        self._note(begun, outcome, **numbers)
 
-    def served(self, actor: Actor) -> None:
+    def served(self) -> None:
         """A request without an id was served: it gets no answer."""
         if begun := self.begun.pop(0, None):
-            self._note(begun, "done", actor)
+            self._note(begun, "done")
 
-    def end(self, actor: Actor) -> None:
+    def end(self) -> None:
         """The session ends."""
         while self.begun:
             _, begun = self.begun.popitem()
-            self._note(begun, "unanswered", actor)
+            self._note(begun, "unanswered")
 
-    def _note(self, begun: Begun, outcome: str, actor: Actor, **numbers: int) -> None:
+    def _note(self, begun: Begun, outcome: str, **numbers: int) -> None:
         if begun.keys:
             numbers["keys"] = begun.keys
         if begun.changes or outcome != "done":
+            peer = self._session.peer
+            actor = Actor(peer.uid, peer.pid, self._session.name)
             self._audit.note(begun.order, outcome, actor, begun.key, **numbers)
 
 

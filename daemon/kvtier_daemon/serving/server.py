@@ -19,6 +19,7 @@ from typing import Any
 from kvtier import wire
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.config.members import Role
+from kvtier_daemon.config.schema import Config
 from kvtier_daemon.observing.audit import Actor, AuditLog, Order
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.histogram import Latencies
@@ -199,6 +200,12 @@ class Server:
         for session in list(self.ghosts):
             if session.tenant is tenant:
                 session.end_for_good()
+
+    def divide(self, config: Config) -> None:
+        """Divide clients, time and memory for messages among the tenants."""
+        own = {name: most for name, one in config.tenants.items() if (most := one.max_clients)}
+        self.limit_clients(config.max_clients, own)
+        self.turns.weigh({name: one.weight for name, one in config.tenants.items()})
 
     def limit_clients(self, max_clients: int, own: Mapping[str, int]) -> None:
         """Set the limit of connected clients, and those of some tenants; the other tenants have equal shares

@@ -14,7 +14,7 @@ from kvtier import wire
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.config.members import Role
-from kvtier_daemon.observing.audit import Actor, AuditLog
+from kvtier_daemon.observing.audit import AuditLog
 from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Mapper, Peer
@@ -146,7 +146,7 @@ class Session:
         self.outbox = Outbox(sock, lambda count: server.may_park(self, count))
         self.alive_at = self.opened_at  # when the client last sent or received something
         self.requests = Requests(self, server)
-        self.orders = Orders(server.audit)
+        self.orders = Orders(server.audit, self)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
 
@@ -302,7 +302,7 @@ class Session:
             elif type(request) not in WITHOUT_TENANT:
                 raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
             if type(request) in AUDITED:
-                self.orders.begin(request, tenant.name if tenant else "", self._actor())
+                self.orders.begin(request, tenant.name if tenant else "")
             check_role(self.peer, self.read_only, request)
             reply = handler(tenant, request)  # None: it is sent later
         except Refused as error:
@@ -314,12 +314,9 @@ class Session:
         if request.id and reply is not None:
             self.send(reply)
         elif type(request) in AUDITED:
-            self.orders.served(self._actor())
+            self.orders.served()
         if tenant is not None and tenant.uses is not None:
             tenant.uses.settle()
-
-    def _actor(self) -> Actor:
-        return Actor(self.peer.uid, self.peer.pid, self.name)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -336,7 +333,7 @@ class Session:
         if self._closing:
             return
         if self.orders.begun and message.id in self.orders.begun:
-            self.orders.answered(message, self._actor())
+            self.orders.answered(message)
         frame, outbox = wire.encode(message), self.outbox
         sent, waits = 0, bool(outbox.unsent)
         if not waits:
@@ -383,7 +380,7 @@ class Session:
         if self._closing:
             return
         self._closing = True
-        self.orders.end(self._actor())
+        self.orders.end()
         log.debug("client %r: %s", self.name, why)
         loop = self._server.loop
         loop.remove_reader(self._sock.fileno())

@@ -112,10 +112,6 @@ class TierDrain(Protocol):
     """Writes all blocks that are only in memory when it begins, and new blocks when they are saved."""
 
     @property
-    def is_on(self) -> bool:
-        """Whether it has begun and was not ended."""
-
-    @property
     def is_done(self) -> bool:
         """Whether all blocks that were only in memory at the beginning have been written."""
 
@@ -148,6 +144,10 @@ class TierForgets(Protocol):
 
 class TenantTier(Protocol):
     """The parts of one tenant. A block is never in two tenants' tiers."""
+
+    def release(self, number: int) -> None:
+        """Let go of the pages of the tenant's extent with this number, from 0 on: it has no blocks, and will
+        have none."""
 
     @property
     def recovery(self) -> TierRecovery: ...
@@ -185,7 +185,7 @@ class NullTier:
     def refuse(self, *_: Any) -> bool:
         return False
 
-    recomputes = probe = cancel = released = session_ended = saved = begin = end = ignore
+    release = recomputes = probe = cancel = released = session_ended = saved = begin = end = ignore
     call_when_ended = cancel_calls = ignore
     call_when_read = forget = erase = refuse
 
@@ -229,10 +229,6 @@ class LowerTier(Protocol):
 
     def map(self, extent: Extent) -> None:
         """Use this extent of a tenant's memory. It is called once for each, in their order."""
-
-    def release(self, tenant: str, number: int) -> None:
-        """Let go of the pages of the tenant's extent with this number, from 0 on: it has no blocks, and will
-        have none."""
 
     def run_periodic(self) -> None:
         """Do periodic work. Never raises."""

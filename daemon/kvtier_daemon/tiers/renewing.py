@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 
 from kvtier.units import format_bytes
+from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.base import LowerTier
 from kvtier_daemon.tiers.warm import WarmTier
 
 log = logging.getLogger(__name__)
 
+PORTION = 2048  # blocks that are evicted at once
 KEEP_S = 30.0  # for the writes of blocks that are only in memory
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
 
@@ -35,22 +36,32 @@ def retire(tenant: Tenant, warm: WarmTier) -> int:
     return nbytes
 
 
+def _leave(catalog: Catalog, is_over: bool) -> bool:
+    """Evict some blocks from retired extents; return whether there may be more. With `is_over`, no match
+    finds those that a lease holds; they stay until it ends."""
+    more, left = catalog.blocks.leave_retired(is_over, PORTION)
+    if is_over and not more and left and catalog.blocks.forget(left):
+        catalog.pins.unpin_forgotten()
+        catalog.holds.end_forgotten()
+    return more
+
+
 async def renew(
-    tenant: Tenant, warm: WarmTier, lower: LowerTier, grows: Callable[[], None],
+    tenant: Tenant, warm: WarmTier, grows: Callable[[], None], drains: Callable[[], bool],
     before: asyncio.Task[None] | None = None,
 ) -> None:  # fmt: skip
-    """Replace the retired extents, after the end of an earlier call that was cancelled; `grows` is called
-    when memory is about to be allocated."""
+    """Replace the retired extents, after the end of an earlier call that was cancelled. `grows` is called
+    when memory is about to be allocated; `drains` tells whether the operator drains memory."""
     if before is not None:
         await asyncio.wait([before])
     try:
-        await _renew(tenant, warm, lower, grows)
+        await _renew(tenant, warm, grows, drains)
     except Exception:
         log.exception("internal error: tenant %s has less memory until a restart", tenant.name)
 
 
 async def _renew(
-    tenant: Tenant, warm: WarmTier, lower: LowerTier, grows: Callable[[], None]
+    tenant: Tenant, warm: WarmTier, grows: Callable[[], None], drains: Callable[[], bool]
 ) -> None:
     store = tenant.catalog.blocks.store
     left = {
@@ -58,22 +69,24 @@ async def _renew(
         for number, extent in enumerate(tenant.extents)
         if extent.is_retired and not extent.is_empty
     }
-    drain = tenant.tier.writes.drain
-    drains = not drain.is_on
-    if drains:
-        drain.begin()
-    until, pause_s = time.monotonic() + KEEP_S, POLL_S
+    tenant.tier.writes.drain.begin()
+    until, pause_s, is_over = time.monotonic() + KEEP_S, POLL_S, False
+
+    def end_drain() -> None:
+        if not drains():
+            tenant.tier.writes.drain.end()
+
     try:
         while left:
-            is_over = drain.is_done or time.monotonic() >= until
-            tenant.catalog.leave_retired(is_over)
-            if is_over and drains:
-                drain.end()
-                drains = False
+            if not is_over and (tenant.tier.writes.drain.is_done or time.monotonic() >= until):
+                is_over = True
+                end_drain()
+            while _leave(tenant.catalog, is_over):  # noqa: ASYNC110
+                await asyncio.sleep(0)
             empty = [number for number in left if not store.retired_bytes(number)]
             for number in empty:
                 extent = left.pop(number)
-                lower.release(tenant.name, number)
+                tenant.tier.release(number)
                 await asyncio.to_thread(extent.free)
                 warm.replace(extent)
                 grows()
@@ -84,5 +97,5 @@ async def _renew(
             await asyncio.sleep(pause_s)
             pause_s = POLL_S if empty else min(LONGEST_POLL_S, 2 * pause_s)
     finally:
-        if drains:
-            drain.end()
+        if not is_over:
+            end_drain()

@@ -311,12 +311,6 @@ class ExtentMaps:
             self.failed = True
             self._tier.directories.give_up(f"cannot map an extent: {error}")
 
-    def release(self, tenant: str, number: int) -> None:
-        """Let the kernel keep the pages of the tenant's extent with this number no longer."""
-        numbers = self._movers[tenant].extents
-        if number < len(numbers):
-            self._tier.memory.release(numbers[number])
-
     def log_lost(self, tenant: str) -> None:
         """Log an error if a client has removed pages from more extents."""
         extents, mappings = self._movers[tenant].extents, self._tier.memory.mappings
@@ -497,10 +491,6 @@ class ColdLifecycle:
         """Register this extent with the disks. Call it in the order of the extents."""
         if self.extents is not None and not self._ended:
             self.extents.map(extent)
-
-    def release(self, tenant: str, number: int) -> None:
-        if self.extents is not None and not self._ended:
-            self.extents.release(tenant, number)
 
     # --- opening and closing a tier ----------------------------------------------------------
 

@@ -241,6 +241,7 @@ class Mover:
         self.forgets = TombstoneWriter(tenant, catalog, cold)
         self._tenant = tenant
         self._blocks = catalog.blocks
+        self._cold = cold
         self._budget = WriteBudget(daily_bytes, clock)
         self.reclaimer = Reclaimer(
             tenant, catalog, cold, self._budget, self.forgets, self.counts, self.bytes
@@ -262,6 +263,10 @@ class Mover:
         self._budget.limit(daily_bytes)
         self.choice.configure(codec, codecs)
         self.writes.reconfigure(through=through, admission=admission)
+
+    def release(self, number: int) -> None:
+        if number < len(self.extents):  # otherwise the disks have not mapped it
+            self._cold.memory.release(self.extents[number])
 
     def inherit(self, other: Mover) -> None:
         """Continue the counters, the budget, the forgets and the drain of an earlier mover of this tenant."""
