@@ -242,9 +242,10 @@ def age(directory: Path, state: Path) -> Finding:
     name = f"age of {directory}"
     try:
         lost = lost_rounds(directory, state)
+    except PermissionError:
+        return ok(name, "not shown to this user: run this as root, or as the daemon's user")
     except OSError as error:
-        text = f"{error.filename}: {error.strerror}"
-        return fail(name, text, "run the doctor as the daemon's user")
+        return fail(name, f"{error.filename}: {error.strerror}", "repair it, or set state")
     if not lost:
         return ok(name, "it lacks no forgets that the state folder has counted")
     fix = "restore the newest copy; otherwise the next start removes all blocks of this directory"
