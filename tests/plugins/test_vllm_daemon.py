@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ import kvtier
 from kvtier_vllm import daemon as plugin_daemon
 from kvtier_vllm.daemon import Reconnect
 from support.daemons import Daemon
+from support.kept import end, folder, start
 from support.specs import spec_of
+
+__all__ = ["folder"]  # a fixture
 
 
 def test_a_lost_session_is_closed_if_no_new_one_is_made(
@@ -46,9 +50,9 @@ def test_an_idle_connection_notices_the_end_of_the_daemon_and_reconnects(
     line = Reconnect(daemon.socket, spec_of("line"), "line", populate=False)
     session = line.wait_first()
     assert session is not None
-    for end in (Daemon.stop, lambda daemon: daemon.process.kill()):
+    for way in (Daemon.stop, lambda daemon: daemon.process.kill()):
         before = line.session
-        end(daemon)
+        way(daemon)
         until(lambda before=before: line.session is not before)  # type: ignore[misc]
         daemon = daemon_of(folder=tmp_path)
         until(lambda: line.session is not None)
@@ -56,6 +60,21 @@ def test_an_idle_connection_notices_the_end_of_the_daemon_and_reconnects(
     line.close()
     line._thread.join(60)
     assert not line._thread.is_alive()
+
+
+def test_a_rank_keeps_its_mappings_if_the_daemon_keeps_its_memory(folder: Path) -> None:
+    daemon = start(folder)
+    line = Reconnect(daemon.socket, spec_of("line"), "rank", populate=True)
+    session = line.wait_first()
+    assert session is not None
+    mapped = list(session.reader.mappings)  # as a rank holds the reader until it has another one
+    end(daemon, signal.SIGKILL)
+    daemon = start(folder)
+    until(lambda: line.session not in (None, session))
+    assert line.session is not None and list(line.session.reader.mappings) == mapped
+    assert line.session.reader.daemon_run != session.reader.daemon_run
+    line.close()
+    daemon.stop()
 
 
 def test_a_populating_connection_maps_new_extents_while_it_is_idle(

@@ -17,7 +17,7 @@ from kvtier import wire
 from kvtier.client import Lease
 from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import Kind
-from kvtier.link import Link
+from kvtier.link import BothMappings, Link
 from kvtier.saving import Saving
 from kvtier_vllm import worker as kvtier_worker
 from kvtier_vllm.layout import Cached, Layout, Shards
@@ -1043,10 +1043,14 @@ def test_an_engine_does_not_wait_while_the_daemon_grows(
     engine.serve(range(1000, 1000 + BLOCK))
     waited: list[float] = []
 
-    def growing(saving: Saving) -> wire.Reserved:
-        return wire.Reserved(1, 0, bytes([wire.GROWING]) * len(saving._keys), b"")
+    take = Saving._take
 
-    monkeypatch.setattr(Saving, "_reserve_once", growing)
+    def growing(saving: Saving, granted: wire.Reserved, mappings: BothMappings) -> None:
+        saving._space.link.ask(wire.Abort(1 << 30, granted.lease), wire.Done)
+        none = wire.Reserved(1, 0, bytes([wire.GROWING]) * len(saving._keys), b"")
+        take(saving, none, mappings)
+
+    monkeypatch.setattr(Saving, "_take", growing)
     monkeypatch.setattr(Link, "wait_for_growth", lambda link, until: waited.append(until))
     request = engine.run(engine.add(PROMPT))
     engine.until(lambda: not engine.scheduler.in_flight["saves"])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvtier import Client, Space
+from kvtier_daemon.claim import owner_of
 from kvtier_daemon.tiers.fd_store import KeeperStore
 from support.daemons import Daemon, start_daemon
 from support.specs import spec_of
@@ -30,6 +31,8 @@ BLOCKS = 48
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder for daemons; ends their keeper process afterwards."""
     yield tmp_path
+    if owner := owner_of(tmp_path / "kvtier.sock"):  # of a test that failed
+        os.kill(owner, signal.SIGKILL)
     store = KeeperStore(tmp_path / "kvtier.sock.keeper", KEEP_S)
     for name, fd in store.take().items():
         os.close(fd)
