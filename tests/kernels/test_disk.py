@@ -521,7 +521,7 @@ def test_a_read_only_mapping_can_be_written_to_disk(bench):
 def test_nothing_but_zeros_follows_the_payload_of_a_frame(bench):
     """The memory behind it, up to the end of its page, may have bytes of an earlier block."""
     one = bench()
-    _block, header_bytes, nbytes, frame = encoded(3)
+    _, header_bytes, nbytes, frame = encoded(3)
     assert nbytes % PAGE
     one.memory[: 2 * SLOT] = b"x" * (2 * SLOT)
     one.memory[:nbytes] = frame[header_bytes : header_bytes + nbytes]

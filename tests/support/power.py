@@ -233,7 +233,8 @@ class PoweredDisk:
     def _mount(self) -> None:
         # A new loop device: a process with a copy of all mounts may keep the old file system in use.
         device = self._mounts.enter_context(loop(self._front))
-        command("losetup", "--direct-io=on", device)  # otherwise there is one write at a time
+        # Without direct I/O, which older kernels refuse here, there is one write at a time.
+        subprocess.run(["losetup", "--direct-io=on", device], capture_output=True, check=False)
         self._mounts.callback(Mounted(device, self.path, self._options).close)
 
     def _order(self, **order: Any) -> None:

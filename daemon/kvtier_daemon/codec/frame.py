@@ -20,15 +20,15 @@
  256 │lay│p│c│ offset│ bytes │  raw  │             digest            │
      └───┴─┴─┴───────┴───────┴───────┴───────────────────────────────┘  and so on, an entry after the other
 
-Numbers are little-endian. Header and entries fill whole pages. The payload begins on the next page; the
-bytes after it on its last page are undefined. The digest at 240 is the XXH3-128 of all header pages with
-that field zero, so it covers identity, epoch, lengths and the digests of the entries. The digest of an entry
-covers its piece of the payload, the payload digest the whole payload, and the raw digest the block in
-memory. In `raw` frames the raw digest equals the payload digest. Nonce and tag are for encryption and are
-zero without it. The profile is the name of the profile that decoding needs, or zero. `g` counts how often
-the block in memory has been through a lossy codec: 1 if this frame's codec is lossy (a lossy codec is never
-applied twice), or if the block was decoded from such a frame and is written again. Lists of frames have the
-flag LOSSY for these.
+Numbers are little-endian. Header and entries fill whole pages. The payload begins on the next page; a writer
+fills its last page with zeros, and a reader ignores these. The digest at 240 is the XXH3-128 of all header
+pages with that field zero, so it covers identity, epoch, lengths and the digests of the entries. The digest
+of an entry covers its piece of the payload, the payload digest the whole payload, and the raw digest the
+block in memory. In `raw` frames the raw digest equals the payload digest. Nonce and tag are for encryption
+and are zero without it. The profile is the name of the profile that decoding needs, or zero. `g` counts how
+often the block in memory has been through a lossy codec: 1 if this frame's codec is lossy (a lossy codec is
+never applied twice), or if the block was decoded from such a frame and is written again. Lists of frames
+have the flag LOSSY for these.
 """
 
 from __future__ import annotations
