@@ -24,12 +24,12 @@ from support.effort import effort
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", effort(30, 30, 1800)))
 EVERY_S = min(5.0, SECONDS / 60)
-WARM_UP = 1 / 3  # before it, as a share of the time
+WARM_UP = 1 / 2  # before it, as a share of the time
 CLIENTS = 3
 KEEP_S = 600
 REST_S = 3.0  # in which the connection of the last look is closed
 LIMIT_MB_H = 1.0
-LEAST_S = 600  # tables of a constant size are still being filled in a shorter run
+LEAST_S = 1800  # the history of the status page is full after 15 minutes, which are the warm-up
 CONFIDENCE_Z = 1.96
 
 
