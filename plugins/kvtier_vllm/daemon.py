@@ -27,6 +27,7 @@ CONNECT_S = 1.0
 PAUSE_S = 0.1
 PAUSE_MAX_S = 1.0  # between attempts: one costs about 20 us where no daemon listens
 REFUSED_MAX_S = 5.0  # where a daemon refuses this client: another version, or too many clients
+NO_DAEMON = (ConnectionRefusedError, FileNotFoundError)  # nobody listens
 PING_S, PING_MAX_S = 0.1, 5.0  # between pings that map the memory that the daemon adds
 # A match in memory is answered in 0.1 to 0.3 ms. Without its answer a request waits for the next step, which
 # takes 2.6 ms in an idle engine and longer in a busy one.
@@ -51,7 +52,7 @@ class Reconnect:
     `session` is None while disconnected; `tried`: the first attempt has ended. The loss of the daemon and
     its return are logged once each, as warnings by the scheduler's connection only. `populate`: map the
     arena's pages in advance, as a rank does, which reads them. The thread calls `on_idle` from time to time
-    with the session or None, for work that the steps of an idle engine do not do.
+    with the session, or None if the daemon has ended, for work that the steps of an idle engine do not do.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Reconnect:
         self._level = level
         self._on_idle = on_idle
         self._lost: DaemonSession | None = None
+        self._gone = False  # the last session's daemon has ended: it does not only hang
         self._closing = threading.Event()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wakeup_fd)
@@ -116,7 +118,8 @@ class Reconnect:
                 pause_s = PAUSE_S
                 self._watch_session()
                 continue
-            self._on_idle(None)
+            if self._gone:
+                self._on_idle(None)
             # Jitter, so that the ranks of many engines do not connect at the same moment.
             self._wait(-1, pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, REFUSED_MAX_S if refused else PAUSE_MAX_S)
@@ -174,6 +177,7 @@ class Reconnect:
         except (KvtierError, OSError) as error:
             self._log_lost(str(error))
             self._first_attempt.set()
+            self._gone = isinstance(error, Refused) or isinstance(error.__cause__, NO_DAEMON)
             return isinstance(error, Refused)
         if self._lost_reason:
             log.log(self._level, "kvtier: %s: connected to the daemon again", self._name)

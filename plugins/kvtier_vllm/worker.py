@@ -103,6 +103,7 @@ class DaemonMappings:
         self.readers: dict[bytes, Reader] = {}  # by the run of the daemon
         self._state = state
         self._reported: tuple[bytes, int] | None = None  # run and extents
+        self._unwanted: set[bytes] = set()  # runs to unmap with the next step
         self._scheduler_run = b""
         self._pinging = False
 
@@ -147,8 +148,13 @@ class DaemonMappings:
                 wanted.add(session.reader.daemon_run)
             with self._state.lock:
                 wanted |= self._state.pending_loads.keys()
-            for run in self.readers.keys() - wanted:
+            # The scheduler may promise their slots until it has the report of this step.
+            unwanted = self.readers.keys() - wanted
+            for run in unwanted & self._unwanted:
                 self._unmap(run)
+            self._unwanted = unwanted & self.readers.keys()
+        else:
+            self._unwanted = set()
 
     def on_idle(self, session: DaemonSession | None) -> None:
         """If the engine is idle, do the next step's work: register the daemon's memory with the device, and
@@ -192,15 +198,17 @@ class DaemonMappings:
             self.connection.lost(session, str(error))
 
     def changed(self) -> RankMapping | None:
-        """The mapping that loads use, if it differs from the last one that this returned."""
-        session = self.session
-        if session is None or self.readers.get(session.reader.daemon_run) is not session.reader:
+        """The mapping that loads use, if it differs from the last one that this returned. No run: none."""
+        session, reported = self.session, self._reported
+        if session is not None and self.readers.get(session.reader.daemon_run) is session.reader:
+            now, identity = session.reader, session.space.identity
+            self._reported = now.daemon_run, now.extents
+        elif reported and (reported[0] not in self.readers or reported[0] in self._unwanted):
+            identity, self._reported = b"", (b"", 0)
+        if self._reported is None or self._reported == reported:
             return None
-        run, extents = session.reader.daemon_run, session.reader.extents
-        if self._reported == (run, extents):
-            return None
-        self._reported = run, extents
-        return RankMapping(run, session.space.identity, extents)
+        run, extents = self._reported
+        return RankMapping(run, identity, extents)
 
 
 @dataclass(slots=True)

@@ -583,6 +583,55 @@ def test_a_rank_reports_only_memory_that_its_loads_can_use(
     assert mappings.changed() is not None
 
 
+def test_a_rank_reports_that_memory_is_unmapped_before_it_unmaps_it(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """A daemon that hung is connected again as the same one, by the scheduler before a rank."""
+    engine = engine_of(cold_daemon)
+    engine.serve(PROMPT)
+    (worker,) = engine.workers
+    mappings = worker.mappings
+    (run,) = mappings.readers
+    line = mappings.connection
+    assert line is not None
+    cold_daemon.process.kill()
+    cold_daemon.process.wait()
+    wait_until(lambda: line.session is None)
+
+    def step(loads: list[LoadOrder]) -> dict[int, RankMapping]:
+        worker.begin(Step(worker._step + 1, b"", b"", 0, loads, [], [], False))
+        return worker.report().mappings
+
+    assert step([])[0].daemon_run == b"" and run in mappings.readers
+    # The scheduler had not got the report yet.
+    assert step([LoadOrder(1, "r", run, True, [[]])]) == {} and run in mappings.readers
+    assert step([]) == {} and run in mappings.readers
+    assert step([]) == {} and not mappings.readers
+
+
+def test_an_idle_rank_keeps_the_memory_of_a_daemon_that_hangs_mapped(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler may not know that it hangs, and promise its blocks when it goes on."""
+    monkeypatch.setattr(kvtier_worker, "IDLE_AFTER_S", 0.0)
+    monkeypatch.setattr("kvtier_vllm.daemon.CONNECT_S", 0.05)
+    engine = engine_of(cold_daemon)
+    engine.serve(PROMPT)
+    (worker,) = engine.workers
+    (run,) = worker.mappings.readers
+    line = worker.mappings.connection
+    assert line is not None and line.session is not None
+    cold_daemon.process.send_signal(signal.SIGSTOP)
+    attempts, attempt = [], line._try_connect
+    monkeypatch.setattr(line, "_try_connect", lambda: attempts.append(attempt()) or attempts[-1])
+    line.lost(line.session, "it hangs")
+    wait_until(lambda: len(attempts) >= 2)
+    assert run in worker.mappings.readers
+    cold_daemon.process.kill()
+    cold_daemon.process.wait()
+    wait_until(lambda: not worker.mappings.readers)
+
+
 def test_a_very_long_prompt_is_hashed_and_saved_in_parts(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

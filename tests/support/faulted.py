@@ -41,11 +41,11 @@ class Daemons:
         self.cold.mkdir(exist_ok=True)
         self.spoilt = self.taken_over = 0
         self.settings = {"write": "through", "codec": "auto", "daily_writes": "0"}
-        self._warm, self._keep_s = warm, keep_s
+        self._warm, self.keep_s = warm, keep_s
         self.now = self.start()
 
     def start(self) -> Daemon:
-        self.now = start_daemon(self.folder, config=self._config(), wait=False, keep_s=self._keep_s)
+        self.now = start_daemon(self.folder, config=self._config(), wait=False, keep_s=self.keep_s)
         return self.now
 
     def _config(self) -> str:
@@ -59,7 +59,7 @@ class Daemons:
         """Let the daemon read the present settings."""
         file = self.folder / "kvtier.toml"
         head = file.read_text().partition("[warm]")[0]
-        text = self._config().replace("[warm]\n", f"[warm]\nkeep_s = {self._keep_s}\n")
+        text = self._config().replace("[warm]\n", f"[warm]\nkeep_s = {self.keep_s}\n")
         file.write_text(head + text)
         self.now.process.send_signal(signal.SIGHUP)
 
@@ -229,7 +229,10 @@ def interrupted(daemons: Daemons, chance: random.Random) -> None:
 
 def replaced(daemons: Daemons, chance: random.Random) -> None:
     chance.choice([daemons.kill, daemons.end])()
-    impostor = Impostor(daemons.now.socket, chance.choice(IMPOSTORS))
+    # The last one is told which connections of a client no longer write. The next daemon is not, and holds
+    # their slots in kept memory until the client's process ends.
+    impostors = IMPOSTORS[:-1] if daemons.keep_s else IMPOSTORS
+    impostor = Impostor(daemons.now.socket, chance.choice(impostors))
     deadline = time.monotonic() + AGAIN_S
     while not impostor.served:
         assert time.monotonic() < deadline, "nobody tries to connect"
