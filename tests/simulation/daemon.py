@@ -116,9 +116,13 @@ def _pidfd_open(pid: int) -> int:
     return os.dup(process.pidfd)
 
 
+class LeftError(BaseException):
+    """The daemon ends at once, because a disk hangs. Not an Exception: nothing of it may go on."""
+
+
 def _leave(app: App, why: str) -> NoReturn:
     MACHINE.now.has_left = True
-    raise SystemExit(why)
+    raise LeftError(why)
 
 
 def install() -> None:
@@ -240,7 +244,7 @@ class Daemon:
 
     def _ended(self, main: NumberedTask) -> None:
         if not main.cancelled() and (error := main.exception()) is not None:
-            if isinstance(error, SystemExit) and self.machine.disk.hangs:
+            if isinstance(error, LeftError):
                 return
             raise error
 
