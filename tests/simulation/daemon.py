@@ -132,6 +132,7 @@ def install() -> None:
     app_module.fd_store = lambda *_: KeptDescriptors(MACHINE.now)
     app_module.TEND_S = 0.5
     lifecycle.POLL_S = 1.0
+    flusher.PAUSE_S = 0.2
     App._leave = _leave
     loop_lag.TICK_S = 5.0
     disk.Disk = DiskWorker

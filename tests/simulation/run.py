@@ -251,8 +251,9 @@ class Simulation:
             client.die()
         self.settle()
         self.sweep()
-        self.settle()
         chance = random.Random(f"end {self.seed}")
+        self.save_and_forget(chance)
+        self.settle()
         before, how = self.stored(), chance.choice(("stop", "stop", "kill", "power"))
         self.restart(how, chance)
         self.wait_serving()
@@ -264,6 +265,30 @@ class Simulation:
         self.daemon.wait_stopped()
         self._check_descriptors(leaks=not machine.has_left)
         machine.run(CLOCK.now)
+
+    def save_and_forget(self, chance: random.Random) -> None:
+        """Save some blocks, let the disk write them, and forget some: a restart must keep both promises."""
+        machine = self.machine
+        client = Client(machine, self.oracle, "last", 0, FIRST_UID, self.current)
+        link, operator = client.connected(), self.operator.connected()
+        assert link is not None and operator is not None
+        for space in machine.config.spaces:
+            client._open(link, space, lambda: None)
+        machine.run(CLOCK.now + 0.02)
+        for _ in range(3):
+            client._save(link, chance.choice(machine.config.spaces), chance)
+        machine.run(CLOCK.now + 0.5)
+        if machine.config.directories:
+            operator.ask(wire.Tier(0, "warm", "drain"), lambda _: None)
+            machine.run(CLOCK.now + 0.5)
+        for _ in range(chance.randrange(4)):
+            client._forget(link, chance.choice(machine.config.spaces), chance)
+        machine.run(CLOCK.now + 0.5)
+        if machine.config.directories:
+            operator.ask(wire.Tier(0, "warm", "on"), lambda _: None)
+        machine.run(CLOCK.now + 0.1)
+        client.die()
+        self.operator.die()
 
     def settle(self) -> None:
         """Wait until nothing is held any longer, but not longer than that may take."""

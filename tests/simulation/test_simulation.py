@@ -12,7 +12,7 @@ import pytest
 from support.effort import effort
 
 ROOT = Path(__file__).parent.parent.parent
-BATCHES = 16
+BATCHES = 25
 SEEDS = effort(2_000, 20_000, 100_000)
 EACH = SEEDS // BATCHES
 
