@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .PHONY: help venv demo test test-all engines test-engines test-engines-all test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-gpu bench-writes \
-        bench-peers bench-compare figures faults sabotage package clean
+        bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -141,6 +141,11 @@ faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed
 
 sabotage: venv  ## plant each known bug in a copy of this tree; fails where no test notices one. SABOTAGE="NAME ..." for some
 	$(BIN)/python tests/sabotage/plant.py $(SABOTAGE)
+
+SEEDS ?= 0:100000
+JOBS ?= 2
+simulate: venv  ## the simulation of the daemon with many seeds, SEEDS=FIRST:LAST, in JOBS processes
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
 
 package: venv   ## the sdist, a wheel for other machines, its bill of materials and licences, into dist/
 	$(BIN)/python tools/requirements.py package | $(BIN)/python -m pip install --quiet -r /dev/stdin

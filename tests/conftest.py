@@ -22,6 +22,7 @@ WHOLE = ("tests/faults/test_daemon_crash.py", "tests/kernels/test_fuzz_codecs.py
 LONGEST = (
     *WHOLE,
     "tests/faults/test_hostile_clients.py",
+    "tests/simulation/test_simulation.py",
     "tests/e2e/test_tiers.py",
     "tests/e2e/test_lossy.py",
     "tests/faults/test_cold_disks.py",

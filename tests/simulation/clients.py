@@ -15,7 +15,7 @@ from kvtier_kernels import Mapping, xxh3_128
 
 from .machine import PAGE, Machine, Process
 from .oracle import Oracle, Pin, Value, content
-from .plan import ALL_KEYS, CHAINS, DEPTH, KEYS, SPECS, block_bytes, places
+from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, block_bytes, places
 from .virtual import CLOCK
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ class Client:
         link = self.connected(read_only=kind == "read_only")
         if link is None or kind == "read_only":
             return
-        space = chance.choice((0, 0, 0, 1, 2))
+        space = chance.choice(self.machine.config.spaces)
         if space not in link.spaces and kind not in ("stall", "stats", "explain", "grow"):
             self._open(link, space, lambda: self._do(link, kind, space, chance))
         else:
@@ -378,16 +378,16 @@ class Client:
             getattr(self, f"_{kind}")(link, space, chance)
 
     def _prefix(self, space: int, chance: random.Random) -> list[bytes]:
-        chain = KEYS[space][chance.randrange(CHAINS)]
+        chain = KEYS[space][chance.randrange(self.machine.config.chains)]
         return chain[: chance.choice((1, 2, 3, DEPTH, DEPTH, DEPTH))]
 
     # Saves.
 
     def _save(self, link: Link, space: int, chance: random.Random) -> None:
-        chain = KEYS[space][chance.randrange(CHAINS)]
+        chain = KEYS[space][chance.randrange(self.machine.config.chains)]
         first = chance.choice((0, 0, 0, 1, 3))
         keys = chain[first : first + chance.choice((1, 2, 3, DEPTH))]
-        ttl_ms = chance.choice((0, 0, 0, 0, 0, 500, 3000))
+        ttl_ms = chance.choice((500, 3000)) if chance.random() < 0.08 else 0
         parent = chain[first - 1] if first else b""
         for group, shard in places(space):
             if chance.random() < 0.95:
@@ -430,6 +430,7 @@ class Client:
                 )
                 if ttl_ms:
                     value.is_kept_only_in_memory = True
+                    self.oracle.expiring.add(self.tenant)
                 values.append(value)
             writing = Writing(reply.lease, values, slots, [True] * len(slots), nbytes)
             link.writing.append(writing)
@@ -714,7 +715,7 @@ class Client:
     # Forgets.
 
     def _forget(self, link: Link, space: int, chance: random.Random) -> None:
-        chain = KEYS[space][chance.randrange(CHAINS)]
+        chain = KEYS[space][chance.randrange(self.machine.config.chains)]
         keys = chance.sample(chain, chance.choice((1, 1, 2, DEPTH)))
         values = self.oracle.committed_before(self.tenant, space, set(keys), CLOCK.now)
         self.oracle.unpinned(self.tenant)

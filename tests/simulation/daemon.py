@@ -116,9 +116,13 @@ def _pidfd_open(pid: int) -> int:
     return os.dup(process.pidfd)
 
 
+class LeftError(BaseException):
+    """The daemon ends at once, because a disk hangs. Not an Exception: nothing of it may go on."""
+
+
 def _leave(app: App, why: str) -> NoReturn:
     MACHINE.now.has_left = True
-    raise SystemExit(why)
+    raise LeftError(why)
 
 
 def install() -> None:
@@ -128,6 +132,7 @@ def install() -> None:
     app_module.fd_store = lambda *_: KeptDescriptors(MACHINE.now)
     app_module.TEND_S = 0.5
     lifecycle.POLL_S = 1.0
+    flusher.PAUSE_S = 0.2
     App._leave = _leave
     loop_lag.TICK_S = 5.0
     disk.Disk = DiskWorker
@@ -240,7 +245,7 @@ class Daemon:
 
     def _ended(self, main: NumberedTask) -> None:
         if not main.cancelled() and (error := main.exception()) is not None:
-            if isinstance(error, SystemExit) and self.machine.disk.hangs:
+            if isinstance(error, LeftError):
                 return
             raise error
 

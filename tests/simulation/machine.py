@@ -466,6 +466,7 @@ class DiskWorker:
     def _completed(self, one: DiskOperation, code: int, extra: Any) -> None:
         del self._running[one.token]
         self._machine.trace("disk", one.kind, one.token, code)
+        self._machine.count(f"disk {one.kind} {errno.errorcode.get(code, '')}".strip(), 1)
         if one.kind == "write":
             self._writing[one.fd].discard(one.token)
             if code:

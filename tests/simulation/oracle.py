@@ -55,6 +55,7 @@ class Oracle:
         # Who uses a page of an extent, by run of the daemon and tenant.
         self._users: dict[tuple[int, int, int, int], dict[int, float]] = {}
         self._last_user = 0
+        self.expiring: set[int] = set()  # tenants with blocks that expire
         self.pins: defaultdict[int, list[Pin]] = defaultdict(list)
         self.loads = self.blocks_loaded = 0
 
@@ -151,6 +152,8 @@ class Oracle:
     ) -> None:
         """A lookup found `ready` blocks: pinned blocks must be among them."""
         self.loads += 1
+        if tenant in self.expiring:
+            return  # while expired blocks are forgotten, no block is found
         for pin in self.pins[tenant]:
             if pin.space == space and pin.answered_at < asked_at and pin.until > CLOCK.now:
                 count = len(pin.keys)

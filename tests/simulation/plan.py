@@ -34,6 +34,8 @@ class SimulatedConfig:
     iteration_s: float
     memory_s: float  # the time to allocate an extent
     has_faults: bool
+    spaces: tuple[int, ...]  # that clients use
+    chains: int  # of each space
     is_portioned: bool  # the daemon does its work in very small portions
 
 
@@ -48,20 +50,20 @@ class Operation:
 
 # Kinds of operations and their weights.
 OF_CLIENTS = {
-    "save": 30, "load": 24, "match": 4, "prefetch": 2, "forget": 6, "pin": 3, "unpin": 1, "hint": 2,
+    "save": 45, "load": 50, "match": 4, "prefetch": 2, "forget": 6, "pin": 3, "unpin": 1, "hint": 2,
     "release": 3, "cancel": 3, "bye": 2, "drop": 4, "die": 2, "stall": 1, "read_only": 1, "list": 1,
     "stats": 1, "explain": 1, "grow": 1, "watch": 1, "adopt": 2, "purge": 1, "half": 1,
 }  # fmt: skip
 OF_OPERATORS = {"tier": 6, "reload": 2}
-OF_DISKS = {"slow": 4, "fail": 4, "hang": 3, "rot": 1}
+OF_DISKS = {"slow": 4, "fail": 6, "hang": 3, "rot": 1}
 OF_MACHINES = {"stop": 3, "kill": 3, "power": 3}
 
 
 def config_of(seed: int) -> SimulatedConfig:
     chance = random.Random(f"config {seed}")
     pick = chance.choice
-    directories = pick((0, 1, 1, 1, 1, 2))
-    memory_pages, segment_pages = pick((8, 16, 16, 24, 32, 64)), pick((12, 16, 24))
+    directories = pick((0, 1, 1, 1, 1, 1, 1, 2))
+    memory_pages, segment_pages = pick((6, 8, 8, 12, 16, 24, 48)), pick((12, 16, 24))
     # More than the memory: a cold tier that is smaller is written again and again.
     fit = -(-memory_pages // (max(1, directories) * ((segment_pages - OTHER_PAGES) // FRAME_PAGES)))
     return SimulatedConfig(
@@ -73,7 +75,7 @@ def config_of(seed: int) -> SimulatedConfig:
         directories=directories,
         segment_pages=segment_pages,
         segments=fit + pick((2, 2, 3, 6)),
-        write=pick(("back", "through")),
+        write=pick(("back", "through", "through")),
         admission=pick(("auto", "all")),
         scrub_bytes=pick((0, 0, 0, 1 << 20)),
         codec=pick(("raw", "raw", "auto", "zstd")),
@@ -83,6 +85,8 @@ def config_of(seed: int) -> SimulatedConfig:
         iteration_s=pick((1e-5, 1e-4, 1e-3)),
         memory_s=pick((0.0, 0.0, 0.5)),
         has_faults=bool(directories) and chance.random() < 0.7,
+        spaces=pick(((0,), (0,), (1,), (2,), (0, 2), (0, 1, 2))),
+        chains=pick((1, 2, 2, CHAINS)),
         is_portioned=chance.random() < 0.5,
     )
 
@@ -100,9 +104,9 @@ def plan_of(seed: int) -> list[Operation]:
         weights[kind] *= chance.choice((0, 3, 5))
     kinds, shares = list(weights), list(weights.values())
     at, plan = 0.05, []
-    pace = chance.choice((0.005, 0.03, 0.03, 0.1))
-    for _ in range(chance.choice((20, 40, 60, 60))):
-        at += chance.expovariate(1 / pace) if chance.random() < 0.95 else 6 * chance.random()
+    pace = chance.choice((0.003, 0.01, 0.03, 0.1))
+    for _ in range(chance.choice((20, 60, 80, 100))):
+        at += chance.expovariate(1 / pace) if chance.random() < 0.97 else 6 * chance.random()
         plan.append(Operation(at, chance.choices(kinds, shares)[0], chance.getrandbits(32)))
     return plan
 
