@@ -211,7 +211,7 @@ class Saving(Mapping[Key, memoryview]):
                 return
             # Give back the granted slots and reserve all keys again: a save has one lease.
             if self.slots:
-                link.ask(self._abort, wire.Done, self._given_back)
+                self._give_back()
             link.wait_for_growth(until)
 
     def _take(self, reserved: wire.Reserved, mappings: BothMappings) -> None:
@@ -222,11 +222,16 @@ class Saving(Mapping[Key, memoryview]):
         self._lease_first, self._granted_at = 0, time.monotonic()
         self._lost = self._is_given_back = False
 
-    def _given_back(self, *_: object) -> None:
-        self._lease, self._is_given_back = 0, True
+    def _give_back(self) -> None:
+        """Give back the slots that are not committed."""
 
-    def _abort(self, id_: int) -> wire.Message:
-        return wire.Abort(id_, self._lease) if self._lease else wire.Ping(id_)
+        def request(id_: int) -> wire.Message:
+            return wire.Abort(id_, self._lease) if self._lease else wire.Ping(id_)
+
+        def given_back(*_: object) -> None:
+            self._lease, self._is_given_back = 0, True
+
+        self._space.link.ask(request, wire.Done, given_back)
 
     def again(self, request_id: int) -> wire.Message | None:
         """The request for the slots that are not committed, in another connection."""
@@ -266,7 +271,7 @@ class Saving(Mapping[Key, memoryview]):
                 # The caller must see the first exception.
                 suppressed = () if kind is None else (KvtierError,)
                 with contextlib.suppress(*suppressed):
-                    link.ask(self._abort, wire.Done, self._given_back)
+                    self._give_back()
         finally:
             link.end_writing(self)
 

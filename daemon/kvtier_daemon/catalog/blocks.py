@@ -123,6 +123,28 @@ class DeferredPolicy:
         return self.policy.memory_bytes()
 
 
+class ReadBlocks:
+    """Counts the blocks that were read from a tier below and then used by a client."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        self._unused: set[int] = set()
+
+    def read(self, ids: bytes) -> None:
+        self._unused.update(array("I", ids))
+
+    def used(self, ids: bytes) -> None:
+        """A client has used these blocks. Each counts once for each read."""
+        if self._unused:
+            before = len(self._unused)
+            self._unused.difference_update(array("I", ids))
+            self.loaded += before - len(self._unused)
+
+    def left(self, ids: bytes) -> None:
+        """These blocks are no longer in memory."""
+        self._unused.difference_update(array("I", ids))
+
+
 class BlockTable:
     """Changes store and policy together. `miss_log` gets the reason for each block that goes."""
 
@@ -140,8 +162,7 @@ class BlockTable:
         self.unwritten: Counter[str] = Counter(dict.fromkeys(UNWRITTEN, 0))
         self.why_unwritten = EVICTED  # the reason now; EVICTED: there is no disk
         self._writing: set[int] = set()  # held by a write to the disk, unknown to the policy
-        self._unloaded: set[int] = set()  # read from a tier below, and not used by a client since
-        self.loaded = 0  # blocks that were read from a tier below and then used by a client
+        self.reads = ReadBlocks()
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
         self._erasures: dict[
             int, Callable[[], None]
@@ -168,17 +189,6 @@ class BlockTable:
     def _end_write_holds(self, ids: bytes) -> None:
         self._writing.difference_update(array("I", ids))
 
-    def note_read(self, ids: bytes) -> None:
-        """These blocks were read from a tier below."""
-        self._unloaded.update(array("I", ids))
-
-    def note_loaded(self, ids: bytes) -> None:
-        """A client has used these blocks. Each counts once for each read."""
-        if self._unloaded:
-            before = len(self._unloaded)
-            self._unloaded.difference_update(array("I", ids))
-            self.loaded += before - len(self._unloaded)
-
     def unlease(self, ids: bytes) -> None:
         evictable, freed = self.store.unlease(ids)
         self.policy.freed(evictable)
@@ -194,7 +204,7 @@ class BlockTable:
                 if erase := self._erasures.pop(one, None):
                     erase()
         self.policy.gone(ids)
-        self._unloaded.difference_update(array("I", ids))
+        self.reads.left(ids)
         self.evicted[why] += len(ids) // ID_BYTES
 
     def hold_for_write(self, victims: bytes) -> None:
@@ -310,7 +320,7 @@ class BlockTable:
         self.evicted["capacity"] += (len(evicted) - len(below)) // ID_BYTES
         self.evicted["demoted"] += len(below) // ID_BYTES
         self._count_unwritten(dirty, evicted, below)
-        self._unloaded.difference_update(array("I", evicted))
+        self.reads.left(evicted)
         if self.expiring.time_of:
             self.expiring.drop(evicted)
 

@@ -156,7 +156,7 @@ class Promotions:
         if self._blocks.changes.watched:
             self._blocks.changes.add(CAME, MEMORY, self._blocks.changes.name(ready))
         self._blocks.came(ready)
-        self._blocks.note_read(ready)
+        self._blocks.reads.read(ready)
         self._blocks.gone(gone, "forgotten")
         self.reading -= len(ids) // ID_BYTES
         self._holds.hold(ready, waiting, now)

@@ -222,7 +222,7 @@ class ReadLeases:
         """A client has used blocks under this lease."""
         if (lease := self._of.get(lease_id)) is not None:
             for held in lease.parts:
-                self._blocks.note_loaded(held.ids)
+                self._blocks.reads.used(held.ids)
 
     def expire(self, now: float) -> int:
         """End the leases whose deadline has passed, and those of ended sessions; return how many expired. A

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -250,17 +250,14 @@ class Server:
         """Whether this many more descriptors may be in transit to this client. Above half of the limit, a
         client may have one extent in transit, so that a client that does not receive them cannot block
         others."""
-        if self._parked() + descriptors > self._parking // 2:
+        if _parked(self.sessions) + descriptors > self._parking // 2:
             for other in self.sessions:
                 if other.outbox.parked:
                     other.outbox.update_parked()
-        parked = self._parked()
+        parked = _parked(self.sessions)
         if parked + descriptors > self._parking:
             return False
         return not session.outbox.parked or parked + descriptors <= self._parking // 2
-
-    def _parked(self) -> int:
-        return sum(session.outbox.parked for session in self.sessions)
 
     def end_for_good(self, tenant: Tenant | None, token: bytes) -> None:
         """End the session with this token, and free its slots, if it is the tenant's. Only its client knows
@@ -336,3 +333,8 @@ class Server:
         """Disconnect all clients, and accept no others. The caller must close the listener."""
         self.disconnect(reason)
         self.loop.remove_reader(self._listener.fileno())
+
+
+def _parked(sessions: Iterable[Session]) -> int:
+    """How many descriptors are in transit to these clients."""
+    return sum(session.outbox.parked for session in sessions)

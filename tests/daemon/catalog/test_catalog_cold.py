@@ -903,16 +903,16 @@ def test_read_blocks_count_as_loaded_once_a_read_and_only_if_a_client_used_them(
         catalog.release(ME, found.lease, nbytes=nbytes)
 
     load(6, SIZE)
-    assert catalog.blocks.loaded == 0, "these were never on disk"
+    assert catalog.blocks.reads.loaded == 0, "these were never on disk"
     read()
     load(6, 0)
-    assert catalog.blocks.loaded == 0, "the client used none of them"
+    assert catalog.blocks.reads.loaded == 0, "the client used none of them"
     load(4, SIZE)
     load(5, SIZE)
-    assert catalog.blocks.loaded == 5
+    assert catalog.blocks.reads.loaded == 5
     tenant.save(chain(8))  # evicts them: one was read in vain
     tenant.check()
     plan = catalog.promotions.plan(tenant.space, keys, 100)
     catalog.promotions.promoted(plan.ids)
     load(6, SIZE)
-    assert catalog.blocks.loaded == 5 + 6
+    assert catalog.blocks.reads.loaded == 5 + 6

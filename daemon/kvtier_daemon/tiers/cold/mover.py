@@ -281,7 +281,7 @@ class Mover:
 
     def stats(self) -> TierStats:
         day_bytes, notes_bytes = self._budget.day_bytes(), self.reads.recomputed.memory_bytes()
-        counts = {**self.counts, "loaded": self._blocks.loaded}
+        counts = {**self.counts, "loaded": self._blocks.reads.loaded}
         return TierStats(counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes)
 
     def tend(self) -> None:
