@@ -52,9 +52,13 @@ def test_a_block_that_is_read_back_changed_fails_the_probe(
         one.put_and_get()
 
 
+opening = open_direct  # which the tests replace
+
+
 class Disks:
     def __init__(self, path: Path, drive: DirectoryDisk) -> None:
-        attached = SimpleNamespace(directory=SimpleNamespace(path=path), disk=drive)
+        directory = SimpleNamespace(path=path, open=lambda *arguments: opening(*arguments))
+        attached = SimpleNamespace(directory=directory, disk=drive)
         self.directories = SimpleNamespace(attached=[attached])
 
 
@@ -85,8 +89,8 @@ def test_a_disk_that_does_not_accept_the_page_has_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
-    monkeypatch.setattr(
-        disk_probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
+    monkeypatch.setitem(
+        globals(), "opening", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
     )
     drive = probed(tmp_path, lambda *_: None)
     assert drive.faults == 1 and "the disk probe failed" in drive.writes.failure
@@ -134,7 +138,7 @@ def test_a_probe_file_created_after_the_disk_was_closed_is_removed(
         assert may_continue.wait(60)
         return open_direct(*arguments)
 
-    monkeypatch.setattr(disk_probe, "open_direct", slow)
+    monkeypatch.setitem(globals(), "opening", slow)
 
     async def run() -> None:
         drive = DirectoryDisk(asyncio.get_running_loop(), "it", "threads", time.monotonic)

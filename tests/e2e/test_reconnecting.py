@@ -130,7 +130,7 @@ def test_slots_are_regained_by_the_process_that_had_them_only(folder: Path) -> N
             code = (
                 "import sys; from kvtier import Client, wire\n"
                 "client = Client.connect(sys.argv[1], populate=False); link = client.link\n"
-                "hello = wire.Hello(1, wire.SCHEMA, 'x', False, [], '', bytes.fromhex(sys.argv[2]))\n"
+                "hello = wire.Hello(1, wire.SCHEMA, 'x', False, [], '', resumes=bytes.fromhex(sys.argv[2]))\n"
                 "from kvtier.link import NewConnection\n"
                 "new = NewConnection(link.caller, 5.0)\n"
                 "print(new.ask(hello, wire.Welcome).token == bytes.fromhex(sys.argv[2]))\n"

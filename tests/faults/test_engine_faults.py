@@ -200,7 +200,9 @@ def test_engines_go_on_whatever_happens_to_their_daemon(daemons: Daemons) -> Non
     until = time.monotonic() + AGAIN_S
     while mappings() > before or len(os.listdir("/proc/self/fd")) > fds:
         # The threads of the plugin end on their own.
-        assert time.monotonic() < until, f"{mappings()} mappings of daemons that ended"
+        gc.collect()
+        left = f"{mappings()} mappings and {len(os.listdir('/proc/self/fd'))} descriptors"
+        assert time.monotonic() < until, f"{left}, before there were {before} and {fds}"
         time.sleep(0.05)
         gc.collect()
 

@@ -152,7 +152,7 @@ def test_processes_of_another_pid_namespace_are_distinguished(tmp_path: Path) ->
                 SimpleNamespace(peer=Peer(pid, 0, -1), tenant=tenant) for _ in range(LIMIT_GHOSTS)
             ]
             server.ghosts = ghosts  # type: ignore[assignment]
-            assert bool(server.refusal(Peer(pid, 0, -1, tenant))) == refused
+            assert bool(server.refusal(Peer(pid, 0, -1, tenant), b"")) == refused
         server.ghosts = set()
         server.close("done")
         listener.close()

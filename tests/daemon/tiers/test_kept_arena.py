@@ -21,9 +21,6 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers import keeper
 from kvtier_daemon.tiers.fd_store import KeeperStore
 from kvtier_daemon.tiers.kept_arena import (
-    HALF_BYTES,
-    HEAD,
-    MANIFEST,
     SEALS,
     ExtentFiles,
     KeptArena,
@@ -89,24 +86,6 @@ def taken(arena: KeptArena, quota_bytes: int = 1 << 30) -> int:
     for fd in (fd for files in extents for fd in files[1:]):
         os.close(fd)
     return len(extents)
-
-
-def test_a_write_of_the_manifest_that_is_torn_leaves_the_one_before(held: Held) -> None:
-    arena = arena_of(held)
-    arena.settle()
-    for number in range(1, 6):
-        arena.session_began(number, KeptSession("one", TOKEN, 1, 0, 0))
-        fd = held.fds[MANIFEST]
-        heads = [(HEAD.unpack(os.pread(fd, HEAD.size, at))[0], at) for at in (0, HALF_BYTES)]
-        _, newest = max(heads)
-        last = os.pread(fd, HEAD.size, newest)
-        os.pwrite(fd, bytes([last[-1] ^ 1]), newest + HEAD.size - 1)  # of its CRC
-        found = arena._read()
-        assert found is not None and set(found.sessions) == set(range(1, number))
-        os.pwrite(fd, last, newest)
-        found = arena._read()
-        assert found is not None and set(found.sessions) == set(range(1, number + 1))
-    arena.close()
 
 
 def test_memory_that_ends_each_daemon_at_its_start_is_not_tried_for_ever(held: Held) -> None:
