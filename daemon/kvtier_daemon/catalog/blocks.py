@@ -32,6 +32,7 @@ from kvtier_daemon.catalog.spaces import KnownSpace
 from kvtier_kernels import Store
 
 ID_BYTES = 4
+LOOK_AHEAD = 4  # victims to look at for each that is wanted, if some are not on disk yet
 TIERS = "warm", "cold"  # the names of the tiers, by their numbers: memory, and those below it
 # States that `Store.states` returns in addition to the wire's outcomes; BELOW + n: only in tier n.
 PROMOTING, BELOW = 6, 16
@@ -297,9 +298,24 @@ class BlockTable:
             self._evicted(evicted, orphans, below, dirty)
             if victims and not evicted:
                 break
-            victims = policy.victims(short + len(self._writing))
+            victims = self._victims(short + len(self._writing))
             if not victims:
                 break
+
+    def _victims(self, wanted: int) -> bytes:
+        """The next victims of the policy. While the disk writes what was saved, blocks that are already on
+        it come first, if they are among the next ones: the others would be lost."""
+        victims = self.policy.victims(wanted)
+        if self.why_unwritten != SLOW_DISK or not self._dirty(victims):
+            return victims
+        victims = self.policy.victims(wanted * LOOK_AHEAD)
+        dirty = self._dirty(victims)
+        return (_without(victims, dirty) + dirty)[: wanted * ID_BYTES]
+
+    def _dirty(self, ids: bytes) -> bytes:
+        """Those of these blocks that are only in memory and may be written."""
+        dirty = self.store.dirty(ids)
+        return self.expiring.lasting(dirty) if self.expiring.time_of else dirty
 
     def leave_retired(self, is_over: bool, limit: int) -> tuple[bool, bytes]:
         """Evict at most `limit` blocks of retired extents: those that are on disk too, or with `is_over` all

@@ -20,6 +20,7 @@ from kvtier_daemon.catalog import Catalog, SessionId, SpaceWatch, demotion, hold
 from kvtier_daemon.catalog.demotion import Demotion
 from kvtier_daemon.catalog.frames import PLACE_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S, HOLD_SHARE
+from kvtier_daemon.catalog.miss_log import EVICTED, SLOW_DISK
 from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.catalog.promotion import Promotion
 from kvtier_daemon.codec.frame import HAS_PARENT, Identity
@@ -252,6 +253,23 @@ def test_a_save_evicts_other_blocks_while_the_coldest_are_written() -> None:
     assert len(tenant.save(chain(3))) == 3 * 4
     tenant.catalog.demotions.not_demoted(plan.ids)
     assert tenant.catalog.blocks.evicted["capacity"] == 3
+    tenant.check()
+
+
+@pytest.mark.parametrize("why, lost", [(SLOW_DISK, 0), (EVICTED, 4)])
+def test_blocks_on_disk_are_evicted_before_colder_ones_that_wait_for_their_write(
+    why: int, lost: int
+) -> None:
+    tenant = Tenant(16)
+    dirty, clean = chain(4), chain(12)
+    tenant.save(dirty)
+    tenant.write(tenant.catalog.demotions.plan_write_through(tenant.save(clean)))
+    tenant.catalog.blocks.why_unwritten = why
+    tenant.save(chain(4))
+    assert tenant.catalog.blocks.evicted["capacity"] == lost
+    assert tenant.found(dirty) == (4 - lost, 0) and sum(tenant.found(clean)) == 12
+    tenant.save(chain(16))  # if nothing else is left, they go
+    assert tenant.found(dirty) == (0, 0) and tenant.found(clean) == (0, 12)
     tenant.check()
 
 
