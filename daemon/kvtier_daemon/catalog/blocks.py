@@ -290,7 +290,7 @@ class BlockTable:
 
     def make_room(self, space: int, group: int, wanted: int) -> None:
         """Evict, coldest first, until `wanted` slots are free or no other block may be evicted."""
-        store, policy = self.store, self.policy
+        store = self.store
         victims = b""  # the first pass uses slots that other spaces left empty
         while (short := wanted - store.room(space, group, wanted)) > 0:
             dirty = self._note_victims(victims) if victims else {}
