@@ -162,6 +162,7 @@ class BlockTable:
         # Blocks that were evicted without a write to disk, by reason.
         self.unwritten: Counter[str] = Counter(dict.fromkeys(UNWRITTEN, 0))
         self.why_unwritten = EVICTED  # the reason now; EVICTED: there is no disk
+        self.spares_unwritten = True  # evict blocks that are on disk first
         self._writing: set[int] = set()  # held by a write to the disk, unknown to the policy
         self.reads = ReadBlocks()
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
@@ -306,7 +307,8 @@ class BlockTable:
         """The next victims of the policy. While the disk writes what was saved, blocks that are already on
         it come first, if they are among the next ones: the others would be lost."""
         victims = self.policy.victims(wanted)
-        if self.why_unwritten != SLOW_DISK or not self._dirty(victims):
+        spares = self.spares_unwritten and self.why_unwritten == SLOW_DISK
+        if not spares or not self._dirty(victims):
             return victims
         victims = self.policy.victims(wanted * LOOK_AHEAD)
         dirty = self._dirty(victims)

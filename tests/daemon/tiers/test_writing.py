@@ -17,7 +17,7 @@ from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.tiers.cold import flusher
 from kvtier_daemon.tiers.cold.disk import FAULTS_TO_OFF, DiskLane
 from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
-from kvtier_daemon.tiers.cold.mover import Mover
+from kvtier_daemon.tiers.cold.mover import DECLINED_S, Mover
 from kvtier_kernels import Store
 from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
 
@@ -583,6 +583,23 @@ def test_a_low_budget_is_left_for_blocks_that_are_close_to_eviction(tmp_path: Pa
         await desk.rest()
         assert desk.mover.counts["written"] == 4, "more than the coldest quarter was written"
         desk.now += 3600
+        desk.mover.tend()
+        await desk.written(16)
+        await desk.end()
+
+    run(work())
+
+
+def test_a_disk_that_is_too_slow_for_requests_gets_no_writes_ahead(tmp_path: Path) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path, quota_bytes=16 * BLOCK)
+        desk.mover.reads._declined_at = desk.now
+        desk.save(100, 16)
+        await desk.written(4)
+        desk.mover.tend()
+        await desk.rest()
+        assert desk.mover.counts["written"] == 4, "more than the coldest quarter was written"
+        desk.now += DECLINED_S
         desk.mover.tend()
         await desk.written(16)
         await desk.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -171,6 +172,9 @@ class Flusher:
         self._reclaimer = reclaimer
         self.reconfigure(through=through, admission=admission)
         catalog.blocks.why_unwritten = SLOW_DISK
+        self.is_disk_short: Callable[[], bool] = lambda: (
+            False
+        )  # for reads; then nothing is written ahead
         self.waiting = WaitingWriters()
         self.drain = Drain(catalog, self.waiting)
         self._saved = bytearray()  # ids of blocks to write, in the order of their commits
@@ -267,7 +271,7 @@ class Flusher:
     def _kept_budget(self) -> float:
         """The part of the budget that is kept for blocks that are close to eviction, or requested twice."""
         if not self._through:
-            return self._budget.plenty
+            return math.inf if self.is_disk_short() else self._budget.plenty
         twice = self._admission == "auto" and not self._catalog.blocks.admission.strict
         return self._budget.scarce if twice else 0.0
 
@@ -293,6 +297,7 @@ class Flusher:
             self._admission == "second-touch" or (self._admission == "auto" and scarce)
         )
         blocks.admission.strict = shut
+        blocks.spares_unwritten = not self.is_disk_short()
         if not self._cold.writer.is_on:
             blocks.why_unwritten = OFF
         elif left <= 0:

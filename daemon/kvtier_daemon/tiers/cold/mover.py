@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import time
 from array import array
 from collections import Counter
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 READING_BLOCKS = 8192  # in flight; one request may use half of the rest
 READING_BYTES = 1 << 30
 PROBE_BLOCKS = 4
+DECLINED_S = 10.0
+TOO_SLOW = ("slower", "crowded", "unreliable")
 LEAST_BLOCKS = 64  # a request may read at least this many
 MOST = (1 << 32) - 1
 
@@ -68,6 +71,11 @@ class Promoter:
         self._evicted = evicted
         self._clock = clock
         self._waiting_bytes = 0  # in flight
+        self._declined_at = -math.inf
+
+    def declined_lately(self) -> bool:
+        """Whether the disk was too slow or too busy for a request in the last seconds."""
+        return self._clock() < self._declined_at + DECLINED_S
 
     @property
     def is_on(self) -> bool:
@@ -102,6 +110,8 @@ class Promoter:
         verdict = verdicts[0]
         if verdict.first:
             self.verdicts[verdict.why] += 1
+            if verdict.why in TOO_SLOW:
+                self._declined_at = self._clock()
         if not verdict.load:
             if verdict.first or not reads.planner.eta_s(request):
                 return 0, 0.0, verdict.why
@@ -254,6 +264,7 @@ class Mover:
             tenant, catalog, cold, self.extents, self.choice, self.counts, self.bytes,
             self.writes.waiting.wake, clock,
         )  # fmt: skip
+        self.writes.is_disk_short = self.reads.declined_lately
 
     def reconfigure(
         self, *, through: bool, daily_bytes: int, admission: str, codec: str,
