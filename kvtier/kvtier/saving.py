@@ -92,8 +92,11 @@ class Saving(Mapping[Key, memoryview]):
             raise InvalidArgument(f"cannot commit {count} blocks: {left} are not committed yet")
         if not count:
             return
-        if self._buffers is not None and self._written() < count:
-            text = f"block {self._written()} of these {count} was granted but never written"
+        if (
+            self._buffers is not None
+            and (written := _written(self._buffers, self._committed, self._mark)) < count
+        ):
+            text = f"block {written} of these {count} was granted but never written"
             raise InvalidArgument(text)
         end, sums = self._committed + count, self.checksums
 
@@ -165,15 +168,6 @@ class Saving(Mapping[Key, memoryview]):
             keys = [self._keys[at] for at in self.granted]
             self._buffers = dict(zip(keys, buffers, strict=True))
         return self._buffers
-
-    def _written(self) -> int:
-        """Return how many leading blocks after the committed ones have been written."""
-        count = 0
-        for buffer in list((self._buffers or {}).values())[self._committed :]:
-            if buffer[:MARK_BYTES] == self._mark[: len(buffer)]:
-                break
-            count += 1
-        return count
 
     def __getitem__(self, key: Key) -> memoryview:
         return self._slot_views()[key]
@@ -264,7 +258,7 @@ class Saving(Mapping[Key, memoryview]):
         link = self._space.link
         try:
             if kind is None and self._buffers is not None:
-                self.commit(self._written())
+                self.commit(_written(self._buffers, self._committed, self._mark))
             if self._buffers:
                 release_views(list(self._buffers.values()))
             if self._committed < len(self):
@@ -274,6 +268,16 @@ class Saving(Mapping[Key, memoryview]):
                     self._give_back()
         finally:
             link.end_writing(self)
+
+
+def _written(buffers: Mapping[Key, memoryview], committed: int, mark: bytes) -> int:
+    """Return how many leading slots after the committed ones have been written."""
+    count = 0
+    for buffer in list(buffers.values())[committed:]:
+        if buffer[:MARK_BYTES] == mark[: len(buffer)]:
+            break
+        count += 1
+    return count
 
 
 class Saved(Sequence[Key]):

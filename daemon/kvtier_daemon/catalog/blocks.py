@@ -306,18 +306,18 @@ class BlockTable:
     def _victims(self, wanted: int) -> bytes:
         """The next victims of the policy. While the disk writes what was saved, blocks that are already on
         it come first, if they are among the next ones: the others would be lost."""
+
+        def unwritten(ids: bytes) -> bytes:
+            dirty = self.store.dirty(ids)
+            return self.expiring.lasting(dirty) if self.expiring.time_of else dirty
+
         victims = self.policy.victims(wanted)
         spares = self.spares_unwritten and self.why_unwritten == SLOW_DISK
-        if not spares or not self._dirty(victims):
+        if not spares or not unwritten(victims):
             return victims
         victims = self.policy.victims(wanted * LOOK_AHEAD)
-        dirty = self._dirty(victims)
-        return (_without(victims, dirty) + dirty)[: wanted * ID_BYTES]
-
-    def _dirty(self, ids: bytes) -> bytes:
-        """Those of these blocks that are only in memory and may be written."""
-        dirty = self.store.dirty(ids)
-        return self.expiring.lasting(dirty) if self.expiring.time_of else dirty
+        last = unwritten(victims)
+        return (_without(victims, last) + last)[: wanted * ID_BYTES]
 
     def leave_retired(self, is_over: bool, limit: int) -> tuple[bool, bytes]:
         """Evict at most `limit` blocks of retired extents: those that are on disk too, or with `is_over` all
