@@ -65,6 +65,7 @@ class Reading:
     space: int
     keys: list[bytes]
     asked_at: float  # by the first holder
+    first: int  # block that the first holder asked for
     request: int = 0
     token: bytes = b""
 
@@ -605,7 +606,7 @@ class Client:
             return None
         until = asked_at + deadline_ms / 1000
         reading = Reading(
-            reply.lease, until, [], space, keys[: reply.ready], asked_at, 0, reply.token
+            reply.lease, until, [], space, keys[: reply.ready], asked_at, first, 0, reply.token
         )
         link.reading.append(reading)
         self._check_parts(space, reply, first, shards)
@@ -700,7 +701,7 @@ class Client:
             left_ms = int((theirs.until - asked_at) * 1000)
             keys = theirs.keys
             reading = self._loaded(
-                link, theirs.space, keys, 0, left_ms, shards, asked_at, reply, "adopt"
+                link, theirs.space, keys, theirs.first, left_ms, shards, asked_at, reply, "adopt"
             )
             if reading is not None:
                 reading.token = b""

@@ -55,7 +55,6 @@ from kvtier_daemon.tiers.cold import (
     tier,
     tombstones,
 )  # fmt: skip
-from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_daemon.tiers.cold.segment_log import Segment
 
 PAGE = 4096
@@ -141,7 +140,7 @@ def install() -> None:
     lifecycle.ThreadPoolExecutor = lambda *_: MACHINE.now.make_threads(waits_for_disk=True)
     lifecycle.Child = Child
     directory.IndexProcess = Index
-    directory.lock = lambda child, path, device: claim(path, os.getpid(), device)
+    directory.lock = Child.lock
     directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
     encoder._started = lambda *_: MACHINE.now.make_threads()
     attached.threads_here = tier.threads_here = lambda: 1

@@ -259,6 +259,7 @@ class Simulation:
         self.wait_serving()
         self.check_kept(before, how)
         self.sweep()
+        self.operator.die()  # it may have connected to switch the tiers on
         self.settle()
         assert self.daemon is not None
         self.daemon.stop()
