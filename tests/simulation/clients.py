@@ -14,7 +14,7 @@ from kvtier import wire
 from kvtier_kernels import Mapping, xxh3_128
 
 from .machine import PAGE, Machine, Process
-from .oracle import Oracle, Pin, Value, content
+from .oracle import Oracle, Pin, User, Value, content
 from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, block_bytes, places
 from .virtual import CLOCK
 
@@ -257,7 +257,13 @@ class Link:
 
     def use(self, slot: Slot, until: float, writes: bool) -> None:
         run, tenant = self.daemon.memory, self.client.tenant
-        slot.user = self.oracle.use(run, tenant, slot.extent, slot.pages, until, writes)
+        new = User(slot.pages.start, slot.generation, writes, until)
+        table = memoryview(self.extents[slot.extent][1])
+
+        def generation_of(page: int) -> int:
+            return int(GENERATION.unpack_from(table, page * GENERATION.size)[0])
+
+        slot.user = self.oracle.use(run, tenant, slot.extent, slot.pages, new, generation_of)
 
     def end_use(self, slots: Any) -> None:
         for slot in slots:
@@ -271,7 +277,7 @@ class Link:
         """The bytes of a slot, and whether its generation was the same after they were read."""
         extent, table = self.extents[slot.extent]
         data = bytes(memoryview(extent)[slot.offset : slot.offset + slot.nbytes])
-        (now,) = GENERATION.unpack_from(memoryview(table), slot.offset // PAGE * 8)
+        (now,) = GENERATION.unpack_from(memoryview(table), slot.offset // PAGE * GENERATION.size)
         return data, now == slot.generation
 
     def check_progress(self) -> None:
@@ -604,7 +610,8 @@ class Client:
             if reply.parts:
                 machine.violate("slots without a lease")
             return None
-        until = asked_at + deadline_ms / 1000
+        # The answer of a daemon that has ended may arrive late, and its lease has ended with it.
+        until = asked_at + deadline_ms / 1000 if link.daemon.is_up else 0.0
         reading = Reading(
             reply.lease, until, [], space, keys[: reply.ready], asked_at, first, 0, reply.token
         )
@@ -719,22 +726,37 @@ class Client:
         chain = KEYS[space][chance.randrange(self.machine.config.chains)]
         keys = chance.sample(chain, chance.choice((1, 1, 2, DEPTH)))
         values = self.oracle.committed_before(self.tenant, space, set(keys), CLOCK.now)
-        self.oracle.unpinned(self.tenant)
 
         def done(_: wire.Counted) -> None:
-            self.oracle.unpinned(self.tenant)
             self.oracle.forgotten(values)
             self.machine.count("forgets", 1)
 
-        link.ask(wire.Forget(0, link.spaces[space], b"".join(keys)), done)
+        self._ask_unpinning(link, wire.Forget(0, link.spaces[space], b"".join(keys)), done)
+
+    def _ask_unpinning(
+        self, link: Link, message: wire.Message, done: Callable[[Any], None]
+    ) -> None:
+        """Send a request that may end pins."""
+        if not link.is_open:
+            return
+        number = self.oracle.unpins(self.tenant)
+
+        def answered(reply: Any) -> None:
+            self.oracle.unpinned(self.tenant, number)
+            done(reply)
+
+        def failed(_: wire.Failed) -> None:
+            self.oracle.unpinned(self.tenant, number)
+
+        link.ask(message, Then(answered, failed))
 
     def _purge(self, link: Link, space: int, chance: random.Random) -> None:
         values = self.oracle.committed_before(self.tenant, space, None, CLOCK.now)
 
         def purged(reply: wire.Purged) -> None:
-            self.oracle.unpinned(self.tenant)
             if reply.next:
-                link.ask(wire.Purge(0, "", link.spaces[space], reply.next), purged)
+                more = wire.Purge(0, "", link.spaces[space], reply.next)
+                self._ask_unpinning(link, more, purged)
                 return
             self.oracle.forgotten(values)
             self.machine.count("purges", 1)
@@ -744,8 +766,7 @@ class Client:
             if reply.next:
                 link.ask(wire.Purge(0, "", -1, reply.next), erased)
 
-        self.oracle.unpinned(self.tenant)
-        link.ask(wire.Purge(0, "", link.spaces[space], 0), purged)
+        self._ask_unpinning(link, wire.Purge(0, "", link.spaces[space], 0), purged)
 
     # Others.
 
@@ -754,20 +775,23 @@ class Client:
         ttl_ms = chance.choice((100, 5000, 60_000))
 
         def pinned(reply: wire.Counted) -> None:
+            self.oracle.unpinned(self.tenant, number)
             if reply.blocks:
                 until = asked_at + ttl_ms / 1000
-                self.oracle.pins[self.tenant].append(
-                    Pin(space, keys[: reply.blocks], CLOCK.now, until)
-                )
+                pin = Pin(space, keys[: reply.blocks], CLOCK.now, until)
+                self.oracle.pinned(self.tenant, number, pin)
+
+        def failed(_: wire.Failed) -> None:
+            self.oracle.unpinned(self.tenant, number)
 
         # It replaces pins of parts of this prefix, perhaps by shorter ones.
-        self.oracle.unpinned(self.tenant)
-        link.ask(wire.Pin(0, link.spaces[space], b"".join(keys), ttl_ms), pinned)
+        number = self.oracle.unpins(self.tenant)
+        link.ask(wire.Pin(0, link.spaces[space], b"".join(keys), ttl_ms), Then(pinned, failed))
 
     def _unpin(self, link: Link, space: int, chance: random.Random) -> None:
-        self.oracle.unpinned(self.tenant)
         keys = self._prefix(space, chance)
-        link.ask(wire.Unpin(0, link.spaces[space], b"".join(keys)), lambda _: None)
+        unpin = wire.Unpin(0, link.spaces[space], b"".join(keys))
+        self._ask_unpinning(link, unpin, lambda _: None)
 
     def _hint(self, link: Link, space: int, chance: random.Random) -> None:
         keys = self._prefix(space, chance)

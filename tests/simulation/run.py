@@ -91,6 +91,7 @@ class Simulation:
         self.daemon = Daemon(self.machine, self.runs)
         # Memory that an earlier daemon left has the same slots.
         self.daemon.memory = 0 if self.machine.config.keep_s else self.runs
+        self.oracle.end_reads()
         if not self.machine.kept:
             self.oracle.forget_slots()
 
@@ -127,7 +128,7 @@ class Simulation:
         machine, daemon = self.machine, self.daemon
         if daemon is None or (daemon.app._server is None and how == "stop"):
             return
-        self.oracle.pins.clear()
+        self.oracle.restarted()
         if how == "stop":
             # A scan that the stop interrupts leaves a file open, until the process ends.
             is_recovered = daemon.is_serving and self._is_recovered()
