@@ -93,7 +93,8 @@ class Link:
         self.token = b""
         self.asked: dict[int, Asked] = {}
         self.spaces: dict[int, int] = {}
-        self.extents: list[tuple[Mapping, Mapping]] = []
+        # By their number, with the inode of the memory. Retired extents are not announced.
+        self.extents: dict[int, tuple[Mapping, Mapping, int]] = {}
         self.writing: list[Writing] = []
         self.reading: list[Reading] = []
         self.stalled_until = 0.0
@@ -178,8 +179,8 @@ class Link:
         self.machine.trace(self.client.name, "gets", what)
         if isinstance(reply, wire.ExtentAdded):
             extent_fd, table_fd = self._fds.popleft(), self._fds.popleft()
-            self.extents.append(
-                self.client.map(extent_fd, table_fd, reply.bytes, not self.read_only)
+            self.extents[reply.index] = self.client.map(
+                extent_fd, table_fd, reply.bytes, not self.read_only
             )
             return
         if isinstance(reply, wire.GoingDown):
@@ -256,26 +257,25 @@ class Link:
     # --- slots -------------------------------------------------------------------------------
 
     def use(self, slot: Slot, until: float, writes: bool) -> None:
-        run, tenant = self.daemon.memory, self.client.tenant
         new = User(slot.pages.start, slot.generation, writes, until)
-        table = memoryview(self.extents[slot.extent][1])
+        _, mapped, memory = self.extents[slot.extent]
+        table, where = memoryview(mapped), f"extent {slot.extent} of tenant {self.client.tenant}"
 
         def generation_of(page: int) -> int:
             return int(GENERATION.unpack_from(table, page * GENERATION.size)[0])
 
-        slot.user = self.oracle.use(run, tenant, slot.extent, slot.pages, new, generation_of)
+        slot.user = self.oracle.use(memory, slot.pages, new, generation_of, where)
 
     def end_use(self, slots: Any) -> None:
         for slot in slots:
-            run, tenant = self.daemon.memory, self.client.tenant
-            self.oracle.end_use(run, tenant, slot.extent, slot.pages, slot.user)
+            self.oracle.end_use(self.extents[slot.extent][2], slot.pages, slot.user)
 
     def write(self, slot: Slot, data: bytes) -> None:
         memoryview(self.extents[slot.extent][0])[slot.offset : slot.offset + len(data)] = data
 
     def read(self, slot: Slot) -> tuple[bytes, bool]:
         """The bytes of a slot, and whether its generation was the same after they were read."""
-        extent, table = self.extents[slot.extent]
+        extent, table, _ = self.extents[slot.extent]
         data = bytes(memoryview(extent)[slot.offset : slot.offset + slot.nbytes])
         (now,) = GENERATION.unpack_from(memoryview(table), slot.offset // PAGE * GENERATION.size)
         return data, now == slot.generation
@@ -324,12 +324,16 @@ class Client:
 
     def map(
         self, extent_fd: int, table_fd: int, nbytes: int, writable: bool
-    ) -> tuple[Mapping, Mapping]:
+    ) -> tuple[Mapping, Mapping, int]:
         import os
 
         try:
-            table_bytes = os.fstat(table_fd).st_size
-            return Mapping(extent_fd, nbytes, writable), Mapping(table_fd, table_bytes, False)
+            table_bytes, memory = os.fstat(table_fd).st_size, os.fstat(extent_fd).st_ino
+            extent, table = (
+                Mapping(extent_fd, nbytes, writable),
+                Mapping(table_fd, table_bytes, False),
+            )
+            return extent, table, memory
         finally:
             os.close(extent_fd)
             os.close(table_fd)
@@ -826,7 +830,8 @@ class Client:
 
     def _grow(self, link: Link, space: int, chance: random.Random) -> None:
         if not any(isinstance(one.message, wire.Grow) for one in link.asked.values()):
-            link.ask(wire.Grow(0, len(link.extents), chance.choice((0, 100, 2000))), lambda _: None)
+            known = 1 + max(link.extents, default=-1)
+            link.ask(wire.Grow(0, known, chance.choice((0, 100, 2000))), lambda _: None)
 
     def _watch(self, link: Link, space: int, chance: random.Random) -> None:
         if not any(isinstance(one.message, wire.Watch) for one in link.asked.values()):

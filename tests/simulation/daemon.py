@@ -58,7 +58,7 @@ from kvtier_daemon.tiers.cold import (
 from kvtier_daemon.tiers.cold.segment_log import Segment
 
 PAGE = 4096
-FIRST_UID = 1001
+FIRST_UID, FIRST_GUEST = 1001, 2001
 TENANTS = ("one", "two")
 STOP_S = 60.0  # in which a daemon must stop
 INDEX_BYTES = 64 << 10
@@ -211,7 +211,10 @@ def loaded(machine: Machine) -> LoadedConfig:
         ),
         cold=cold,
         tenants={
-            name: TenantConfig(uids=(FIRST_UID + at,), quota_bytes=warm_bytes // how.tenants)
+            name: TenantConfig(
+                uids=(FIRST_UID + at, FIRST_GUEST + at)[: 1 + how.has_guests],
+                quota_bytes=warm_bytes // how.tenants,
+            )
             for at, name in enumerate(names)
         },
     )  # fmt: skip

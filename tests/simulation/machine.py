@@ -268,6 +268,9 @@ class DiskWorker:
         self._mappings.append(mapping)
         return len(self._mappings) - 1
 
+    def release(self, extent: int) -> None:
+        self._mappings[extent] = None
+
     def moved(self) -> tuple[int, float, dict[Any, Any]]:
         return 0, 0.0, {}
 
@@ -591,14 +594,15 @@ class Prefaulter:
         self._notify = os.dup(notify_fd)
         self._files: list[tuple[int, int]] = []
         self._progress: list[tuple[int, int]] = []
-        self._is_over = False
+        self._is_over, self._is_busy = False, False
         self._machine.prefaulters.append(self)
 
     def add(self, fd: int, size: int, lock: bool = False) -> int:
         self._files.append((fd, size))
         self._progress.append((0, 0))
-        if len(self._files) == 1:
-            self._machine.after(self._machine.lag(), self._step, 0)
+        if not self._is_busy:
+            self._is_busy = True
+            self._machine.after(self._machine.lag(), self._step, len(self._files) - 1)
         return len(self._files) - 1
 
     def _step(self, at: int) -> None:
@@ -608,7 +612,8 @@ class Prefaulter:
         os.posix_fallocate(fd, 0, size)
         self._progress[at] = size, 0
         os.eventfd_write(self._notify, 1)
-        if at + 1 < len(self._files):
+        self._is_busy = at + 1 < len(self._files)
+        if self._is_busy:
             slow = self._machine.config.memory_s * self._machine.chance.random()
             self._machine.after(slow, self._step, at + 1)
 

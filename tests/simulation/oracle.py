@@ -66,8 +66,8 @@ class Oracle:
         self._machine = machine
         self._values: dict[int, Value] = {}
         self._of: defaultdict[Place, list[Value]] = defaultdict(list)
-        # Who uses a page of an extent, by run of the daemon and tenant.
-        self._users: dict[tuple[int, int, int, int], dict[int, User]] = {}
+        # Who uses a page of an extent; of a memfd, which a daemon may leave to the next one.
+        self._users: dict[tuple[int, int], dict[int, User]] = {}
         self._last_user = 0
         self.expiring: set[int] = set()  # tenants with blocks that expire
         self.pins: defaultdict[int, list[Pin]] = defaultdict(list)
@@ -136,18 +136,17 @@ class Oracle:
     # --- slots -------------------------------------------------------------------------------
 
     def use(
-        self, run: int, tenant: int, extent: int, pages: range, new: User,
-        generation_of: Callable[[int], int],
-    ) -> int:  # fmt: skip
+        self, memory: int, pages: range, new: User, generation_of: Callable[[int], int], where: str
+    ) -> int:
         """Somebody uses these pages of an extent from now on; nobody else may write to them. Readers whose
         lease has ended must find another generation. Return a number for `end_use`."""
         self._last_user += 1
         for page in pages:
-            users = self._users.setdefault((run, tenant, extent, page), {})
+            users = self._users.setdefault((memory, page), {})
             for user, one in users.items():
                 if not (new.writes or one.writes):
                     continue
-                what = f"page {page} of extent {extent} of tenant {tenant}"
+                what = f"page {page} of {where}"
                 given = f"was given to another {'writer' if new.writes else 'reader'}"
                 if one.is_protected:
                     how = "written" if one.writes else "read under a lease"
@@ -159,9 +158,9 @@ class Oracle:
             users[self._last_user] = new
         return self._last_user
 
-    def end_use(self, run: int, tenant: int, extent: int, pages: range, user: int) -> None:
+    def end_use(self, memory: int, pages: range, user: int) -> None:
         for page in pages:
-            self._users.get((run, tenant, extent, page), {}).pop(user, None)
+            self._users.get((memory, page), {}).pop(user, None)
 
     def end_reads(self) -> None:
         """The daemon has ended, and all read leases with it: a client may learn that late. Its writers keep
@@ -169,10 +168,6 @@ class Oracle:
         for users in self._users.values():
             for one in users.values():
                 one.deadline = min(one.deadline, CLOCK.now)
-
-    def forget_slots(self) -> None:
-        """The memory is gone."""
-        self._users.clear()
 
     # --- pins --------------------------------------------------------------------------------
 
