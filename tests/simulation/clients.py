@@ -14,7 +14,7 @@ from kvtier import wire
 from kvtier_kernels import Mapping, xxh3_128
 
 from .machine import PAGE, Machine, Process
-from .oracle import Oracle, Pin, Value, content
+from .oracle import Oracle, Pin, User, Value, content
 from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, block_bytes, places
 from .virtual import CLOCK
 
@@ -65,6 +65,7 @@ class Reading:
     space: int
     keys: list[bytes]
     asked_at: float  # by the first holder
+    first: int  # block that the first holder asked for
     request: int = 0
     token: bytes = b""
 
@@ -92,7 +93,8 @@ class Link:
         self.token = b""
         self.asked: dict[int, Asked] = {}
         self.spaces: dict[int, int] = {}
-        self.extents: list[tuple[Mapping, Mapping]] = []
+        # By their number, with the inode of the memory. Retired extents are not announced.
+        self.extents: dict[int, tuple[Mapping, Mapping, int]] = {}
         self.writing: list[Writing] = []
         self.reading: list[Reading] = []
         self.stalled_until = 0.0
@@ -177,8 +179,8 @@ class Link:
         self.machine.trace(self.client.name, "gets", what)
         if isinstance(reply, wire.ExtentAdded):
             extent_fd, table_fd = self._fds.popleft(), self._fds.popleft()
-            self.extents.append(
-                self.client.map(extent_fd, table_fd, reply.bytes, not self.read_only)
+            self.extents[reply.index] = self.client.map(
+                extent_fd, table_fd, reply.bytes, not self.read_only
             )
             return
         if isinstance(reply, wire.GoingDown):
@@ -255,22 +257,27 @@ class Link:
     # --- slots -------------------------------------------------------------------------------
 
     def use(self, slot: Slot, until: float, writes: bool) -> None:
-        run, tenant = self.daemon.memory, self.client.tenant
-        slot.user = self.oracle.use(run, tenant, slot.extent, slot.pages, until, writes)
+        new = User(slot.pages.start, slot.generation, writes, until)
+        _, mapped, memory = self.extents[slot.extent]
+        table, where = memoryview(mapped), f"extent {slot.extent} of tenant {self.client.tenant}"
+
+        def generation_of(page: int) -> int:
+            return int(GENERATION.unpack_from(table, page * GENERATION.size)[0])
+
+        slot.user = self.oracle.use(memory, slot.pages, new, generation_of, where)
 
     def end_use(self, slots: Any) -> None:
         for slot in slots:
-            run, tenant = self.daemon.memory, self.client.tenant
-            self.oracle.end_use(run, tenant, slot.extent, slot.pages, slot.user)
+            self.oracle.end_use(self.extents[slot.extent][2], slot.pages, slot.user)
 
     def write(self, slot: Slot, data: bytes) -> None:
         memoryview(self.extents[slot.extent][0])[slot.offset : slot.offset + len(data)] = data
 
     def read(self, slot: Slot) -> tuple[bytes, bool]:
         """The bytes of a slot, and whether its generation was the same after they were read."""
-        extent, table = self.extents[slot.extent]
+        extent, table, _ = self.extents[slot.extent]
         data = bytes(memoryview(extent)[slot.offset : slot.offset + slot.nbytes])
-        (now,) = GENERATION.unpack_from(memoryview(table), slot.offset // PAGE * 8)
+        (now,) = GENERATION.unpack_from(memoryview(table), slot.offset // PAGE * GENERATION.size)
         return data, now == slot.generation
 
     def check_progress(self) -> None:
@@ -317,12 +324,16 @@ class Client:
 
     def map(
         self, extent_fd: int, table_fd: int, nbytes: int, writable: bool
-    ) -> tuple[Mapping, Mapping]:
+    ) -> tuple[Mapping, Mapping, int]:
         import os
 
         try:
-            table_bytes = os.fstat(table_fd).st_size
-            return Mapping(extent_fd, nbytes, writable), Mapping(table_fd, table_bytes, False)
+            table_bytes, memory = os.fstat(table_fd).st_size, os.fstat(extent_fd).st_ino
+            extent, table = (
+                Mapping(extent_fd, nbytes, writable),
+                Mapping(table_fd, table_bytes, False),
+            )
+            return extent, table, memory
         finally:
             os.close(extent_fd)
             os.close(table_fd)
@@ -603,9 +614,10 @@ class Client:
             if reply.parts:
                 machine.violate("slots without a lease")
             return None
-        until = asked_at + deadline_ms / 1000
+        # The answer of a daemon that has ended may arrive late, and its lease has ended with it.
+        until = asked_at + deadline_ms / 1000 if link.daemon.is_up else 0.0
         reading = Reading(
-            reply.lease, until, [], space, keys[: reply.ready], asked_at, 0, reply.token
+            reply.lease, until, [], space, keys[: reply.ready], asked_at, first, 0, reply.token
         )
         link.reading.append(reading)
         self._check_parts(space, reply, first, shards)
@@ -700,7 +712,7 @@ class Client:
             left_ms = int((theirs.until - asked_at) * 1000)
             keys = theirs.keys
             reading = self._loaded(
-                link, theirs.space, keys, 0, left_ms, shards, asked_at, reply, "adopt"
+                link, theirs.space, keys, theirs.first, left_ms, shards, asked_at, reply, "adopt"
             )
             if reading is not None:
                 reading.token = b""
@@ -718,22 +730,37 @@ class Client:
         chain = KEYS[space][chance.randrange(self.machine.config.chains)]
         keys = chance.sample(chain, chance.choice((1, 1, 2, DEPTH)))
         values = self.oracle.committed_before(self.tenant, space, set(keys), CLOCK.now)
-        self.oracle.unpinned(self.tenant)
 
         def done(_: wire.Counted) -> None:
-            self.oracle.unpinned(self.tenant)
             self.oracle.forgotten(values)
             self.machine.count("forgets", 1)
 
-        link.ask(wire.Forget(0, link.spaces[space], b"".join(keys)), done)
+        self._ask_unpinning(link, wire.Forget(0, link.spaces[space], b"".join(keys)), done)
+
+    def _ask_unpinning(
+        self, link: Link, message: wire.Message, done: Callable[[Any], None]
+    ) -> None:
+        """Send a request that may end pins."""
+        if not link.is_open:
+            return
+        number = self.oracle.unpins(self.tenant)
+
+        def answered(reply: Any) -> None:
+            self.oracle.unpinned(self.tenant, number)
+            done(reply)
+
+        def failed(_: wire.Failed) -> None:
+            self.oracle.unpinned(self.tenant, number)
+
+        link.ask(message, Then(answered, failed))
 
     def _purge(self, link: Link, space: int, chance: random.Random) -> None:
         values = self.oracle.committed_before(self.tenant, space, None, CLOCK.now)
 
         def purged(reply: wire.Purged) -> None:
-            self.oracle.unpinned(self.tenant)
             if reply.next:
-                link.ask(wire.Purge(0, "", link.spaces[space], reply.next), purged)
+                more = wire.Purge(0, "", link.spaces[space], reply.next)
+                self._ask_unpinning(link, more, purged)
                 return
             self.oracle.forgotten(values)
             self.machine.count("purges", 1)
@@ -743,8 +770,7 @@ class Client:
             if reply.next:
                 link.ask(wire.Purge(0, "", -1, reply.next), erased)
 
-        self.oracle.unpinned(self.tenant)
-        link.ask(wire.Purge(0, "", link.spaces[space], 0), purged)
+        self._ask_unpinning(link, wire.Purge(0, "", link.spaces[space], 0), purged)
 
     # Others.
 
@@ -753,20 +779,23 @@ class Client:
         ttl_ms = chance.choice((100, 5000, 60_000))
 
         def pinned(reply: wire.Counted) -> None:
+            self.oracle.unpinned(self.tenant, number)
             if reply.blocks:
                 until = asked_at + ttl_ms / 1000
-                self.oracle.pins[self.tenant].append(
-                    Pin(space, keys[: reply.blocks], CLOCK.now, until)
-                )
+                pin = Pin(space, keys[: reply.blocks], CLOCK.now, until)
+                self.oracle.pinned(self.tenant, number, pin)
+
+        def failed(_: wire.Failed) -> None:
+            self.oracle.unpinned(self.tenant, number)
 
         # It replaces pins of parts of this prefix, perhaps by shorter ones.
-        self.oracle.unpinned(self.tenant)
-        link.ask(wire.Pin(0, link.spaces[space], b"".join(keys), ttl_ms), pinned)
+        number = self.oracle.unpins(self.tenant)
+        link.ask(wire.Pin(0, link.spaces[space], b"".join(keys), ttl_ms), Then(pinned, failed))
 
     def _unpin(self, link: Link, space: int, chance: random.Random) -> None:
-        self.oracle.unpinned(self.tenant)
         keys = self._prefix(space, chance)
-        link.ask(wire.Unpin(0, link.spaces[space], b"".join(keys)), lambda _: None)
+        unpin = wire.Unpin(0, link.spaces[space], b"".join(keys))
+        self._ask_unpinning(link, unpin, lambda _: None)
 
     def _hint(self, link: Link, space: int, chance: random.Random) -> None:
         keys = self._prefix(space, chance)
@@ -801,7 +830,8 @@ class Client:
 
     def _grow(self, link: Link, space: int, chance: random.Random) -> None:
         if not any(isinstance(one.message, wire.Grow) for one in link.asked.values()):
-            link.ask(wire.Grow(0, len(link.extents), chance.choice((0, 100, 2000))), lambda _: None)
+            known = 1 + max(link.extents, default=-1)
+            link.ask(wire.Grow(0, known, chance.choice((0, 100, 2000))), lambda _: None)
 
     def _watch(self, link: Link, space: int, chance: random.Random) -> None:
         if not any(isinstance(one.message, wire.Watch) for one in link.asked.values()):

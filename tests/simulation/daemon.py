@@ -55,11 +55,10 @@ from kvtier_daemon.tiers.cold import (
     tier,
     tombstones,
 )  # fmt: skip
-from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_daemon.tiers.cold.segment_log import Segment
 
 PAGE = 4096
-FIRST_UID = 1001
+FIRST_UID, FIRST_GUEST = 1001, 2001
 TENANTS = ("one", "two")
 STOP_S = 60.0  # in which a daemon must stop
 INDEX_BYTES = 64 << 10
@@ -141,7 +140,7 @@ def install() -> None:
     lifecycle.ThreadPoolExecutor = lambda *_: MACHINE.now.make_threads(waits_for_disk=True)
     lifecycle.Child = Child
     directory.IndexProcess = Index
-    directory.lock = lambda child, path, device: claim(path, os.getpid(), device)
+    directory.lock = Child.lock
     directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
     encoder._started = lambda *_: MACHINE.now.make_threads()
     attached.threads_here = tier.threads_here = lambda: 1
@@ -212,7 +211,10 @@ def loaded(machine: Machine) -> LoadedConfig:
         ),
         cold=cold,
         tenants={
-            name: TenantConfig(uids=(FIRST_UID + at,), quota_bytes=warm_bytes // how.tenants)
+            name: TenantConfig(
+                uids=(FIRST_UID + at, FIRST_GUEST + at)[: 1 + how.has_guests],
+                quota_bytes=warm_bytes // how.tenants,
+            )
             for at, name in enumerate(names)
         },
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import itertools
@@ -18,6 +19,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvtier.errors import TierError
+from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_kernels import decode_frame, seal_frame, xxh3_128
 
 from .virtual import CLOCK
@@ -150,7 +153,8 @@ class Threads:
     def killed(self, finishes: bool) -> None:
         """The process was killed: the call that has started runs to its end, or never began."""
         if self._running is not None and finishes:
-            self._running[1]()
+            with contextlib.suppress(Exception):  # nobody gets it
+                self._running[1]()
         self._running = None
         self._queue.clear()
         self._is_over = True
@@ -263,6 +267,9 @@ class DiskWorker:
     def register(self, mapping: Any, fixed: bool = True) -> int:
         self._mappings.append(mapping)
         return len(self._mappings) - 1
+
+    def release(self, extent: int) -> None:
+        self._mappings[extent] = None
 
     def moved(self) -> tuple[int, float, dict[Any, Any]]:
         return 0, 0.0, {}
@@ -587,14 +594,15 @@ class Prefaulter:
         self._notify = os.dup(notify_fd)
         self._files: list[tuple[int, int]] = []
         self._progress: list[tuple[int, int]] = []
-        self._is_over = False
+        self._is_over, self._is_busy = False, False
         self._machine.prefaulters.append(self)
 
     def add(self, fd: int, size: int, lock: bool = False) -> int:
         self._files.append((fd, size))
         self._progress.append((0, 0))
-        if len(self._files) == 1:
-            self._machine.after(self._machine.lag(), self._step, 0)
+        if not self._is_busy:
+            self._is_busy = True
+            self._machine.after(self._machine.lag(), self._step, len(self._files) - 1)
         return len(self._files) - 1
 
     def _step(self, at: int) -> None:
@@ -604,7 +612,8 @@ class Prefaulter:
         os.posix_fallocate(fd, 0, size)
         self._progress[at] = size, 0
         os.eventfd_write(self._notify, 1)
-        if at + 1 < len(self._files):
+        self._is_busy = at + 1 < len(self._files)
+        if self._is_busy:
             slow = self._machine.config.memory_s * self._machine.chance.random()
             self._machine.after(slow, self._step, at + 1)
 
@@ -648,11 +657,17 @@ class Child:
     """Replaces the process that opens an index."""
 
     pid = 1
+    is_killed = False
 
     def close(self) -> None:
-        pass
+        self.is_killed = True
 
     kill = close
+
+    def lock(self, path: Path, device: int | None) -> tuple[int, int, bytes]:
+        if self.is_killed:
+            raise TierError(f"cold: cannot use {path}: the process that opens it was killed")
+        return claim(path, os.getpid(), device)
 
 
 class Current:

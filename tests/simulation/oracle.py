@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,20 @@ class Value:
 
 
 @dataclass(slots=True)
+class User:
+    """Who writes to a slot, until it says so, or reads it under a lease with this deadline."""
+
+    page: int  # the first of its slot
+    generation: int
+    writes: bool
+    deadline: float
+
+    @property
+    def is_protected(self) -> bool:
+        return self.writes or self.deadline > CLOCK.now
+
+
+@dataclass(slots=True)
 class Pin:
     """A prefix that must be found until then."""
 
@@ -52,11 +66,14 @@ class Oracle:
         self._machine = machine
         self._values: dict[int, Value] = {}
         self._of: defaultdict[Place, list[Value]] = defaultdict(list)
-        # Who uses a page of an extent, by run of the daemon and tenant.
-        self._users: dict[tuple[int, int, int, int], dict[int, float]] = {}
+        # Who uses a page of an extent; of a memfd, which a daemon may leave to the next one.
+        self._users: dict[tuple[int, int], dict[int, User]] = {}
         self._last_user = 0
         self.expiring: set[int] = set()  # tenants with blocks that expire
         self.pins: defaultdict[int, list[Pin]] = defaultdict(list)
+        # The requests in progress that may end pins, by tenant.
+        self._unpinning: defaultdict[int, set[int]] = defaultdict(set)
+        self._last_unpin = 0
         self.loads = self.blocks_loaded = 0
 
     # --- values ------------------------------------------------------------------------------
@@ -119,31 +136,38 @@ class Oracle:
     # --- slots -------------------------------------------------------------------------------
 
     def use(
-        self, run: int, tenant: int, extent: int, pages: range, until: float, writes: bool
+        self, memory: int, pages: range, new: User, generation_of: Callable[[int], int], where: str
     ) -> int:
-        """Somebody uses these pages of an extent from now on; nobody else may write to them. Return a number
-        for `end_use`."""
+        """Somebody uses these pages of an extent from now on; nobody else may write to them. Readers whose
+        lease has ended must find another generation. Return a number for `end_use`."""
         self._last_user += 1
         for page in pages:
-            users = self._users.setdefault((run, tenant, extent, page), {})
-            for user, deadline in users.items():
-                writer = deadline < 0
-                if (writes or writer) and (writer or deadline > CLOCK.now):
-                    what = "written" if writer else "read under a lease"
+            users = self._users.setdefault((memory, page), {})
+            for user, one in users.items():
+                if not (new.writes or one.writes):
+                    continue
+                what = f"page {page} of {where}"
+                given = f"was given to another {'writer' if new.writes else 'reader'}"
+                if one.is_protected:
+                    how = "written" if one.writes else "read under a lease"
+                    self._machine.violate(f"{what} is {how} by user {user} and {given}")
+                if generation_of(one.page) == one.generation:
                     self._machine.violate(
-                        f"page {page} of extent {extent} of tenant {tenant} is {what} by user {user} and was "
-                        f"given to another {'writer' if writes else 'reader'}"
+                        f"{what} {given}, and user {user}, whose lease has ended, cannot see that"
                     )
-            users[self._last_user] = -1.0 if writes else until
+            users[self._last_user] = new
         return self._last_user
 
-    def end_use(self, run: int, tenant: int, extent: int, pages: range, user: int) -> None:
+    def end_use(self, memory: int, pages: range, user: int) -> None:
         for page in pages:
-            self._users.get((run, tenant, extent, page), {}).pop(user, None)
+            self._users.get((memory, page), {}).pop(user, None)
 
-    def forget_slots(self) -> None:
-        """The memory is gone."""
-        self._users.clear()
+    def end_reads(self) -> None:
+        """The daemon has ended, and all read leases with it: a client may learn that late. Its writers keep
+        their slots in memory that is kept."""
+        for users in self._users.values():
+            for one in users.values():
+                one.deadline = min(one.deadline, CLOCK.now)
 
     # --- pins --------------------------------------------------------------------------------
 
@@ -163,8 +187,29 @@ class Oracle:
                         "are found"
                     )
 
-    def unpinned(self, tenant: int) -> None:
+    def unpins(self, tenant: int) -> int:
+        """A request is asked that may end pins of this tenant, from now on until it is answered. Return its
+        number for `unpinned` and `pinned`."""
+        self._last_unpin += 1
+        self._unpinning[tenant].add(self._last_unpin)
         self.pins[tenant].clear()
+        return self._last_unpin
+
+    def unpinned(self, tenant: int, number: int) -> None:
+        self._unpinning[tenant].discard(number)
+        self.pins[tenant].clear()
+
+    def pinned(self, tenant: int, number: int, pin: Pin) -> None:
+        """The pin with this number was answered. Another request that may end it was not asked since, and
+        is not in progress: the daemon may carry it out after the pin, also if its client has gone."""
+        if number == self._last_unpin and not self._unpinning[tenant]:
+            self.pins[tenant].append(pin)
+
+    def restarted(self) -> None:
+        """Pins are not checked after a restart. Answers of the last daemon may still arrive."""
+        self._last_unpin += 1
+        self._unpinning.clear()
+        self.pins.clear()
 
 
 def _named(place: Place) -> str:

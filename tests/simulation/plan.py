@@ -37,6 +37,7 @@ class SimulatedConfig:
     spaces: tuple[int, ...]  # that clients use
     chains: int  # of each space
     is_portioned: bool  # the daemon does its work in very small portions
+    has_guests: bool  # each tenant has another user, which connects never and may leave
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def config_of(seed: int) -> SimulatedConfig:
         spaces=pick(((0,), (0,), (1,), (2,), (0, 2), (0, 1, 2))),
         chains=pick((1, 2, 2, CHAINS)),
         is_portioned=chance.random() < 0.5,
+        has_guests=chance.random() < 0.5,
     )
 
 

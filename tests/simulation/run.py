@@ -89,10 +89,7 @@ class Simulation:
     def start(self) -> None:
         self.runs += 1
         self.daemon = Daemon(self.machine, self.runs)
-        # Memory that an earlier daemon left has the same slots.
-        self.daemon.memory = 0 if self.machine.config.keep_s else self.runs
-        if not self.machine.kept:
-            self.oracle.forget_slots()
+        self.oracle.end_reads()
 
     def wait_serving(self) -> None:
         """Wait until the daemon serves, its tiers are on, and it knows all blocks."""
@@ -127,7 +124,7 @@ class Simulation:
         machine, daemon = self.machine, self.daemon
         if daemon is None or (daemon.app._server is None and how == "stop"):
             return
-        self.oracle.pins.clear()
+        self.oracle.restarted()
         if how == "stop":
             # A scan that the stop interrupts leaves a file open, until the process ends.
             is_recovered = daemon.is_serving and self._is_recovered()
@@ -232,8 +229,14 @@ class Simulation:
             change = {
                 "write": chance.choice(("back", "through")),
                 "codec": chance.choice(("raw", "auto", "zstd")),
+                # A tenant that a user leaves gets other memory.
+                "has_guests": chance.random() < 0.5,
             }
             self.machine.config = replace(config, **change)
+            if not change["has_guests"]:
+                # Pinned blocks leave retired memory too. Until a restart, no pin is checked.
+                for tenant in range(config.tenants):
+                    self.oracle.unpins(tenant)
             link.ask(wire.Settings(0, "reload"), lambda _: None)
 
     # --- the end -----------------------------------------------------------------------------
@@ -255,10 +258,12 @@ class Simulation:
         self.save_and_forget(chance)
         self.settle()
         before, how = self.stored(), chance.choice(("stop", "stop", "kill", "power"))
+        keeps_memory = how != "power" and self.keeps_memory()
         self.restart(how, chance)
         self.wait_serving()
-        self.check_kept(before, how)
+        self.check_kept(before, how, keeps_memory)
         self.sweep()
+        self.operator.die()  # it may have connected to switch the tiers on
         self.settle()
         assert self.daemon is not None
         self.daemon.stop()
@@ -343,14 +348,25 @@ class Simulation:
             found[name] = counts["framed_blocks"], known
         return found
 
-    def check_kept(self, before: dict[str, tuple[int, int]], how: str) -> None:
+    def keeps_memory(self) -> bool:
+        """Whether another daemon takes all memory over: nobody has left its users, or would by a reload that
+        this daemon did not get."""
+        app, how = self.daemon.app, self.machine.config
+        tenants = app.tenants.values()
+        retired = any(
+            one.is_retired and not one.is_empty for each in tenants for one in each.extents
+        )
+        has_guests = any(len(one.uids) > 1 for one in app.config.tenants.values())
+        return bool(how.keep_s) and not retired and has_guests == how.has_guests
+
+    def check_kept(self, before: dict[str, tuple[int, int]], how: str, keeps_memory: bool) -> None:
         """A restart of an idle daemon lost no block that was on disk, or in memory that is kept."""
         machine, after = self.machine, self.stored()
         # Frames after one that was not written, or was damaged, may not be found.
         if self.counts["rot"] or self.counts["fail"]:
             return
         for name, (framed, known) in before.items():
-            expected = known if machine.config.keep_s and how != "power" else framed
+            expected = known if keeps_memory else framed
             # The oldest segment may have been reused since.
             lost = self.daemon.app.tenants[name].catalog.blocks.evicted["lost"]
             if after[name][1] + lost < expected:

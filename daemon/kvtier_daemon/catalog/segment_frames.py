@@ -8,13 +8,16 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from itertools import compress, islice
+from struct import Struct
 
+from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import DISK, WENT
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.demotion import Demotions, WritePlan, note_dead_frames
 from kvtier_daemon.catalog.frames import (
     FRAME,
+    PLACE,
     PLACE_BYTES,
     SEGMENTS,
     FramedBlocks,
@@ -26,7 +29,8 @@ from kvtier_daemon.catalog.miss_log import LOST, SPOILT
 from kvtier_daemon.catalog.spaces import SpaceTable
 from kvtier_daemon.codec.frame import PAGE, Identity
 
-ROW_BYTES = 128  # of a footer's entry
+ROW_BYTES, PAGE_AT = 128, 72  # of a footer's entry; it begins with the key
+PAGE_NUMBER = Struct("<I")
 USED, ONLY_THERE = 1, 2  # flags of `Store.in_segment`
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
 
@@ -46,6 +50,7 @@ class SegmentFrames:
         self._blocks = blocks
         self._spaces = spaces
         self._described = demotions.described
+        self._left_out: dict[bytes, set[bytes]] = {}  # keys by identity of their space
 
     def in_segment(self, segment: int) -> bytes:
         """The ids of the blocks with a frame in this segment, in the order of the frames."""
@@ -138,10 +143,13 @@ class SegmentFrames:
 
         If a block has two frames, the one restored later is used; a block in memory without a frame gets this
         one. `used` has the pages, 4 bytes each in ascending order, of frames whose blocks were requested
-        since their write. If the space is open with another description, none of the rows fits."""
+        since their write. If the space is open with another description, none of the rows fits. Rows that
+        `leave_out` names are not restored."""
         known = self._spaces.named(identity)
         if known is not None and known.spec != spec:
             return 0, len(rows) // ROW_BYTES
+        if forgotten := self._left_out.get(identity):
+            rows = self._without(rows, forgotten, segment)
         space = self._spaces.open(identity, spec, NOBODY)
         try:
             self._spaces.settle(space)
@@ -150,6 +158,27 @@ class SegmentFrames:
             return made, unfit
         finally:
             self._spaces.leave_one(NOBODY, space)
+
+    def leave_out(self, identity: bytes, keys: bytes) -> None:
+        """These blocks were forgotten, and a scan may find their frames: `restore` leaves those out, until
+        `all_found`. A block that is saved again in between stays in memory."""
+        left_out = self._left_out.setdefault(identity, set())
+        left_out.update(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+
+    def all_found(self) -> None:
+        """The scan has ended."""
+        self._left_out.clear()
+
+    def _without(self, rows: bytes, keys: set[bytes], segment: int) -> bytes:
+        """The rows of other keys. The frames of these keys are dead."""
+        kept = []
+        for at in range(0, len(rows), ROW_BYTES):
+            if rows[at : at + KEY_BYTES] in keys:
+                (page,) = PAGE_NUMBER.unpack_from(rows, at + PAGE_AT)
+                self._blocks.dead_frames += PLACE.pack(segment, page)
+            else:
+                kept.append(rows[at : at + ROW_BYTES])
+        return b"".join(kept)
 
     def take_dead_frames(self) -> bytes:
         """Segment and page, 4 bytes each, of the frames that became unused since the last call: their blocks

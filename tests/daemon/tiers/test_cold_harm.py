@@ -354,7 +354,7 @@ def test_blocks_forgotten_before_recovery_found_them_stay_forgotten_after_their_
         early.mover.forgets.forget(early.space, key(0), None)
         early.catalog.end_session(ONE, True)
         await early.start()
-        early.mover.forgets.repeat_early_forgets()
+        early.mover.forgets.end_early_forgets()
         early.space = early.catalog.open(SPACE, SPEC, ONE)
         while early.knows(0):  # noqa: ASYNC110
             await asyncio.sleep(0.001)

@@ -509,6 +509,37 @@ def test_a_block_that_recovery_finds_after_its_forget_is_dropped(tmp_path: Path)
     run(work())
 
 
+def test_a_block_that_is_saved_again_stays_when_recovery_finds_its_forgotten_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        tenant.save(1)
+        tenant.save(2)
+        await tenant.on_disk(2)
+        await tenant.kill()
+        again = Tenant(tmp_path)
+        answer = asyncio.create_task(again.forget(1))
+        await asyncio.sleep(0)
+        recover = again.bench.tier.directories.recover
+
+        async def saved_before(restored: Any) -> None:
+            again.save(1)
+            await recover(restored)
+
+        monkeypatch.setattr(again.bench.tier.directories, "recover", saved_before)
+        await again.start()
+        assert await answer == ""
+        assert again.knows(1)
+        assert again.knows(2)
+        await again.on_disk(1)  # not with the frame that was forgotten
+        await again.kill()
+        assert await after_a_start(tmp_path, range(4)) == [1, 2]
+
+    run(work())
+
+
 async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment]:
     """A segment with blocks 0 to 3, of which 1 and 2 were copied by the reclaimer. It stays unreleased
     while a read of it is in progress."""
@@ -562,7 +593,7 @@ def test_a_forget_while_a_directory_is_lost_persists_when_it_returns(
         await tier.directories.closed(volume)
         await tier.directories.attach(open_directory(tmp_path, SIZE), restored)
         assert tier.recovery.complete.is_set()
-        tenant.mover.forgets.repeat_early_forgets()
+        tenant.mover.forgets.end_early_forgets()
         assert [number for number in range(8) if tenant.knows(number)] == [0, 1, 2, 4, 6, 7]
         tier.directories.attached[0].stores["t"]._reclaim = tenant.mover.reclaimer.reclaim
         await tenant.kill()

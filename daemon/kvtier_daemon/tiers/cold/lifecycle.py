@@ -249,7 +249,7 @@ class DirectoryKeeper:
         if not self.tier.recovery.complete.is_set():
             return  # blocks that were forgotten may be found in another directory later
         for mover in self.movers.values():
-            mover.forgets.repeat_early_forgets()
+            mover.forgets.end_early_forgets()
 
 
 @dataclass(frozen=True, slots=True)

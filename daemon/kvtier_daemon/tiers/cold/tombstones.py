@@ -13,7 +13,7 @@ from kvtier_daemon.tiers.cold.tier import ColdTier
 
 FORGET_S = 3.0
 ERASE_S = 8.0
-EARLY_BYTES = 64 << 20
+EARLY_BYTES = 16 << 20  # of keys; in memory, each takes three times as much
 
 
 class TombstoneWriter:
@@ -29,12 +29,11 @@ class TombstoneWriter:
         self._forgotten: list[Callable[[str], None]] = []  # called when the tombstones are on disk
         self._forgetting: asyncio.Task[None] | None = None
         self._erasing: set[asyncio.Task[None]] = set()
-        self._early: list[tuple[bytes, bytes]] = []  # forgotten before the scan has ended
-        self._early_bytes = 0
+        self._early_bytes = 0  # of keys that were forgotten before the scan has ended
 
     def inherit(self, other: TombstoneWriter) -> None:
         """Take over the forgets that an earlier writer could not make durable."""
-        self._early, self._early_bytes = other._early, other._early_bytes
+        self._early_bytes = other._early_bytes
         self._catalog.segments.take_dead_frames()  # drop those: the segments have other numbers now
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
@@ -43,7 +42,7 @@ class TombstoneWriter:
                 if done is not None:
                     done("the cold tier is still reading its segments")
                 return True
-            self._early.append((space.identity, keys))
+            self._catalog.segments.leave_out(space.identity, keys)
             self._early_bytes += len(keys)
         if done is not None:
             self._forgotten.append(done)
@@ -57,7 +56,7 @@ class TombstoneWriter:
             try:
                 async with asyncio.timeout(FORGET_S):
                     await self._cold.recovery.complete.wait()
-                    self.repeat_early_forgets()
+                    self.end_early_forgets()
                     self.tombstone()
                     await self._cold.writer.settled(self._tenant)
                     self.tombstone()  # what has landed since
@@ -95,12 +94,10 @@ class TombstoneWriter:
             failure = str(error)
         done(failure, after, files)
 
-    def repeat_early_forgets(self) -> None:
-        """Forget again the blocks that were forgotten before the scan found them."""
-        for identity, keys in self._early:
-            if (space := self._catalog.spaces.named(identity)) is not None:
-                self._catalog.forget(space, keys)
-        self._early, self._early_bytes = [], 0
+    def end_early_forgets(self) -> None:
+        """The scan has ended: it finds no more frames of blocks that were forgotten before."""
+        self._catalog.segments.all_found()
+        self._early_bytes = 0
 
     def copied(self, segment: Segment, before: bytes, after: bytes) -> None:
         """Note that the frame `before` of a segment that is reclaimed was copied to `after`."""
