@@ -315,7 +315,7 @@ def unread_answers(daemon: Daemon) -> Iterator[None]:
     try:
         connection = client.link.connection
         for _ in range(500):
-            number = connection.new_id()
+            number = client.link.new_id()
             with contextlib.suppress(KvtierError):
                 connection.begin(number, checked_frame(wire.Stats(number)))
         yield
