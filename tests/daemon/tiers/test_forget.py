@@ -147,6 +147,32 @@ def test_a_confirmed_forget_persists(tmp_path: Path) -> None:
     run(work())
 
 
+def test_a_forgotten_block_does_not_return_from_a_write_whose_sync_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frame is on the disk all the same, besides the one that was written after it."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        disk = tenant.bench.first.disk
+        write, codes = disk.write, iter([errno.EIO])
+
+        def failing(fd: int, ops: Any, headers: Any, callback: Callback) -> None:
+            failure = next(codes, 0) if "_wrote_all" in callback.__qualname__ else 0
+            write(fd, ops, headers, lambda code, text: callback(code or failure, text))
+
+        monkeypatch.setattr(disk, "write", failing)
+        tenant.save(3)
+        await tenant.on_disk(1)
+        assert disk.faults == 1, "no write failed"
+        assert await tenant.forget(3) == ""
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(8)) == []
+
+    run(work())
+
+
 def held(folder: Path) -> bytes:
     """The content of the segment files after their heads."""
     files = sorted(path for path in (folder / "segments").rglob("*") if path.is_file())

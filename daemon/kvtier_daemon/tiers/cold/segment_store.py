@@ -66,6 +66,7 @@ class WriteBatch:
     rows: list[tuple[int, bytes]] = field(default_factory=list)  # position in the table, and entry
     failed: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)  # a client removed the page behind their slot
+    unused: list[int] = field(default_factory=list)  # pages of the frames of failed and lost blocks
 
 
 class SegmentTable:
@@ -303,6 +304,7 @@ class SegmentStore:
                 if code != errno.EFAULT:  # that is a page of the slot, not the disk
                     self.disk.writes.fault(f"{segment.path}: write failed", code or errno.EIO)
                 batch.failed += batch.ids
+                batch.unused += (page for _, page, *_ in FRAME.iter_unpack(batch.frames))
                 landed = FramedBlocks()
                 segment.failed = True
                 if segment.stage is Stage.OPEN:
@@ -310,6 +312,9 @@ class SegmentStore:
             elif segment.stage in (Stage.OPEN, Stage.SEALING):
                 for at, row in batch.rows:
                     segment.list_frame(at, row)
+            # They may be on the disk all the same, and a scan would find them, also after a forget.
+            for page in batch.unused:
+                self.tombstones.add(segment, page)
             self.in_flight.discard(batch)
             try:
                 batch.done(landed, batch.failed + batch.lost)
@@ -585,9 +590,11 @@ def _frame_done(
     def written(code: int, digest: bytes | None) -> None:
         if code or digest is None:
             batch.failed.append(block.id)
+            batch.unused.append(taken.page)
             return
         if mappings[block.extent].lost:  # a client removed pages: the frame is not the block
             batch.lost.append(block.id)
+            batch.unused.append(taken.page)
             return
         header_pages, nbytes = kind.header_bytes // PAGE, block.payload_bytes
         row = pack_row(
