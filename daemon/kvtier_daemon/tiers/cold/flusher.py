@@ -261,7 +261,7 @@ class Flusher:
                 if (plan := catalog.demotions.plan_write_through(ids)).ids:
                     return plan
         if not self.drain.is_on:
-            most = int(min(left, WRITE_BYTES))
+            most = int(min(left - self._twice_budget(), WRITE_BYTES))
             if (plan := catalog.demotions.plan(most, self._clean_bytes, WRITE_BLOCKS)).ids:
                 return plan
         if ahead_bytes > 0 and (self.drain.is_done or not self.drain.is_on):
@@ -270,10 +270,14 @@ class Flusher:
 
     def _kept_budget(self) -> float:
         """The part of the budget that is kept for blocks that are close to eviction, or requested twice."""
-        if not self._through:
-            return math.inf if self.is_disk_short() else self._budget.plenty
-        twice = self._admission == "auto" and not self._catalog.blocks.admission.strict
-        return self._budget.scarce if twice else 0.0
+        if self._through:
+            return self._twice_budget()
+        return math.inf if self.is_disk_short() else self._budget.plenty
+
+    def _twice_budget(self) -> float:
+        """The part of the budget that is kept for blocks that were requested twice."""
+        keeps = self._admission == "auto" and not self._catalog.blocks.admission.strict
+        return self._budget.scarce if keeps else 0.0
 
     def _sweep(self) -> Demotion | None:
         """Return blocks that are only in memory, although they left the queue of saved blocks: their write
@@ -292,7 +296,7 @@ class Flusher:
         be written."""
         left = self._budget.left() - self._in_flight_bytes
         blocks = self._catalog.blocks
-        scarce = self._budget.is_limited and left < self._budget.scarce
+        scarce = self._budget.is_limited and left <= self._budget.scarce
         shut = not self.drain.is_on and (
             self._admission == "second-touch" or (self._admission == "auto" and scarce)
         )
