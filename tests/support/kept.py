@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,33 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         os.close(fd)
         store.remove(name)
     store.close()
+
+
+class Held:
+    """A store of descriptors in this process."""
+
+    def __init__(self) -> None:
+        self.fds: dict[str, int] = {}
+
+    def take(self) -> Mapping[str, int]:
+        return {name: os.dup(fd) for name, fd in self.fds.items()}
+
+    def put(self, name: str, fd: int) -> None:
+        self.fds[name] = os.dup(fd)
+
+    def remove(self, name: str) -> None:
+        os.close(self.fds.pop(name))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    store = Held()
+    yield store
+    for fd in store.fds.values():
+        os.close(fd)
 
 
 def start(folder: Path, **options: object) -> Daemon:

@@ -8,7 +8,6 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,41 +26,17 @@ from kvtier_daemon.tiers.kept_arena import (
     KeptSession,
 )
 from kvtier_kernels import Store
+from support.kept import Held, held
 from support.specs import spec_of
 from support.stores import PAGE, keys
+
+__all__ = ["held"]  # a fixture
 
 OWNERS = {"one": b"1" * 16, "two": b"2" * 16}
 EXTENT = 64 * PAGE
 PAGES = 2048
 SPEC = spec_of("kept", layers=1, kv_heads=1, head_dim=64)
 TOKEN = b"t" * 16
-
-
-class Held:
-    """A store of descriptors in this process."""
-
-    def __init__(self) -> None:
-        self.fds: dict[str, int] = {}
-
-    def take(self) -> Mapping[str, int]:
-        return {name: os.dup(fd) for name, fd in self.fds.items()}
-
-    def put(self, name: str, fd: int) -> None:
-        self.fds[name] = os.dup(fd)
-
-    def remove(self, name: str) -> None:
-        os.close(self.fds.pop(name))
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    store = Held()
-    yield store
-    for fd in store.fds.values():
-        os.close(fd)
 
 
 def arena_of(store: Held) -> KeptArena:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import random
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,29 +20,13 @@ from kvtier_daemon.tiers.kept_arena import (
     head_of,
 )
 from support.effort import ALL
+from support.kept import Held, held
+
+__all__ = ["held"]  # a fixture
 
 MIB = 1 << 20
 OWNERS = {"t": b"owner"}
 ONE = KeptSession("t", b"token", 17, 1, 2)
-
-
-class Held:
-    """A store in this process."""
-
-    def __init__(self) -> None:
-        self.fds: dict[str, int] = {}
-
-    def take(self) -> Mapping[str, int]:
-        return {name: os.dup(fd) for name, fd in self.fds.items()}
-
-    def put(self, name: str, fd: int) -> None:
-        self.fds[name] = os.dup(fd)
-
-    def remove(self, name: str) -> None:
-        os.close(self.fds.pop(name))
-
-    def close(self) -> None:
-        pass
 
 
 def sealed(nbytes: int) -> int:
@@ -56,14 +39,6 @@ def sealed(nbytes: int) -> int:
 def kill(arena: KeptArena) -> None:
     """The kernel closes a killed daemon's descriptors."""
     arena.close()
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    store = Held()
-    yield store
-    for fd in store.fds.values():
-        os.close(fd)
 
 
 def filled(held: Held) -> KeptArena:
