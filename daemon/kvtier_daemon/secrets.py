@@ -137,13 +137,14 @@ def _make(file: Path, secret: bytes) -> None:
     finally:
         temporary.unlink()
     # The file and its directories must be as durable as the blocks.
-    _sync(file.parent)
-    _sync(file.parent.parent)
+    sync_folder(file.parent)
+    sync_folder(file.parent.parent)
     with contextlib.suppress(PermissionError):  # not ours; then the state directory is not new
-        _sync(file.parent.parent.parent)
+        sync_folder(file.parent.parent.parent)
 
 
-def _sync(directory: Path) -> None:
+def sync_folder(directory: Path) -> None:
+    """Make the names in this folder durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -212,8 +212,7 @@ class Link:
         request is deferred and that thread sends it. With a function, the request is answered, and is sent
         again if the connection is made again; see `ask`."""
         self.connection.check_process()
-        make = _always(request) if isinstance(request, wire.Message) else request
-        message = request if isinstance(request, wire.Message) else make(self.new_id())
+        message = request if isinstance(request, wire.Message) else request(self.new_id())
         # Validate now: the thread that sends a deferred frame must not get this request's error.
         frame = checked_frame(message)
         if len(self._deferred) >= LIMIT_DEFERRED:
@@ -221,6 +220,7 @@ class Link:
                 f"{len(self._deferred)} requests already wait for another thread's answer"
             )
         if message.id:
+            make = _always(request) if isinstance(request, wire.Message) else request
             self._pending[message.id] = type(message), make
         self._deferred.append((message.id, frame))
         self._flush()

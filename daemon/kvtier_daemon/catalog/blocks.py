@@ -143,7 +143,8 @@ class ReadBlocks:
 
     def left(self, ids: bytes) -> None:
         """These blocks are no longer in memory."""
-        self._unused.difference_update(array("I", ids))
+        if self._unused:
+            self._unused.difference_update(array("I", ids))
 
 
 class BlockTable:

@@ -85,10 +85,8 @@ def _begun(request: wire.Request, tenant: str) -> Begun:
         )
     if isinstance(request, wire.Settings):
         reloads = request.order == "reload"
-        return Begun(
-            Order(*(("reload",) if reloads else ("settings", "", request.order[:LIMIT_TEXT]))),
-            reloads,
-        )
+        settings = Order("settings", what=request.order[:LIMIT_TEXT])
+        return Begun(Order("reload") if reloads else settings, reloads)
     if isinstance(request, wire.Tier):
         what = f"{request.tier} {request.order}"[:LIMIT_TEXT]
         return Begun(Order("tier", what=what), request.order != "status")

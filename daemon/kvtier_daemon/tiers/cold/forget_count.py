@@ -19,6 +19,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
+from kvtier_daemon.secrets import sync_folder
 from kvtier_daemon.tiers.cold.directory_lock import FORGETS, NAME
 from kvtier_kernels import xxh3_128
 
@@ -104,17 +105,9 @@ def _write(file: Path, name: bytes, rounds: int) -> None:
         return
     if not file.parent.exists():
         file.parent.mkdir(mode=0o700, parents=True)
-        _sync(file.parent.parent)
+        sync_folder(file.parent.parent)
     _put(os.open(file, flags | os.O_CREAT, 0o600), name, rounds)
-    _sync(file.parent)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_folder(file.parent)
 
 
 def _put(fd: int, name: bytes, rounds: int) -> None:
