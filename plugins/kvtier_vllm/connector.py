@@ -120,7 +120,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._layout = read_layout(vllm_config, kv_cache_config)
         except Unsupported as error:
             if role is KVConnectorRole.SCHEDULER:
-                log.warning("kvtier: disabled for this engine: %s", error)
+                log.warning("kvtier: disabled for this engine: %s", str(error))
             return
         if role is KVConnectorRole.SCHEDULER:
             config = vllm_config.kv_events_config
@@ -188,7 +188,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm.__version__, self._options,
             )  # fmt: skip
         except (Unsupported, SpecError, OSError) as error:
-            log.warning("kvtier: disabled for this engine: %s", error)
+            log.warning("kvtier: disabled for this engine: %s", str(error))
             return
         self._scheduler.open(spec)
 

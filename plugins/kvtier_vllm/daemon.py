@@ -210,7 +210,7 @@ class Reconnect:
             tiers = client.stats()["tiers"]
             memory, disk = session.space.kept()
         except KvtierError as error:
-            log.info("kvtier: connected to %s; its contents are unknown: %s", path, error)
+            log.info("kvtier: connected to %s; its contents are unknown: %s", path, str(error))
             return
         sizes = [f"{name} {format_bytes(one['capacity_bytes'])}" for name, one in tiers.items()]
         log.info(

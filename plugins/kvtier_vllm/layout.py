@@ -315,7 +315,7 @@ def backends_of(vllm_config: Any) -> dict[str, str]:
             if hasattr(layer, "attn_backend")
         }
     except Exception as error:  # noqa: BLE001  # internals of any engine version
-        log.info("kvtier: cannot determine the kind of attention: %s", error)
+        log.info("kvtier: cannot determine the kind of attention: %s", str(error))
         return {}
 
 
@@ -339,7 +339,7 @@ def page_order(tensor: Any, kernel_blocks: int, backend: str = "") -> str:
         log.info(
             "kvtier: cannot determine the order of elements in pages, so they are stored "
             "losslessly: %s",
-            error,
+            str(error),
         )
         return ""
     if not found or kernel_blocks == 1:

@@ -162,7 +162,7 @@ class Timelines:
                 if not self._write():
                     return
             except OSError as error:
-                log.warning("kvtier: cannot write timelines: %s", error)
+                log.warning("kvtier: cannot write timelines: %s", str(error))
                 return
 
     def _write(self) -> bool:

@@ -306,7 +306,7 @@ class RankLoads:
         try:
             why, nbytes = self._copy(load)
         except Exception as error:  # noqa: BLE001  # becomes a cache miss
-            log.warning("kvtier: a load failed: %s", error)
+            log.warning("kvtier: a load failed: %s", str(error))
             why, nbytes = "error", 0
         return self._count(load, why, nbytes, started)
 
@@ -511,7 +511,7 @@ class RankSaves:
             counts["drop:lost"] = blocks
             self._mappings.lost(session, error)
         except Exception as error:  # noqa: BLE001  # the thread has other saves
-            log.warning("kvtier: a save failed: %s", error)
+            log.warning("kvtier: a save failed: %s", str(error))
             counts["drop:error"] = blocks
         return counts
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import threading
@@ -194,7 +195,10 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:kvtier")
 
 
-def test_engines_go_on_whatever_happens_to_their_daemon(daemons: Daemons) -> None:
+def test_engines_go_on_whatever_happens_to_their_daemon(
+    daemons: Daemons, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)  # records that are kept keep no connection
     before, fds = mappings(), len(os.listdir("/proc/self/fd"))
     run(daemons)
     until = time.monotonic() + AGAIN_S

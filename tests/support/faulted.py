@@ -26,7 +26,8 @@ from support.specs import spec_of
 
 AGAIN_S = 60.0
 KEEP_S = 600
-NOTE = np.dtype([("generation", "<u8"), ("state", "<u4"), ("rest", "V116")])
+# `SlotNote` of kernels/include/slot_notes.h: the two lowest bits of `mark` are the state.
+NOTE = np.dtype([("generation", "<u8"), ("names", "V20"), ("mark", "<u4"), ("rest", "V96")])
 READING = 3
 
 
@@ -99,7 +100,7 @@ class Daemons:
                 text = os.pread(table, os.fstat(table).st_size, 0)
                 notes = np.frombuffer(os.pread(fd, os.fstat(fd).st_size, 0), NOTE)
                 now = np.frombuffer(text, "<u8")[: len(notes)]
-                count += int(np.sum((notes["state"] == READING) & (notes["generation"] == now)))
+                count += int(np.sum((notes["mark"] & 3 == READING) & (notes["generation"] == now)))
         for fd in fds.values():
             os.close(fd)
         store.close()
