@@ -18,7 +18,7 @@ from kvtier_daemon.observing.audit import AuditLog
 from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Mapper, Peer
-from kvtier_daemon.serving.requests import WITHOUT_TENANT, Requests, check_role
+from kvtier_daemon.serving.requests import NEEDED, WITHOUT_TENANT, Requests, check_role
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
 from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import Writers
@@ -303,7 +303,9 @@ class Session:
                 raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
             if type(request) in AUDITED:
                 self.orders.begin(request, tenant.name if tenant else "")
-            check_role(self.peer, self.read_only, request)
+            needed = NEEDED.get(type(request))
+            if needed is not None and (self.read_only or self.peer.role < needed):
+                check_role(self.peer, self.read_only, needed)
             reply = handler(tenant, request)  # None: it is sent later
         except Refused as error:
             self.fail(request.id, error.code, error.message)
