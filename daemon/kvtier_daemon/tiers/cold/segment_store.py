@@ -63,6 +63,7 @@ class WriteBatch:
     ids: array[int] = field(default_factory=lambda: array("I"))
     frames: bytearray = field(default_factory=bytearray)
     digests: bytearray = field(default_factory=bytearray)
+    nbytes: int = 0
     rows: list[tuple[int, bytes]] = field(default_factory=list)  # position in the table, and entry
     failed: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)  # a client removed the page behind their slot
@@ -241,7 +242,7 @@ class SegmentStore:
         self.ready = False  # its files have been scanned
         self.log = SegmentLog()
         self.files = SegmentFiles(tenant, directory, disk, segment_bytes, most, self.owner)
-        self.tombstones = SegmentTombstones(loop, disk, self._free_if_unused, clock)
+        self.tombstones = SegmentTombstones(loop, disk, self.free_if_unused, clock)
         self._loop = loop
         self._table = table
         self._reclaim = reclaim
@@ -299,7 +300,9 @@ class SegmentStore:
         def written(code: int, _: bytes | None) -> None:
             segment = batch.segment
             segment.writing -= 1
-            landed = FramedBlocks(batch.ids.tobytes(), bytes(batch.frames), bytes(batch.digests))
+            landed = FramedBlocks(
+                batch.ids.tobytes(), bytes(batch.frames), bytes(batch.digests), batch.nbytes
+            )
             if code or batch.failed:
                 if code != errno.EFAULT:  # that is a page of the slot, not the disk
                     self.disk.writes.fault(f"{segment.path}: write failed", code or errno.EIO)
@@ -321,7 +324,7 @@ class SegmentStore:
             finally:
                 batch.settled.set_result(None)
             self.prepare()
-            self._free_if_unused(segment)
+            self.free_if_unused(segment)
             if segment.stage is Stage.SEALING and not segment.writing:
                 self._write_footer(segment)
 
@@ -366,7 +369,7 @@ class SegmentStore:
         if self._clock() < self._tries_at:
             return
         for releasing in list(self.releasing):
-            self._free_if_unused(releasing)
+            self.free_if_unused(releasing)
         beginning = any(segment.stage is Stage.BEGINNING for segment in self.log.others)
         if self.log.free and self.log.open is None and not beginning:
             self._begin()
@@ -443,14 +446,10 @@ class SegmentStore:
     def release_segment(self, segment: Segment) -> None:
         """Free this segment, which no block uses, as soon as no read uses it."""
         self.releasing[segment] = self._loop.create_future()
-        self._free_if_unused(segment)
+        self.free_if_unused(segment)
 
-    def read_ended(self, segment: Segment) -> None:
-        """Note the end of a read of this segment."""
-        segment.reading -= 1
-        self._free_if_unused(segment)
-
-    def _free_if_unused(self, segment: Segment) -> None:
+    def free_if_unused(self, segment: Segment) -> None:
+        """Free a released segment after its last read or write."""
         if segment not in self.releasing or not segment.idle or segment.stage is not Stage.LEAVING:
             return
         self.log.freeing(segment)
@@ -512,7 +511,8 @@ class SegmentStore:
 
         def erased(done: asyncio.Future[None]) -> None:
             if not was_free:
-                self.read_ended(segment)
+                segment.reading -= 1
+                self.free_if_unused(segment)
                 return
             self.log.freed(segment)
             segment.leftover = done.cancelled() or done.exception() is not None
@@ -552,7 +552,7 @@ class SegmentStore:
             segment.writing -= 1
             if code:
                 self.disk.writes.fault(f"{segment.path}: cannot write its footer", code)
-            self._free_if_unused(segment)
+            self.free_if_unused(segment)
 
         self.disk.write_text(segment.fd, at, text, written)
 
@@ -607,5 +607,6 @@ def _frame_done(
         number, flags = batch.segment.number, LOSSY if lossy else 0
         batch.frames += FRAME.pack(number, taken.page, nbytes, block.codec, header_pages, flags)
         batch.digests += digest
+        batch.nbytes += kind.header_bytes + pages(nbytes)
 
     return written
