@@ -40,6 +40,8 @@ BLOCK = 256 << 10
 # Runs in the daemon: records what is called between SIGUSR1 and SIGUSR2.
 RECORDER = """
 import json, os, signal, sys, threading, time
+from kvtier_daemon.serving import turns
+turns.TURN_S = 1.0
 called, out, on = {}, sys.argv.pop(1), [False]
 def note(frame, event, argument):
     if on[0] and event == "call" and frame.f_code not in called:

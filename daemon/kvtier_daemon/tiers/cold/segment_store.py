@@ -28,6 +28,8 @@ from kvtier_daemon.tiers.cold.eraser import erase
 from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
 from kvtier_daemon.tiers.cold.recovery import Recovered, entries_of, free_bytes
 from kvtier_daemon.tiers.cold.segment import (
+    FrameTable,
+    Taken,
     described_bytes,
     encode_footer,
     first_frame,
@@ -36,7 +38,7 @@ from kvtier_daemon.tiers.cold.segment import (
     space_bytes,
 )
 from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS, SegmentFiles
-from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment, SegmentLog, Stage, Taken
+from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment, SegmentLog, Stage
 from kvtier_kernels import Mapping as MappedExtent
 
 log = logging.getLogger(__name__)
@@ -272,7 +274,7 @@ class SegmentStore:
         for block in blocks:
             kind, nbytes = self._table.template(block), block.payload_bytes
             frame_bytes = kind.header_bytes + pages(nbytes)
-            taken = segment.take(frame_bytes, (block.space, block.spec))
+            taken = segment.table.take(frame_bytes, (block.space, block.spec))
             if taken is None:
                 full = True
                 break
@@ -309,12 +311,12 @@ class SegmentStore:
                 batch.failed += batch.ids
                 batch.unused += (page for _, page, *_ in FRAME.iter_unpack(batch.frames))
                 landed = FramedBlocks()
-                segment.failed = True
+                segment.table.failed = True
                 if segment.stage is Stage.OPEN:
                     self.log.failed(segment)
             elif segment.stage in (Stage.OPEN, Stage.SEALING):
                 for at, row in batch.rows:
-                    segment.list_frame(at, row)
+                    segment.table.wrote(at, row)
             # They may be on the disk all the same, and a scan would find them, also after a forget.
             for page in batch.unused:
                 self.tombstones.add(segment, page)
@@ -341,8 +343,7 @@ class SegmentStore:
 
     def _write_footer(self, segment: Segment) -> None:
         assert segment.head is not None
-        rows = segment.rows() if segment.failed else bytes(segment.table)
-        at, text = encode_footer(segment.head, segment.spaces, rows, segment.end)
+        at, text = segment.table.footer(segment.head)
         what = f"{segment.path}: cannot write its footer"
         self.disk.write_text(
             segment.fd, at, text, self._stage_done(segment, self.log.now_sealed, what)
@@ -565,7 +566,7 @@ class SegmentStore:
             return
         if free_bytes(one) < one.nbytes // RESUME_SHARE:
             return
-        newest.resume(one.spaces, one.table, one.end)
+        newest.table = FrameTable(newest.nbytes, one.spaces, one.table, one.end)
         self.log.resume(newest)
         what = f"{newest.path}: cannot continue to write"
         # With a footer, a start would not look for frames that the footer does not list.
@@ -577,8 +578,8 @@ class SegmentStore:
 
 def _is_clean(segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
     """Whether the file of an open segment holds only frames of blocks."""
-    clean = not segment.leftover and not segment.writing and not segment.failed
-    return clean and segment.taken == len(live(segment.number))
+    clean = not segment.leftover and not segment.writing and not segment.table.failed
+    return clean and len(segment.table) == len(live(segment.number))
 
 
 def _frame_done(
