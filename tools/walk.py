@@ -199,6 +199,7 @@ def measured(client: Client, walker: Walker) -> dict[str, Rows]:
         assert load(number) == 1
     wait_written(WARM_BLOCKS)
     idle: Rows = {}
+    time.sleep(SETTLE_S)  # until the last request is over
     with walker.recorded(idle):
         time.sleep(IDLE_S)
     rounds: dict[str, list[Rows]] = {name: [] for name in LIMITS}

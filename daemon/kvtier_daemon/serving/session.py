@@ -188,9 +188,15 @@ class Session:
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
-        self._share.spend(now - began)
-        if self._share.used_s >= self._share.turn_s:
-            self._server.turns.used_up(self._share)
+        self._spend(now - began)
+
+    def _spend(self, seconds: float) -> None:
+        """The tenant was served for this time: the others are next if that ends its turn."""
+        share = self._share
+        share.used_s += seconds
+        share.served_s += seconds
+        if share.used_s >= share.turn_s:
+            self._server.turns.used_up(share)
 
     def _work(self, began: float) -> None:
         """Answer requests until the turn ends or no request is complete."""
@@ -285,8 +291,7 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
-        self._share.spend(self._server.clock() - began)
-        self._server.turns.used_up(self._share)
+        self._spend(self._server.clock() - began)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:
         if not self.greeted:
