@@ -188,15 +188,7 @@ class Session:
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
-        self._spend(now - began)
-
-    def _spend(self, seconds: float) -> None:
-        """The tenant was served for this time: the others are next if that ends its turn."""
-        share = self._share
-        share.used_s += seconds
-        share.served_s += seconds
-        if share.used_s >= share.turn_s:
-            self._server.turns.used_up(share)
+        _spend(self._server.turns, self._share, now - began)
 
     def _work(self, began: float) -> None:
         """Answer requests until the turn ends or no request is complete."""
@@ -291,7 +283,7 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
-        self._spend(self._server.clock() - began)
+        _spend(self._server.turns, self._share, self._server.clock() - began)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:
         if not self.greeted:
@@ -440,6 +432,14 @@ class Session:
         if self.peer.pidfd >= 0:
             self._server.loop.remove_reader(self.peer.pidfd)
         self.peer.close()
+
+
+def _spend(turns: Turns, share: Share, seconds: float) -> None:
+    """The tenant was served for this time: the others are next if that ends its turn."""
+    share.used_s += seconds
+    share.served_s += seconds
+    if share.used_s >= share.turn_s:
+        turns.used_up(share)
 
 
 def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
