@@ -120,7 +120,7 @@ class Bench:
             going = [
                 Outgoing(
                     number, SPACE, SPEC, 0, 0, key(number), key(number - 1) if number else b"", b"",
-                    self.extent, place * BLOCK,
+                    BLOCK, self.extent, place * BLOCK,
                 )
                 for place, number in enumerate(some)
             ]  # fmt: skip

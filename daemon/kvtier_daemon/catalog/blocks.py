@@ -262,17 +262,19 @@ class BlockTable:
         self._erasures.update(zip(array("I", ids), erasures, strict=True))
 
     def _note_victims(self, victims: bytes) -> dict[int, int]:
-        """Log the reason for the case that these are evicted. Where the reasons differ, return the reason of
-        each block that is only in memory."""
+        """Log the reason for the case that these are evicted, without those that stay on disk. Where the
+        reasons differ, return the reason of each block that is only in memory."""
         lasting = victims
         if self.expiring.time_of:
             lasting = self.expiring.lasting(victims)
             self.miss_log.note(self.store.keys_of(_without(victims, lasting)), EVICTED)
-        if self.why_unwritten != ONCE:
-            self.miss_log.note(self.store.keys_of(lasting), self.why_unwritten)
+        dirty = lasting if self.why_unwritten == EVICTED else self.store.dirty(lasting)
+        if not dirty:
             return {}
-        dirty = self.store.dirty(lasting)
         keys = self.store.keys_of(dirty)
+        if self.why_unwritten != ONCE:
+            self.miss_log.note(keys, self.why_unwritten)
+            return {}
         again = self.admission.admitted(keys)
         self.miss_log.note(keys, ONCE)
         self.miss_log.note(b"".join(compress(Keys(keys), again)), SLOW_DISK)

@@ -52,11 +52,13 @@ class StoredFrame(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class FramedBlocks:
-    """Blocks that are on disk: their ids, their packed frames, and the digests of the payloads."""
+    """Blocks that are on disk: their ids, their packed frames, and the digests of the payloads. `nbytes` is
+    the size of frames that were just written."""
 
     ids: bytes = b""
     frames: bytes = b""
     digests: bytes = b""
+    nbytes: int = 0
 
     def __iter__(self) -> Iterator[tuple[int, bytes, bytes]]:
         """The id, packed frame and digest of each block."""
@@ -66,11 +68,6 @@ class FramedBlocks:
                 self.frames[at * FRAME_BYTES : (at + 1) * FRAME_BYTES],
                 self.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES],
             )
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the frames on disk."""
-        return sum(StoredFrame(*fields).nbytes for fields in FRAME.iter_unpack(self.frames))
 
 
 def segments_of(frames: bytes) -> set[int]:

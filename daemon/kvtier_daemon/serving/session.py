@@ -18,7 +18,7 @@ from kvtier_daemon.observing.audit import AuditLog
 from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Mapper, Peer
-from kvtier_daemon.serving.requests import WITHOUT_TENANT, Requests, check_role
+from kvtier_daemon.serving.requests import NEEDED, WITHOUT_TENANT, Requests, check_role
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
 from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import Writers
@@ -188,9 +188,7 @@ class Session:
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
-        self._share.spend(now - began)
-        if self._share.used_s >= self._share.turn_s:
-            self._server.turns.used_up(self._share)
+        _spend(self._server.turns, self._share, now - began)
 
     def _work(self, began: float) -> None:
         """Answer requests until the turn ends or no request is complete."""
@@ -285,8 +283,7 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
-        self._share.spend(self._server.clock() - began)
-        self._server.turns.used_up(self._share)
+        _spend(self._server.turns, self._share, self._server.clock() - began)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:
         if not self.greeted:
@@ -303,7 +300,9 @@ class Session:
                 raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
             if type(request) in AUDITED:
                 self.orders.begin(request, tenant.name if tenant else "")
-            check_role(self.peer, self.read_only, request)
+            needed = NEEDED.get(type(request))
+            if needed is not None and (self.read_only or self.peer.role < needed):
+                check_role(self.peer, self.read_only, needed)
             reply = handler(tenant, request)  # None: it is sent later
         except Refused as error:
             self.fail(request.id, error.code, error.message)
@@ -433,6 +432,14 @@ class Session:
         if self.peer.pidfd >= 0:
             self._server.loop.remove_reader(self.peer.pidfd)
         self.peer.close()
+
+
+def _spend(turns: Turns, share: Share, seconds: float) -> None:
+    """The tenant was served for this time: the others are next if that ends its turn."""
+    share.used_s += seconds
+    share.served_s += seconds
+    if share.used_s >= share.turn_s:
+        turns.used_up(share)
 
 
 def _greet(session: Session, server: Listener, request: wire.Hello) -> None:

@@ -54,11 +54,6 @@ class Share:
             deque()
         )  # sessions that wait until fewer bytes are unsent
 
-    def spend(self, seconds: float) -> None:
-        """The tenant was served for this time."""
-        self.used_s += seconds
-        self.served_s += seconds
-
     def report(self) -> dict[str, float]:
         return {
             "weight": self.weight,
@@ -92,10 +87,9 @@ class Turns:
             share.unsent_most = max(LIMIT_FRAME_BYTES, UNSENT_BYTES * share.weight // total)
 
     def used_up(self, share: Share) -> None:
-        """Serve other tenants next if the turn of this one is over."""
-        if share.used_s >= share.turn_s:
-            share.used_s = min(share.used_s, DEBT_S)
-            self._schedule(share)
+        """The turn of this tenant is over: serve the others next."""
+        share.used_s = min(share.used_s, DEBT_S)
+        self._schedule(share)
 
     def wait(self, share: Share, session: TurnTaker) -> None:
         """Serve this session when it is its tenant's turn."""

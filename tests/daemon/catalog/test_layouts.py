@@ -68,7 +68,7 @@ def test_frames_of_blocks_are_listed_with_their_size() -> None:
     blocks = FramedBlocks(struct.pack("<II", 5, 6), first + second, b"a" * 16 + b"b" * 16)
     assert list(blocks) == [(5, first, b"a" * 16), (6, second, b"b" * 16)]
     sizes = [StoredFrame.unpack(packed).nbytes for _, packed, _ in blocks]
-    assert sizes == [3 * 4096, 3 * 4096] and blocks.nbytes == sum(sizes)
+    assert sizes == [3 * 4096, 3 * 4096]
     assert [StoredFrame.unpack(packed).is_lossy for _, packed, _ in blocks] == [True, False]
     assert StoredFrame.unpack(first) == (7, 3, 5000, 2, 1, 2)
-    assert not list(FramedBlocks()) and FramedBlocks().nbytes == 0
+    assert not list(FramedBlocks())

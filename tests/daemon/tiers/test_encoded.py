@@ -464,7 +464,7 @@ def test_a_second_chance_copies_the_frame_without_decoding(
         for name in ("encode", "decode"):
             monkeypatch.setattr(coding, name, lambda *_, name=name: done.append(name))
         spoil(tenant, 2, -PAGE + 100)
-        tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+        tenant.mover._budget.second_chance_bytes = 1 << 30
         shelf = tenant.bench.first.stores["t"]
         first = shelf.log.reclaim()
         assert first is not None
@@ -643,7 +643,7 @@ def test_auto_tries_large_blocks_only_with_codecs_that_workers_decode(
         coding, choice = bench.tier.coding, Choice(bench.tier.coding.rates)
         extent, _ = bench.tier.memory.allocate(spec.block_bytes)
         some = [
-            Outgoing(n, b"l" * 32, spec, 0, 0, key(n), b"", b"", extent, 0)
+            Outgoing(n, b"l" * 32, spec, 0, 0, key(n), b"", b"", spec.block_bytes, extent, 0)
             for n in range(FIRST_TRIES + 1)
         ]
         pieces = list(coding.pieces(some, choice))

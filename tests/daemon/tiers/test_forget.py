@@ -486,7 +486,7 @@ def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
         for number in (1, 2):
             tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
         evict_all(tenant)
-        tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+        tenant.mover._budget.second_chance_bytes = 1 << 30
         read, was_read = tenant.mover.reclaimer._read_all, asyncio.Event()
         may_write = asyncio.Event()
 
@@ -574,7 +574,7 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment
     for number in (1, 2):
         tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
     evict_all(tenant)
-    tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+    tenant.mover._budget.second_chance_bytes = 1 << 30
     assert shelf.log.reclaim() is first
     tenant.mover.reclaimer.reclaim(shelf, first)
     while first not in shelf.releasing:  # noqa: ASYNC110
@@ -634,7 +634,8 @@ def test_forgetting_a_copied_block_writes_no_tombstone_into_the_next_use_of_its_
         tenant = Tenant(tmp_path)
         await tenant.start()
         shelf, first = await one_that_is_read_leaves(tenant)
-        shelf.read_ended(first)
+        first.reading -= 1
+        shelf.free_if_unused(first)
         while shelf.log.open is not first:
             if shelf.log.open is not None:
                 shelf.seal()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvtier_daemon.codec.frame import PAGE
-from kvtier_daemon.tiers.cold.segment import ENTRY, encode_footer
+from kvtier_daemon.tiers.cold.segment import ENTRY, Trailer
 from kvtier_daemon.tiers.cold.segment_log import Segment, SegmentLog, Stage
 from support.specs import spec_of
 
@@ -48,7 +48,7 @@ def test_segments_are_used_again_in_the_order_in_which_they_were_begun() -> None
 def test_a_segment_that_could_not_be_sealed_is_reclaimed_like_a_full_one() -> None:
     log = a_log(1)
     segment = opened(log)
-    assert segment.take(PAGE, (b"s" * 32, spec_of("one")))
+    assert segment.table.take(PAGE, (b"s" * 32, spec_of("one")))
     log.failed(segment)
     assert log.open is None and segment.stage is Stage.SEALED
     assert log.reclaim() is segment
@@ -56,7 +56,7 @@ def test_a_segment_that_could_not_be_sealed_is_reclaimed_like_a_full_one() -> No
     log.freeing(segment)
     log.freed(segment)
     again = opened(log, 1)
-    assert again is segment and not again.taken
+    assert again is segment and not len(again.table)
 
 
 def test_a_segment_with_reads_in_progress_is_not_reused() -> None:
@@ -80,18 +80,20 @@ def test_frames_are_placed_so_that_the_footer_fits(seed: int) -> None:
     while True:
         size = chance.randrange(1, 6) * PAGE
         space = chance.choice(spaces)
-        place = segment.take(size, space)
+        place = segment.table.take(size, space)
         if place is None:
             break
-        assert place.page * PAGE >= last and segment.spaces[place.space] == space
+        assert place.page * PAGE >= last and segment.table.spaces[place.space] == space
         last = place.page * PAGE + size
         if not (in_vain := chance.random() < 0.1 and seed % 2):
-            segment.list_frame(place.at, place.page.to_bytes(2, "little") * (ENTRY.size // 2))
+            segment.table.wrote(place.at, place.page.to_bytes(2, "little") * (ENTRY.size // 2))
         lost += in_vain
-    assert segment.head is not None and segment.end == last
-    at, text = encode_footer(segment.head, segment.spaces, segment.rows(), segment.end)
+    assert segment.head is not None and segment.table.end == last
+    segment.table.failed = lost > 0
+    at, text = segment.table.footer(segment.head)
     assert at >= last and at + len(text) == segment.nbytes
-    assert len(segment.rows()) // ENTRY.size == segment.taken - lost
+    trailer = Trailer.decode(text[-PAGE:], segment.head)
+    assert trailer.entries == len(segment.table) - lost
 
 
 def test_has_place_is_true_only_without_a_reclaim() -> None:

@@ -277,7 +277,7 @@ def test_a_promoted_lossy_block_is_written_raw_after_its_frame_was_freed(tmp_pat
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
             again = tenant.ids["bfloat16", 0]
             assert tenant.catalog.blocks.store.lossy(again) == again
-            tenant.mover.reclaimer.second_chance_bytes = 0
+            tenant.mover._budget.second_chance_bytes = 0
             await tenant.leave()
             tenant.mover.writes.saved(again)
             await until(lambda: tenant.mover.counts["written"] == 3)
@@ -291,7 +291,7 @@ def test_a_promoted_lossy_block_is_written_raw_after_its_frame_was_freed(tmp_pat
             await seal(tenant)
             tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0)
             tenant.evict_all()
-            tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+            tenant.mover._budget.second_chance_bytes = 1 << 30
             await tenant.leave()
             await until(lambda: tenant.mover.counts["written_again"] == 1)
             assert (tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]) == (RAW, LOSSY)
@@ -333,7 +333,7 @@ def test_a_second_chance_keeps_a_lossy_frame_unchanged(tmp_path: Path) -> None:
             tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0)
             tenant.evict_all()
             before, header = tenant.frame(1), tenant.header(1)
-            tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+            tenant.mover._budget.second_chance_bytes = 1 << 30
             await tenant.leave()
             assert tenant.mover.counts["written_again"] == 1
             after = tenant.frame(1)

@@ -25,11 +25,9 @@ NEEDED = {
 }  # fmt: skip
 
 
-def check_role(peer: Peer, read_only: bool, request: wire.Request) -> None:
-    """Raise Refused if this client may not make this request, by its role or by its own choice to read."""
-    needed = NEEDED.get(type(request))
-    if needed is None:
-        return
+def check_role(peer: Peer, read_only: bool, needed: Role) -> None:
+    """Raise Refused unless this client may make requests that need this role. It may not if it is
+    `read_only`, by its own choice."""
     if read_only:
         raise Refused("read_only", "this session is read-only")
     if peer.role < needed and not (needed is Role.ADMIN and peer.privileged):

@@ -367,12 +367,10 @@ class DirectoryDisk:
             token, fd, URGENT if urgent else 0, at, block_bytes, extent, READ_MS, offset
         ) + FRAME_TAIL.pack(digest, nbytes, header_bytes, element, recipe)
 
-    def read_text(
-        self, fd: int, at: int, nbytes: int, callback: Callback, urgent: bool = False
-    ) -> None:
-        """Read bytes of this file, after all urgent reads unless it is urgent."""
+    def read_text(self, fd: int, at: int, nbytes: int, callback: Callback) -> None:
+        """Read bytes of this file, after all urgent reads."""
         token = self.operations.add(self.reads, callback, True)
-        self.worker.read_bytes(token, fd, at, nbytes, urgent, READ_MS)
+        self.worker.read_bytes(token, fd, at, nbytes, False, READ_MS)
 
     def read_staged(
         self, fd: int, at: int, nbytes: int, callback: StagedCallback, urgent: bool

@@ -227,7 +227,8 @@ class Flusher:
             plan = self._plan()
             if plan is None:
                 # During a drain, and while reads go first, nothing wakes a writer: it polls.
-                polls = self.drain.is_on or not self._cold.writer.may_write()
+                writer = self._cold.writer
+                polls = self.drain.is_on or (writer.is_on and not writer.may_write())
                 await self.waiting.wait(PAUSE_S if polls else None)
                 continue
             # There may be more blocks. Do not wake writers that pause: those that cannot write would wake
@@ -389,7 +390,6 @@ class Flusher:
         """Note which blocks are on disk, and which could not be written."""
         count, nbytes = len(landed.ids) // ID_BYTES, landed.nbytes
         self._budget.spend(nbytes)
-        self._reclaimer.wrote(nbytes)
         self.drain.wrote(count)
         self.counts["written"] += count
         self.bytes["written"] += nbytes

@@ -9,7 +9,7 @@ import asyncio
 import errno
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.layout import KvSpec
@@ -78,6 +78,7 @@ class Outgoing:
     key: bytes
     parent: bytes
     digest: bytes
+    block_bytes: int
     extent: int
     offset: int
     lossy: bool = False
@@ -87,10 +88,8 @@ class Outgoing:
     payload_bytes: int = 0  # by default those of the block
     encoded_at: tuple[int, int] | None = None
     release: Callable[[], None] = keep
-    block_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.block_bytes = self.spec.group_block_bytes(self.group)
         self.payload_bytes = self.payload_bytes or self.block_bytes
 
 
@@ -110,7 +109,7 @@ def outgoing(
     name = plan.identity
     return Outgoing(
         number, name.space, plan.space.spec, name.group, name.shard, name.key, plan.parent, plan.checksum,
-        *place, lossy, position,
+        plan.space.block_bytes[name.group], *place, lossy, position,
     )  # fmt: skip
 
 

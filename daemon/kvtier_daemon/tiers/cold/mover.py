@@ -120,7 +120,8 @@ class Promoter:
         if plan.ids or verdict.first:
             self._read(request, space, plan)
         if plan.ids:
-            self._evicted()  # blocks were evicted for these, so others are the coldest now
+            if catalog.demotions.in_memory_alone:
+                self._evicted()  # blocks were evicted for these, so others are the coldest now
         elif not plan.joined:
             return 0, 0.0, "not_read"
         eta_ms = max(reads.planner.eta_s(request), verdict.load_s) * 1000

@@ -37,8 +37,6 @@ from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
 
-SECOND_CHANCE = 0.25  # of the bytes that are written may be written a second time
-SECOND_CHANCE_MOST = 4 << 30
 KEEP_MOST = 1 << 20
 COPY_BYTES = 8 << 20  # of a segment, at a time
 
@@ -52,7 +50,6 @@ class Reclaimer:
     ) -> None:  # fmt: skip
         self.idle = asyncio.Event()
         self.idle.set()
-        self.second_chance_bytes = 0.0  # that may be written a second time
         self.counts = counts
         self.bytes = nbytes
         self._tenant = tenant
@@ -62,12 +59,6 @@ class Reclaimer:
         self._tombstones = tombstones
         self._queue: asyncio.Queue[tuple[SegmentStore, Segment]] = asyncio.Queue()
         self._copy_memory: tuple[int, int] | None = None
-
-    def wrote(self, nbytes: int) -> None:
-        """Note this many bytes of first writes: a part of them may be copied."""
-        self.second_chance_bytes = min(
-            self.second_chance_bytes + SECOND_CHANCE * nbytes, SECOND_CHANCE_MOST
-        )
 
     def reclaim(self, store: SegmentStore, segment: Segment) -> None:
         """Queue this segment."""
@@ -100,7 +91,7 @@ class Reclaimer:
         at = 0
         while (
             at < len(blocks)
-            and self.second_chance_bytes > 0
+            and self._budget.second_chance_bytes > 0
             and self._cold.reader.is_on
             and self._cold.writer.is_on
         ):
@@ -220,8 +211,7 @@ class Reclaimer:
 
     def _rescued(self, segment: Segment, landed: FramedBlocks, before: dict[int, bytes]) -> None:
         nbytes, numbers = landed.nbytes, array("I", landed.ids)
-        self.second_chance_bytes -= nbytes
-        self._budget.spend(nbytes)
+        self._budget.spend_again(nbytes)
         self.counts["written_again"] += len(numbers)
         self.bytes["written_again"] += nbytes
         for number, after, _ in landed:

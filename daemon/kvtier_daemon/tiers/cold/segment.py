@@ -43,7 +43,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import add, le
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -375,6 +375,62 @@ def encode_footer(
         xxh3_128(table),
     )  # fmt: skip
     return at, table.ljust(pages(len(table)), b"\0") + digested_page(trailer)
+
+
+class Taken(NamedTuple):
+    """The place of a frame: its page, the index of its space in the table, and the position of its entry."""
+
+    page: int
+    space: int
+    at: int
+
+
+class FrameTable:
+    """The frames of a segment that is being written: `end`, where the next one begins, and the table of the
+    future footer, which has an entry for each frame with a place."""
+
+    __slots__ = ("_described", "_nbytes", "_number_of", "_rows", "end", "failed", "spaces")
+
+    def __init__(
+        self, nbytes: int, spaces: Sequence[tuple[bytes, KvSpec]] = (), rows: bytes = b"", end: int = 0
+    ) -> None:  # fmt: skip
+        self.end = end or first_frame(nbytes)
+        self.failed = False  # a frame was not written
+        self.spaces = list(spaces)
+        self._nbytes = nbytes
+        self._rows = bytearray(rows)
+        self._number_of = {identity: number for number, (identity, _) in enumerate(spaces)}
+        self._described = sum(map(space_bytes, spaces))
+
+    def __len__(self) -> int:
+        return len(self._rows) // ENTRY.size
+
+    def take(self, frame_bytes: int, space: tuple[bytes, KvSpec]) -> Taken | None:
+        """Return a place for a frame; None if it does not fit before the footer."""
+        new = space[0] not in self._number_of
+        described = self._described + space_bytes(space) if new else self._described
+        footer = footer_bytes(described_bytes(described), len(self) + 1)
+        if self.end + frame_bytes + footer > self._nbytes:
+            return None
+        if new:
+            self._number_of[space[0]] = len(self.spaces)
+            self.spaces.append(space)
+            self._described = described
+        taken = Taken(self.end // PAGE, self._number_of[space[0]], len(self._rows))
+        self.end += frame_bytes
+        self._rows += bytes(ENTRY.size)
+        return taken
+
+    def wrote(self, at: int, row: bytes) -> None:
+        """Set the entry of a frame that is on disk."""
+        self._rows[at : at + ENTRY.size] = row
+
+    def footer(self, head: Head) -> tuple[int, bytes]:
+        """Return the footer, without frames that were not written, and its offset."""
+        rows = bytes(self._rows)
+        if self.failed:
+            rows = b"".join(row for row in split_rows(rows) if page_of(row))
+        return encode_footer(head, self.spaces, rows, self.end)
 
 
 @dataclass(frozen=True, slots=True)

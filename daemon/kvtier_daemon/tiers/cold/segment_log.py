@@ -14,21 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
-from typing import NamedTuple
 
-from kvtier.layout import KvSpec
-from kvtier_daemon.codec.frame import PAGE
-from kvtier_daemon.tiers.cold.segment import (
-    ENTRY,
-    Head,
-    TombstonePages,
-    described_bytes,
-    first_frame,
-    footer_bytes,
-    page_of,
-    space_bytes,
-    split_rows,
-)
+from kvtier_daemon.tiers.cold.segment import FrameTable, Head, TombstonePages
 
 
 class Stage(Enum):
@@ -41,14 +28,6 @@ class Stage(Enum):
     SEALED = "sealed"
     LEAVING = "leaving"
     FREEING = "freeing"
-
-
-class Taken(NamedTuple):
-    """The place of a frame: its page, the number of its space in the table, and the position of its entry."""
-
-    page: int
-    space: int
-    at: int
 
 
 NOT_FREE_YET = (Stage.LEAVING, Stage.FREEING)
@@ -64,22 +43,15 @@ class Segment:
     nbytes: int
     stage: Stage = Stage.FREE
     head: Head | None = None
-    end: int = 0  # place of the next frame
-    table: bytearray = field(
-        default_factory=bytearray
-    )  # of the future footer: an entry for each frame
-    failed: bool = False  # something was not written
-    spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of the table
-    number_of: dict[bytes, int] = field(default_factory=dict)
-    described: int = 0  # bytes of the descriptions of the spaces
     writing: int = 0
     reading: int = 0
     leftover: bool = True  # it may hold bytes of an earlier use
     noting: bool = False  # its tombstones are being written
+    table: FrameTable = field(init=False)  # of the frames that are being written
     tombstones: TombstonePages = field(init=False)  # of frames that were forgotten
 
     def __post_init__(self) -> None:
-        self.end = first_frame(self.nbytes)
+        self.empty()
         self.tombstones = TombstonePages(self.nbytes)
 
     @property
@@ -92,47 +64,9 @@ class Segment:
         name = PurePath(self.path).name
         return int(name) if name.isdecimal() else self.number
 
-    @property
-    def taken(self) -> int:
-        """Number of frames with a place."""
-        return len(self.table) // ENTRY.size
-
-    def take(self, frame_bytes: int, space: tuple[bytes, KvSpec]) -> Taken | None:
-        """Return a place for a frame; None if it does not fit before the footer."""
-        assert self.stage is Stage.OPEN
-        new = space[0] not in self.number_of
-        described = self.described + space_bytes(space) if new else self.described
-        footer = footer_bytes(described_bytes(described), self.taken + 1)
-        if self.end + frame_bytes + footer > self.nbytes:
-            return None
-        if new:
-            self.number_of[space[0]] = len(self.spaces)
-            self.spaces.append(space)
-            self.described = described
-        taken = Taken(self.end // PAGE, self.number_of[space[0]], len(self.table))
-        self.end += frame_bytes
-        self.table += bytes(ENTRY.size)
-        return taken
-
-    def list_frame(self, at: int, row: bytes) -> None:
-        """Set the entry of a frame that is on disk."""
-        assert self.stage in (Stage.OPEN, Stage.SEALING)
-        self.table[at : at + ENTRY.size] = row
-
-    def rows(self) -> bytes:
-        """Return the table without the places of frames that were not written."""
-        return b"".join(row for row in split_rows(bytes(self.table)) if page_of(row))
-
-    def resume(self, spaces: list[tuple[bytes, KvSpec]], rows: bytes, end: int) -> None:
-        """Continue to write to a segment that an earlier daemon wrote."""
-        self.end, self.table, self.spaces = end, bytearray(rows), list(spaces)
-        self.number_of = {identity: number for number, (identity, _) in enumerate(spaces)}
-        self.described = sum(map(space_bytes, spaces))
-
     def empty(self) -> None:
         """Forget the content."""
-        self.end, self.described, self.failed = first_frame(self.nbytes), 0, False
-        self.table, self.spaces, self.number_of = bytearray(), [], {}
+        self.table = FrameTable(self.nbytes)
 
 
 class SegmentLog:

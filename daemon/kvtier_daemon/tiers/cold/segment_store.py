@@ -28,6 +28,8 @@ from kvtier_daemon.tiers.cold.eraser import erase
 from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
 from kvtier_daemon.tiers.cold.recovery import Recovered, entries_of, free_bytes
 from kvtier_daemon.tiers.cold.segment import (
+    FrameTable,
+    Taken,
     described_bytes,
     encode_footer,
     first_frame,
@@ -36,7 +38,7 @@ from kvtier_daemon.tiers.cold.segment import (
     space_bytes,
 )
 from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS, SegmentFiles
-from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment, SegmentLog, Stage, Taken
+from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment, SegmentLog, Stage
 from kvtier_kernels import Mapping as MappedExtent
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class WriteBatch:
     ids: array[int] = field(default_factory=lambda: array("I"))
     frames: bytearray = field(default_factory=bytearray)
     digests: bytearray = field(default_factory=bytearray)
+    nbytes: int = 0
     rows: list[tuple[int, bytes]] = field(default_factory=list)  # position in the table, and entry
     failed: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)  # a client removed the page behind their slot
@@ -241,7 +244,7 @@ class SegmentStore:
         self.ready = False  # its files have been scanned
         self.log = SegmentLog()
         self.files = SegmentFiles(tenant, directory, disk, segment_bytes, most, self.owner)
-        self.tombstones = SegmentTombstones(loop, disk, self._free_if_unused, clock)
+        self.tombstones = SegmentTombstones(loop, disk, self.free_if_unused, clock)
         self._loop = loop
         self._table = table
         self._reclaim = reclaim
@@ -271,7 +274,7 @@ class SegmentStore:
         for block in blocks:
             kind, nbytes = self._table.template(block), block.payload_bytes
             frame_bytes = kind.header_bytes + pages(nbytes)
-            taken = segment.take(frame_bytes, (block.space, block.spec))
+            taken = segment.table.take(frame_bytes, (block.space, block.spec))
             if taken is None:
                 full = True
                 break
@@ -299,19 +302,21 @@ class SegmentStore:
         def written(code: int, _: bytes | None) -> None:
             segment = batch.segment
             segment.writing -= 1
-            landed = FramedBlocks(batch.ids.tobytes(), bytes(batch.frames), bytes(batch.digests))
+            landed = FramedBlocks(
+                batch.ids.tobytes(), bytes(batch.frames), bytes(batch.digests), batch.nbytes
+            )
             if code or batch.failed:
                 if code != errno.EFAULT:  # that is a page of the slot, not the disk
                     self.disk.writes.fault(f"{segment.path}: write failed", code or errno.EIO)
                 batch.failed += batch.ids
                 batch.unused += (page for _, page, *_ in FRAME.iter_unpack(batch.frames))
                 landed = FramedBlocks()
-                segment.failed = True
+                segment.table.failed = True
                 if segment.stage is Stage.OPEN:
                     self.log.failed(segment)
             elif segment.stage in (Stage.OPEN, Stage.SEALING):
                 for at, row in batch.rows:
-                    segment.list_frame(at, row)
+                    segment.table.wrote(at, row)
             # They may be on the disk all the same, and a scan would find them, also after a forget.
             for page in batch.unused:
                 self.tombstones.add(segment, page)
@@ -321,7 +326,7 @@ class SegmentStore:
             finally:
                 batch.settled.set_result(None)
             self.prepare()
-            self._free_if_unused(segment)
+            self.free_if_unused(segment)
             if segment.stage is Stage.SEALING and not segment.writing:
                 self._write_footer(segment)
 
@@ -338,8 +343,7 @@ class SegmentStore:
 
     def _write_footer(self, segment: Segment) -> None:
         assert segment.head is not None
-        rows = segment.rows() if segment.failed else bytes(segment.table)
-        at, text = encode_footer(segment.head, segment.spaces, rows, segment.end)
+        at, text = segment.table.footer(segment.head)
         what = f"{segment.path}: cannot write its footer"
         self.disk.write_text(
             segment.fd, at, text, self._stage_done(segment, self.log.now_sealed, what)
@@ -366,7 +370,7 @@ class SegmentStore:
         if self._clock() < self._tries_at:
             return
         for releasing in list(self.releasing):
-            self._free_if_unused(releasing)
+            self.free_if_unused(releasing)
         beginning = any(segment.stage is Stage.BEGINNING for segment in self.log.others)
         if self.log.free and self.log.open is None and not beginning:
             self._begin()
@@ -443,14 +447,10 @@ class SegmentStore:
     def release_segment(self, segment: Segment) -> None:
         """Free this segment, which no block uses, as soon as no read uses it."""
         self.releasing[segment] = self._loop.create_future()
-        self._free_if_unused(segment)
+        self.free_if_unused(segment)
 
-    def read_ended(self, segment: Segment) -> None:
-        """Note the end of a read of this segment."""
-        segment.reading -= 1
-        self._free_if_unused(segment)
-
-    def _free_if_unused(self, segment: Segment) -> None:
+    def free_if_unused(self, segment: Segment) -> None:
+        """Free a released segment after its last read or write."""
         if segment not in self.releasing or not segment.idle or segment.stage is not Stage.LEAVING:
             return
         self.log.freeing(segment)
@@ -512,7 +512,8 @@ class SegmentStore:
 
         def erased(done: asyncio.Future[None]) -> None:
             if not was_free:
-                self.read_ended(segment)
+                segment.reading -= 1
+                self.free_if_unused(segment)
                 return
             self.log.freed(segment)
             segment.leftover = done.cancelled() or done.exception() is not None
@@ -552,7 +553,7 @@ class SegmentStore:
             segment.writing -= 1
             if code:
                 self.disk.writes.fault(f"{segment.path}: cannot write its footer", code)
-            self._free_if_unused(segment)
+            self.free_if_unused(segment)
 
         self.disk.write_text(segment.fd, at, text, written)
 
@@ -565,7 +566,7 @@ class SegmentStore:
             return
         if free_bytes(one) < one.nbytes // RESUME_SHARE:
             return
-        newest.resume(one.spaces, one.table, one.end)
+        newest.table = FrameTable(newest.nbytes, one.spaces, one.table, one.end)
         self.log.resume(newest)
         what = f"{newest.path}: cannot continue to write"
         # With a footer, a start would not look for frames that the footer does not list.
@@ -577,8 +578,8 @@ class SegmentStore:
 
 def _is_clean(segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
     """Whether the file of an open segment holds only frames of blocks."""
-    clean = not segment.leftover and not segment.writing and not segment.failed
-    return clean and segment.taken == len(live(segment.number))
+    clean = not segment.leftover and not segment.writing and not segment.table.failed
+    return clean and len(segment.table) == len(live(segment.number))
 
 
 def _frame_done(
@@ -607,5 +608,6 @@ def _frame_done(
         number, flags = batch.segment.number, LOSSY if lossy else 0
         batch.frames += FRAME.pack(number, taken.page, nbytes, block.codec, header_pages, flags)
         batch.digests += digest
+        batch.nbytes += kind.header_bytes + pages(nbytes)
 
     return written

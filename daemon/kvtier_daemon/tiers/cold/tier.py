@@ -25,7 +25,7 @@ from kvtier_daemon.tiers.cold.disk import BENIGN, HANGS_S, Callback, DirectoryDi
 from kvtier_daemon.tiers.cold.encoder import EncodeBuffer, Encoder, threads_here
 from kvtier_daemon.tiers.cold.frames import Decoding, Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.read_queue import ReadQueue
-from kvtier_daemon.tiers.cold.segment_log import Segment
+from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore, SegmentTable
 from kvtier_kernels import Mapping as MappedExtent
 from kvtier_kernels import Recipe
@@ -63,12 +63,14 @@ class FrameReader:
         return self._table.stores[segment].disk
 
     def hold(self, segment: int, blocks: int) -> None:
-        """Keep this segment from being reused while this many of its blocks wait for their reads."""
+        """Keep this segment from being reused until `release` was called for this many of its blocks."""
         self._table.segments[segment].reading += blocks
 
     def release(self, block: Incoming) -> None:
-        """End the hold of one block."""
-        self._table.stores[block.segment].read_ended(self._table.segments[block.segment])
+        segment = self._table.segments[block.segment]
+        segment.reading -= 1
+        if segment.stage is Stage.LEAVING:
+            self._table.stores[block.segment].free_if_unused(segment)
 
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None:
         """Read blocks into their slots; `done` gets each block and an errno or 0, EBADMSG if its digest does
@@ -156,7 +158,7 @@ class FrameReader:
             try:
                 done(block, code)
             finally:
-                store.read_ended(segment)
+                self.release(block)
 
         return over
 

@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Callable
 
 SCARCE, PLENTY = 1 / 2, 3 / 4  # of an hour's budget
+SECOND_CHANCE = 0.25  # of the bytes that are written first may be written again
+SECOND_CHANCE_MOST = 4 << 30
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 
 
 class WriteBudget:
-    """The bytes that may be written per day. Unused bytes add up for at most an hour."""
+    """The bytes that may be written per day. Unused bytes add up for at most an hour. A part of them may be
+    copies of blocks that were requested again (`second_chance_bytes`)."""
 
     def __init__(self, daily_bytes: int, clock: Callable[[], float]) -> None:
         self._rate = daily_bytes / DAY_S
@@ -19,6 +22,7 @@ class WriteBudget:
         self._clock = clock
         self._left = self._most
         self._at = clock()
+        self.second_chance_bytes = 0.0
         self._hours: deque[tuple[int, int]] = deque()  # number of the hour, bytes
 
     def limit(self, daily_bytes: int) -> None:
@@ -58,6 +62,17 @@ class WriteBudget:
         return self._left
 
     def spend(self, nbytes: int) -> None:
+        """Note first writes of blocks."""
+        second = self.second_chance_bytes + SECOND_CHANCE * nbytes
+        self.second_chance_bytes = min(second, SECOND_CHANCE_MOST)
+        self._spend(nbytes)
+
+    def spend_again(self, nbytes: int) -> None:
+        """Note copies of blocks that were requested again."""
+        self.second_chance_bytes -= nbytes
+        self._spend(nbytes)
+
+    def _spend(self, nbytes: int) -> None:
         if self._rate:
             self._left -= nbytes
         hour, spent = int(self._clock() // HOUR_S), 0
