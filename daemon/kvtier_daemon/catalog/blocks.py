@@ -290,23 +290,32 @@ class BlockTable:
             return
         self.unwritten.update(GONE[dirty[one]] for one in array("I", evicted) if one in dirty)
 
-    def make_room(self, space: int, group: int, wanted: int) -> None:
-        """Evict, coldest first, until `wanted` slots are free or no other block may be evicted."""
+    def make_room(self, space: int, group: int, wanted: int, spare: bool = False) -> bool:
+        """Evict, coldest first, until `wanted` slots are free or no other block may be evicted. With `spare`,
+        and while blocks are being written to the disk, evict only blocks that are on it; return whether
+        others were spared and would make room."""
         store = self.store
-        victims = b""  # the first pass uses slots that other spaces left empty
+        victims: bytes | None = None
         while (short := wanted - store.room(space, group, wanted)) > 0:
+            if victims is None:
+                victims = b""  # the first pass uses slots that other spaces left empty
+            else:
+                most = short + len(self._writing)
+                victims, unwritten = self._victims(most)
+                if unwritten and not (spare and self._writing):
+                    victims, unwritten = (victims + unwritten)[: most * ID_BYTES], b""
+                if not victims:
+                    return bool(unwritten)
             dirty = self._note_victims(victims) if victims else {}
             evicted, orphans, below = store.make_room(space, group, wanted, victims)
             self._evicted(evicted, orphans, below, dirty)
             if victims and not evicted:
                 break
-            victims = self._victims(short + len(self._writing))
-            if not victims:
-                break
+        return False
 
-    def _victims(self, wanted: int) -> bytes:
-        """The next victims of the policy. While the disk writes what was saved, blocks that are already on
-        it come first, if they are among the next ones: the others would be lost."""
+    def _victims(self, wanted: int) -> tuple[bytes, bytes]:
+        """The next victims of the policy. While the disk writes what was saved, those that are already on it,
+        and the others, which would be lost."""
 
         def unwritten(ids: bytes) -> bytes:
             dirty = self.store.dirty(ids)
@@ -315,10 +324,10 @@ class BlockTable:
         victims = self.policy.victims(wanted)
         spares = self.spares_unwritten and self.why_unwritten == SLOW_DISK
         if not spares or not unwritten(victims):
-            return victims
+            return victims, b""
         victims = self.policy.victims(wanted * LOOK_AHEAD)
         last = unwritten(victims)
-        return (_without(victims, last) + last)[: wanted * ID_BYTES]
+        return _without(victims, last)[: wanted * ID_BYTES], last
 
     def leave_retired(self, is_over: bool, limit: int) -> tuple[bool, bytes]:
         """Evict at most `limit` blocks of retired extents: those that are on disk too, or with `is_over` all

@@ -15,7 +15,7 @@ import pytest
 from kvtier import Group, KvSpec, Refused
 from kvtier.key import token_keys
 from kvtier.layout import space_id
-from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT
+from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT, WRITING
 from kvtier_daemon.catalog import Catalog, SessionId, SpaceWatch, demotion, holds
 from kvtier_daemon.catalog.demotion import Demotion
 from kvtier_daemon.catalog.frames import PLACE_BYTES
@@ -270,6 +270,49 @@ def test_blocks_on_disk_are_evicted_before_colder_ones_that_wait_for_their_write
     assert tenant.found(dirty) == (4 - lost, 0) and sum(tenant.found(clean)) == 12
     tenant.save(chain(16))  # if nothing else is left, they go
     assert tenant.found(dirty) == (0, 0) and tenant.found(clean) == (0, 12)
+    tenant.check()
+
+
+def test_a_save_that_waits_evicts_no_block_that_is_being_written() -> None:
+    tenant = Tenant(16)
+    dirty, clean, keys = chain(12), chain(4), chain(8)
+    ids = tenant.save(dirty)
+    tenant.write(tenant.catalog.demotions.plan_write_through(tenant.save(clean)))
+    catalog, blocks = tenant.catalog, tenant.catalog.blocks
+    blocks.why_unwritten = SLOW_DISK
+
+    def reserve(waits: bool) -> tuple[set[int], int]:
+        granted = catalog.reserve(ME, tenant.space, 0, 0, b"", keys, waits=waits)
+        if granted.lease:
+            catalog.abort(ME, granted.lease)
+        return set(granted.outcomes), len(granted.slots) // SLOT_BYTES
+
+    first = catalog.demotions.plan_write_through(ids, 2)
+    assert reserve(True) == ({WRITING}, 0)
+    tenant.write(first)
+    rest = catalog.demotions.plan_write_through(ids, 4)
+    assert reserve(True) == ({WRITING}, 0), "room for six of eight"
+    tenant.write(rest)
+    assert blocks.evicted["demoted"] == 6, "the room for six is kept"
+    last = catalog.demotions.plan_write_through(ids)
+    assert reserve(True) == ({GRANTED}, 8)
+    catalog.demotions.not_demoted(last.ids)
+    assert not blocks.unwritten["slow_disk"] and not blocks.evicted["capacity"]
+    tenant.save(chain(6))
+    assert reserve(True) == ({GRANTED}, 8), "nothing is being written"
+    assert blocks.unwritten["slow_disk"]
+    tenant.check()
+
+
+def test_a_save_that_waits_gets_its_room_at_once_from_blocks_on_disk() -> None:
+    tenant = Tenant(16)
+    dirty, clean = tenant.save(chain(8)), tenant.save(chain(8))
+    tenant.write(tenant.catalog.demotions.plan_write_through(clean))
+    tenant.catalog.blocks.why_unwritten = SLOW_DISK
+    plan = tenant.catalog.demotions.plan_write_through(dirty)
+    granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", chain(8), waits=True)
+    assert granted.outcomes == bytes([GRANTED]) * 8
+    tenant.write(plan)
     tenant.check()
 
 
