@@ -129,7 +129,13 @@ class ReadBlocks:
 
     def __init__(self) -> None:
         self.loaded = 0
+        self.loaded_again = 0  # of them, those that were read because they were recomputed
         self._unused: set[int] = set()
+        self._recomputed: set[int] = set()
+
+    def recomputed(self, ids: bytes) -> None:
+        """These blocks are being read because they were recomputed."""
+        self._recomputed.update(array("I", ids))
 
     def read(self, ids: bytes) -> None:
         self._unused.update(array("I", ids))
@@ -137,14 +143,17 @@ class ReadBlocks:
     def used(self, ids: bytes) -> None:
         """A client has used these blocks. Each counts once for each read."""
         if self._unused:
-            before = len(self._unused)
-            self._unused.difference_update(array("I", ids))
-            self.loaded += before - len(self._unused)
+            used = self._unused.intersection(array("I", ids))
+            self.loaded += len(used)
+            self.loaded_again += len(used & self._recomputed)
+            self._unused -= used
+            self._recomputed -= used
 
     def left(self, ids: bytes) -> None:
-        """These blocks are no longer in memory."""
-        if self._unused:
-            self._unused.difference_update(array("I", ids))
+        """These blocks are no longer in memory, or will not be read."""
+        for blocks in (self._unused, self._recomputed):
+            if blocks:
+                blocks.difference_update(array("I", ids))
 
 
 class BlockTable:

@@ -947,6 +947,39 @@ def test_the_changes_of_a_feed_add_up_to_the_stored_blocks(seed: int) -> None:
     assert len(seen) == 4
 
 
+def test_blocks_that_were_read_because_they_were_recomputed_are_counted_if_a_client_used_them() -> (
+    None
+):
+    tenant = Tenant(8)
+    catalog, keys = tenant.catalog, chain(6)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    reads = catalog.blocks.reads
+
+    def plan(recomputed: bool) -> bytes:
+        tenant.save(chain(8))  # evicts what was read
+        ids = catalog.promotions.plan(tenant.space, keys, 100).ids
+        if recomputed:
+            reads.recomputed(ids)
+        return ids
+
+    def load(blocks: int) -> None:
+        found = catalog.load(ME, tenant.space, keys[: 32 * blocks], 1.0, (0,), 0.0)
+        catalog.release(ME, found.lease, nbytes=SIZE)
+
+    catalog.promotions.promoted(plan(True))
+    load(4)
+    load(5)
+    assert (reads.loaded, reads.loaded_again) == (5, 5)
+    catalog.promotions.promoted(plan(False))
+    load(6)
+    assert (reads.loaded, reads.loaded_again) == (11, 5), "the sixth was evicted unused"
+    catalog.promotions.unpromoted(plan(True), "late")
+    catalog.promotions.promoted(plan(False))
+    load(6)
+    assert (reads.loaded, reads.loaded_again) == (17, 5)
+
+
 def test_read_blocks_count_as_loaded_once_a_read_and_only_if_a_client_used_them() -> None:
     tenant = Tenant(8)
     catalog, keys = tenant.catalog, chain(6)
