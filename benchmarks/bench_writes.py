@@ -1,10 +1,11 @@
 """Writes that keep up with saves, and a stop that loses nothing, through a real daemon.
 
-Bursts: prefixes are saved in requests of an eighth to a half of the memory, at 0.8 of the rate at which a
-daemon writes to this disk in the same run. Blocks that are evicted before they are written are counted. Then
-the daemon is killed, and another one is asked for each of the last prefixes: one whose first block is not
-found is broken. Stops: SIGTERM with blocks that are only in memory, relative to plain O_DIRECT writes of as
-many bytes to the same disk, in turn.
+Bursts: prefixes are saved in requests of an eighth to a half of the memory, at 0.8 of the rate at which the
+same daemon writes to this disk. That rate is measured before each half minute of bursts, while unwritten
+blocks always wait. Blocks that are evicted before they are written are counted. Then the daemon is killed,
+and another one is asked for each of the last prefixes: one whose first block is not found is broken.
+Stops: SIGTERM with blocks that are only in memory, relative to plain O_DIRECT writes of as many bytes to the
+same disk, in turn.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import harness
 from bench_cold import ColdDaemon, fresh_keys, noise_of, spec_of
 from disks import MIB, beside, recycled
 from disks import Arm as Runs
-from harness import Row, at_least, at_most
+from harness import Row, at_least, at_most, percentile
 from kvtier import Client
 from kvtier.key import KEY_BYTES, Keys
 
 BLOCK = MIB
 PLAIN_BYTES = 8 * MIB  # per write
 SHARE = 0.8
+KEPT = 0.99
+DRAIN_S, WINDOW_S = 5.0, 30.0
+TICK_S = 0.002
 ASKED_KEYS = 1024
 BROKEN = 0.01
 STOP = 1.3
@@ -64,55 +68,95 @@ def recovered(folder: Path, warm: int, cold: int, prefixes: list[Keys]) -> list[
 # --- bursts -------------------------------------------------------------------------------------
 
 
-def drain_bytes_s(folder: Path, warm: int, cold: int) -> float:
-    """At which rate a daemon writes what was saved."""
-    sources, rates = noise_of(warm // 2), []
-    with ColdDaemon(folder, warm, cold, "through") as daemon:
-        daemon.wait_for_arena()
-        space = daemon.client.open(spec_of(BLOCK))
-        for _ in range(2 * cold // warm + 8):  # all segments are used again
-            started = time.perf_counter()
-            daemon.save(space, fresh_keys(space, len(sources) // BLOCK), sources)
-            rates.append(len(sources) / (time.perf_counter() - started))
-    return median(rates[-8:])
+class Bursts:
+    """Saves to one daemon, at 0.8 of the rate at which it writes."""
 
+    def __init__(self, daemon: ColdDaemon, warm: int) -> None:
+        self.prefixes: list[Keys] = []
+        self.save_s: list[float] = []
+        self.seconds = self.intended_s = 0.0
+        self.late: list[int] = []  # of each half minute
+        self._daemon = daemon
+        self._space = daemon.client.open(spec_of(BLOCK))
+        self._most = warm // 2 // BLOCK
+        self._sources = noise_of(self._most * BLOCK)
+        self._chance = random.Random(0)
 
-def bursts(folder: Path, warm: int, cold: int, seconds: float) -> list[Row]:
-    rate = SHARE * drain_bytes_s(folder, warm, cold)
-    most, chance = warm // 2 // BLOCK, random.Random(0)
-    sources = noise_of(most * BLOCK)
-    prefixes: list[Keys] = []
-    saved = 0
-    with ColdDaemon(folder, warm, cold) as daemon:
-        daemon.wait_for_arena()
-        space = daemon.client.open(spec_of(BLOCK))
+    def save(self, blocks: int) -> None:
+        keys = fresh_keys(self._space, blocks)
+        stored = self._space.save(keys, self._sources[: blocks * BLOCK]).stored
+        assert stored == blocks, f"{stored} of {blocks} blocks were saved"
+        self.prefixes.append(keys)
+
+    def drain_bytes_s(self, seconds: float, first_bytes: int = 0) -> float:
+        """Measure at which rate the daemon writes, after these many bytes. About half of the memory waits
+        to be written."""
+        blocks = self._most // 2
+        first = written = self._daemon.states()["written"]
+        saved, before, began = 0, 0, 0.0
+        while not began or time.perf_counter() < began + seconds:
+            written = self._daemon.states()["written"] - first
+            if not began and written * BLOCK >= first_bytes:
+                began, before = time.perf_counter(), written
+            if saved - written > 2 * blocks:
+                time.sleep(TICK_S)
+            else:
+                self.save(blocks)
+                saved += blocks
+        rate = (written - before) * BLOCK / (time.perf_counter() - began)
+        self._daemon.wait_for_written(first + saved)
+        return rate
+
+    def run(self, seconds: float, bytes_s: float) -> None:
+        """Save for this time at this rate."""
+        before = evicted_unwritten(self._daemon.client)
         began = due = time.monotonic()
         while due < began + seconds:
             time.sleep(max(0.0, due - time.monotonic()))
-            blocks = chance.choice((most // 4, most // 2, 3 * most // 4, most))
-            keys = fresh_keys(space, blocks)
-            stored = space.save(keys, sources[: blocks * BLOCK]).stored
-            saved += stored
-            assert stored == blocks, f"{stored} of {blocks} blocks were saved"
-            prefixes.append(keys)
-            due += blocks * BLOCK / rate
-        took = time.monotonic() - began
-        late = evicted_unwritten(daemon.client)
+            started = time.monotonic()
+            self.save(blocks := self._most * self._chance.randint(1, 4) // 4)
+            self.save_s.append(time.monotonic() - started)
+            due += blocks * BLOCK / bytes_s
+        self.seconds += max(time.monotonic(), due) - began
+        self.intended_s += due - began
+        self.late.append(evicted_unwritten(self._daemon.client) - before)
+
+
+def bursts(folder: Path, warm: int, cold: int, seconds: float) -> list[Row]:
+    with ColdDaemon(folder, warm, cold) as daemon:
+        daemon.wait_for_arena()
+        saves = Bursts(daemon, warm)
+        drains = [saves.drain_bytes_s(DRAIN_S, cold)]  # all segments are used again
+        while saves.intended_s < seconds:
+            saves.run(min(WINDOW_S, seconds), SHARE * drains[-1])
+            if saves.intended_s < seconds:
+                drains.append(saves.drain_bytes_s(DRAIN_S))
         daemon.kill()
     # Those that have room on disk, and had time to get there before the kill.
     kept, room = [], int(0.75 * cold) // BLOCK
-    for keys in reversed(prefixes[:-2]):
+    for keys in reversed(saves.prefixes[:-2]):
         room -= len(keys)
         if room < 0:
             break
         kept.append(keys)
     found = recovered(folder, warm, cold, kept)
     broken = sum(not blocks[0] for blocks in found)
-    more = {"s": took, "GB/s": saved * BLOCK / took / 1e9, "saved": saved}
+    saved = sum(map(len, saves.prefixes))
+    times = {
+        "p50": median(saves.save_s),
+        "p99": percentile(saves.save_s, 0.99),
+        "longest": max(saves.save_s),
+    }
+    shown = {
+        "saved": saved,
+        "in half minutes": str(saves.late),
+        "drain GB/s": str([round(one / 1e9, 2) for one in drains]),
+    }
     asked = {"prefixes": len(kept), "whole": sum(all(blocks) for blocks in found)}
     name = "bursts at 0.8 of the drain rate"
     return [
-        at_most(f"{name}: blocks evicted before they were written", late, "", 0, **more),
+        at_most(f"{name}: blocks evicted before they were written", sum(saves.late), "", 0, **shown),
+        at_least(f"{name}: saves at that rate", saves.intended_s / saves.seconds, "", KEPT, **times),
         at_most(f"{name}, then killed: prefixes without their head", broken / len(kept), "", BROKEN, **asked),
     ]  # fmt: skip
 

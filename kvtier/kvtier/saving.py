@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MARK_BYTES = 16
 PIECE_BYTES = 16 << 20  # of a copy in turns: how much is copied per turn
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.032  # of a save that waits for the disk
 
 
 class Savable(Protocol):
@@ -189,19 +190,35 @@ class Saving(Mapping[Key, memoryview]):
         return self
 
     def _reserve(self) -> None:
-        """Get the daemon's grant. While its memory grows, wait for enough of it, at most `wait_s`."""
+        """Get the daemon's grant. While its memory grows, or blocks that have to leave are being written to
+        disk, wait for enough of it, at most `wait_s`."""
         space, link = self._space, self._space.link
 
+        def left_s() -> float:
+            return until - link.connection.clock()
+
         def request(id_: int) -> wire.Message:
-            keys = self._keys
+            keys, waits = self._keys, left_s() > 0
             return wire.Reserve(
-                id_, space.index, self._group, self._shard, keys.parent, keys.packed, self._ttl_ms
+                id_,
+                space.index,
+                self._group,
+                self._shard,
+                keys.parent,
+                keys.packed,
+                self._ttl_ms,
+                waits,
             )
 
         until = link.connection.clock() + self._wait_s
+        pause_s = FIRST_PAUSE_S
         while True:
             link.ask(request, wire.Reserved, self._take)
-            if wire.GROWING not in self.outcomes or link.connection.clock() >= until:
+            if wire.WRITING in self.outcomes:  # never after `until`
+                time.sleep(max(0.0, min(pause_s, left_s())))
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+                continue
+            if wire.GROWING not in self.outcomes or left_s() <= 0:
                 return
             # Give back the granted slots and reserve all keys again: a save has one lease.
             if self.slots:

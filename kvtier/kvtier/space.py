@@ -323,8 +323,10 @@ class Space:
         Code that fills slots by their addresses (`saving.slots`) calls `saving.commit(count)`. More than
         wire.LIMIT_RESERVED keys are refused.
 
-        While the daemon's memory is still being allocated, entering waits up to `wait_s` for free memory;
-        0 does not wait. Never waits for a disk.
+        Entering waits up to `wait_s` for free memory while the daemon's memory is still being allocated, or
+        while the blocks that have to leave it are being written to disk. 0 does not wait: such blocks are
+        evicted before they are on disk, as they are if saves have waited for the disk for a quarter of the
+        time.
 
         With `ttl_s`, a week at most, the new blocks are kept only in memory, and are not found after that
         time. Blocks that are already stored do not change.
@@ -349,9 +351,8 @@ class Space:
         stored.
 
         Copies only blocks that are not stored yet, with stores that bypass the CPU cache. `checksum`
-        computes a checksum in the same pass. `threads`: None selects the number by the size. While the
-        daemon's memory is still being allocated, waits up to `wait_s` for free memory; 0 does not
-        wait. `ttl_s`: as in `reserve`.
+        computes a checksum in the same pass. `threads`: None selects the number by the size. `wait_s` and
+        `ttl_s`: as in `reserve`.
         """
         keys = Keys.of(keys)
         _check_threads(threads)

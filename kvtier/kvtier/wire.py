@@ -151,7 +151,9 @@ class Release(Message, tag=6):
 
 class Reserve(Message, tag=7):
     """Get slots for those of these keys that are new. `parent`: the key before the first, or empty. `ttl_ms`:
-    the blocks are kept only in memory, and are not found after this time; 0: no limit."""
+    the blocks are kept only in memory, and are not found after this time; 0: no limit. `waits`: the client
+    will ask again, so while the room would be that of blocks that are being written to disk, the new keys may
+    be answered with `writing` and get no slots."""
 
     space: int
     group: int
@@ -159,6 +161,7 @@ class Reserve(Message, tag=7):
     parent: bytes
     keys: bytes
     ttl_ms: int = 0
+    waits: bool = False
 
 
 class Commit(Message, tag=8):
@@ -469,8 +472,8 @@ Reply = (
 )  # fmt: skip
 
 # The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.
-OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room", "growing")
-GRANTED, PRESENT, IN_PROGRESS, LEAVING, NO_ROOM, GROWING = range(len(OUTCOMES))
+OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room", "growing", "writing")
+GRANTED, PRESENT, IN_PROGRESS, LEAVING, NO_ROOM, GROWING, WRITING = range(len(OUTCOMES))
 
 CODES = (
     "bad_frame",       # not a message of this schema; fatal

@@ -27,6 +27,7 @@ GENERATION = struct.Struct("<Q")
 # Failures that a client may get, by the code.
 EXPECTED = {"disk_failed", "too_many"}
 ASKS_MOST = 8
+ROOM_TRIES, ROOM_PAUSE_S = 3, 0.03  # of saves that wait for writes to disk
 
 
 @dataclass(slots=True)
@@ -406,13 +407,24 @@ class Client:
 
     def _reserve(
         self, link: Link, space: int, group: int, shard: int, parent: bytes, keys: list[bytes],
-        ttl_ms: int, chance: random.Random,
+        ttl_ms: int, chance: random.Random, tries: int = ROOM_TRIES,
     ) -> None:  # fmt: skip
+        if not link.is_open:
+            return
         asked_at = CLOCK.now
         nbytes = block_bytes(space, group)
 
         def reserved(reply: wire.Reserved) -> None:
             machine = self.machine
+            if wire.WRITING in reply.outcomes:
+                if not tries or reply.lease:
+                    machine.violate(
+                        f"{tries} tries are left, and a save gets lease {reply.lease} and waits"
+                    )
+                machine.count("saves that wait", 1)
+                again = (link, space, group, shard, parent, keys, ttl_ms, chance, tries - 1)
+                machine.after(ROOM_PAUSE_S, lambda: self._reserve(*again))
+                return
             if len(reply.outcomes) != len(keys):
                 machine.violate(f"{len(reply.outcomes)} outcomes for {len(keys)} keys")
             granted = [
@@ -448,7 +460,9 @@ class Client:
             self._copy(link, writing, chance, asked_at, ttl_ms)
 
         link.ask(
-            wire.Reserve(0, link.spaces[space], group, shard, parent, b"".join(keys), ttl_ms),
+            wire.Reserve(
+                0, link.spaces[space], group, shard, parent, b"".join(keys), ttl_ms, bool(tries)
+            ),
             reserved,
         )
 

@@ -129,7 +129,13 @@ class ReadBlocks:
 
     def __init__(self) -> None:
         self.loaded = 0
+        self.loaded_again = 0  # of them, those that were read because they were recomputed
         self._unused: set[int] = set()
+        self._recomputed: set[int] = set()
+
+    def recomputed(self, ids: bytes) -> None:
+        """These blocks are being read because they were recomputed."""
+        self._recomputed.update(array("I", ids))
 
     def read(self, ids: bytes) -> None:
         self._unused.update(array("I", ids))
@@ -137,14 +143,17 @@ class ReadBlocks:
     def used(self, ids: bytes) -> None:
         """A client has used these blocks. Each counts once for each read."""
         if self._unused:
-            before = len(self._unused)
-            self._unused.difference_update(array("I", ids))
-            self.loaded += before - len(self._unused)
+            used = self._unused.intersection(array("I", ids))
+            self.loaded += len(used)
+            self.loaded_again += len(used & self._recomputed)
+            self._unused -= used
+            self._recomputed -= used
 
     def left(self, ids: bytes) -> None:
-        """These blocks are no longer in memory."""
-        if self._unused:
-            self._unused.difference_update(array("I", ids))
+        """These blocks are no longer in memory, or will not be read."""
+        for blocks in (self._unused, self._recomputed):
+            if blocks:
+                blocks.difference_update(array("I", ids))
 
 
 class BlockTable:
@@ -292,23 +301,32 @@ class BlockTable:
             return
         self.unwritten.update(GONE[dirty[one]] for one in array("I", evicted) if one in dirty)
 
-    def make_room(self, space: int, group: int, wanted: int) -> None:
-        """Evict, coldest first, until `wanted` slots are free or no other block may be evicted."""
+    def make_room(self, space: int, group: int, wanted: int, spare: bool = False) -> bool:
+        """Evict, coldest first, until `wanted` slots are free or no other block may be evicted. With `spare`,
+        and while blocks are being written to the disk, evict only blocks that are on it; return whether
+        others were spared and would make room."""
         store = self.store
-        victims = b""  # the first pass uses slots that other spaces left empty
+        victims: bytes | None = None
         while (short := wanted - store.room(space, group, wanted)) > 0:
+            if victims is None:
+                victims = b""  # the first pass uses slots that other spaces left empty
+            else:
+                most = short + len(self._writing)
+                victims, unwritten = self._victims(most)
+                if unwritten and not (spare and self._writing):
+                    victims, unwritten = (victims + unwritten)[: most * ID_BYTES], b""
+                if not victims:
+                    return bool(unwritten)
             dirty = self._note_victims(victims) if victims else {}
             evicted, orphans, below = store.make_room(space, group, wanted, victims)
             self._evicted(evicted, orphans, below, dirty)
             if victims and not evicted:
                 break
-            victims = self._victims(short + len(self._writing))
-            if not victims:
-                break
+        return False
 
-    def _victims(self, wanted: int) -> bytes:
-        """The next victims of the policy. While the disk writes what was saved, blocks that are already on
-        it come first, if they are among the next ones: the others would be lost."""
+    def _victims(self, wanted: int) -> tuple[bytes, bytes]:
+        """The next victims of the policy. While the disk writes what was saved, those that are already on it,
+        and the others, which would be lost."""
 
         def unwritten(ids: bytes) -> bytes:
             dirty = self.store.dirty(ids)
@@ -317,10 +335,10 @@ class BlockTable:
         victims = self.policy.victims(wanted)
         spares = self.spares_unwritten and self.why_unwritten == SLOW_DISK
         if not spares or not unwritten(victims):
-            return victims
+            return victims, b""
         victims = self.policy.victims(wanted * LOOK_AHEAD)
         last = unwritten(victims)
-        return (_without(victims, last) + last)[: wanted * ID_BYTES]
+        return _without(victims, last)[: wanted * ID_BYTES], last
 
     def leave_retired(self, is_over: bool, limit: int) -> tuple[bool, bytes]:
         """Evict at most `limit` blocks of retired extents: those that are on disk too, or with `is_over` all

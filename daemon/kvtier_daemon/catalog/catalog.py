@@ -258,12 +258,13 @@ class Catalog:
 
     def reserve(
         self, session: SessionId, space: KnownSpace, group: int, shard: int, parent: bytes, keys: bytes,
-        expires_at: float = math.inf,
+        expires_at: float = math.inf, waits: bool = False,
     ) -> Granted:  # fmt: skip
         """Find out which keys are new, and reserve slots for them; evict if necessary.
 
         If not all new keys have room, the leading ones get slots. Never evicts a block of this chain. Blocks
-        that expire stay in memory only; `forget_expired` forgets them.
+        that expire stay in memory only; `forget_expired` forgets them. With `waits`, no key gets a slot while
+        blocks would be evicted that are being written to disk.
         """
         space.check_keys(keys)
         space.check_place(group, shard)
@@ -271,7 +272,9 @@ class Catalog:
             raise Refused(
                 "bad_request", f"parent: got {len(parent)} bytes, expected {KEY_BYTES} or none"
             )
-        granted = self._writing.reserve(session, space, group, shard, parent, keys, expires_at)
+        granted = self._writing.reserve(
+            session, space, group, shard, parent, keys, expires_at, waits
+        )
         if self.growing:
             outcomes = granted.outcomes.replace(bytes((NO_ROOM,)), bytes((GROWING,)))
             granted = replace(granted, outcomes=outcomes)

@@ -181,5 +181,6 @@ class Promotions:
 
     def _not_read(self, ids: bytes, reason: str, orphans: bytes) -> None:
         self._blocks.policy.demoted(orphans)
+        self._blocks.reads.left(ids)
         self.failed[reason] += len(ids) // ID_BYTES
         self.reading -= len(ids) // ID_BYTES

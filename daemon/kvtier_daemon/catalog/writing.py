@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
-from kvtier.wire import DIGEST_BYTES, GRANTED, NO_ROOM, PRESENT
+from kvtier.wire import DIGEST_BYTES, GRANTED, NO_ROOM, PRESENT, WRITING
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable, last_first
 from kvtier_daemon.catalog.expiring import LIMIT_IDS
 from kvtier_daemon.catalog.leases import NO_LEASE, LeaseId, Leases, SessionId
@@ -59,7 +59,7 @@ class WriteLeases:
 
     def reserve(
         self, session: SessionId, space: KnownSpace, group: int, shard: int, parent: bytes, keys: bytes,
-        expires_at: float,
+        expires_at: float, waits: bool = False,
     ) -> Granted:  # fmt: skip
         self._leases.check(session)
         if not keys:
@@ -70,7 +70,7 @@ class WriteLeases:
             if expires_at < math.inf:
                 _refuse_beyond(outcomes, max(0, LIMIT_IDS - len(self._blocks.expiring)))
             ids, slots = self._take(
-                space, group, shard, parent, keys, outcomes, session, expires_at
+                space, group, shard, parent, keys, outcomes, session, expires_at, waits
             )
         finally:
             self._spaces.unsettle(space)  # if it got no blocks
@@ -97,8 +97,10 @@ class WriteLeases:
         outcomes: bytearray,
         session: SessionId,
         expires_at: float,
+        waits: bool,
     ) -> tuple[bytes, bytes]:
-        """Take blocks for the leading new keys, as far as there is room: (ids, slots)."""
+        """Take blocks for the leading new keys, as far as there is room: (ids, slots). With `waits`, none if
+        a write to disk will make room."""
         store, index = self._blocks.store, space.index
         # Hold the present blocks of the chain while victims are selected.
         present = store.present(index, group, shard, keys)
@@ -106,8 +108,9 @@ class WriteLeases:
         self._blocks.lease([above, present])
         try:
             wanted = outcomes.count(GRANTED)
-            if wanted:
-                self._blocks.make_room(index, group, wanted)
+            if wanted and self._blocks.make_room(index, group, wanted, spare=waits):
+                outcomes[:] = outcomes.replace(bytes([GRANTED]), bytes([WRITING]))
+                return b"", b""
             expires_ms = int(expires_at * 1000) if expires_at < math.inf else 0
             return store.reserve(
                 index, group, shard, parent or None, keys, bytes(outcomes), session, expires_ms

@@ -124,6 +124,8 @@ class Simulation:
         self._reading: set[int] = set()
         self._late = 0
         self._recomputed = RecomputedBlocks()
+        self._prefetched: set[int] = set()  # and neither used nor evicted since
+        self._prefetches_used = 0
         self._free = [self.now] * machine.engines
         self._ends: list[tuple[float, int, WaitingRequest]] = []
 
@@ -184,6 +186,11 @@ class Simulation:
         self._policy.wanted(_ids(there), _names(there))
         self._wanted.update(node for node in nodes if node in self._frames)
         self._admission.note(_keys(nodes[: one.ready + len(cold)]))
+        if self._prefetched:
+            used = self._prefetched.intersection(nodes[: one.ready])
+            self._prefetched -= used
+            self._prefetches_used += len(used)
+            self._recomputed.used(self._prefetches_used)
         self._hold(nodes[: one.ready])
         if cold and self._load(one, cold):
             self._loading[index] = one
@@ -221,10 +228,9 @@ class Simulation:
 
     def _prefetch(self, index: int, cold: list[int]) -> None:
         """Prefetch blocks that were requested before and not loaded; no request waits for them."""
-        count = min(
-            self._recomputed.note(_keys(cold)),
-            prefetch_limit(self._frame_bytes, len(self._reading)),
-        )
+        limit = prefetch_limit(self._frame_bytes, len(self._reading))
+        again = self._recomputed.note(_keys(cold))
+        count = min(limit, self._recomputed.allowed(again))
         away = [node for node in cold[:count] if not (self._memory[node] or node in self._reading)]
         if not away:
             return
@@ -232,6 +238,8 @@ class Simulation:
         self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
         if self._planner.knows(prefetch):
             self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
+            self._recomputed.began(len(away))
+            self._prefetched.update(away)
             self._reading.update(away)
             self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
 
@@ -348,6 +356,7 @@ class Simulation:
         for node in victims:
             self._memory[node] = 0
         self._in_memory -= len(victims)
+        self._prefetched.difference_update(victims)
         kept = [node for node in victims if node in self._frames or node in self._writing]
         lost = [node for node in victims if node not in self._frames and node not in self._writing]
         if self.nvme_blocks:

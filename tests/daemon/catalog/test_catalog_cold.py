@@ -15,7 +15,7 @@ import pytest
 from kvtier import Group, KvSpec, Refused
 from kvtier.key import token_keys
 from kvtier.layout import space_id
-from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT
+from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT, WRITING
 from kvtier_daemon.catalog import Catalog, SessionId, SpaceWatch, demotion, holds
 from kvtier_daemon.catalog.demotion import Demotion
 from kvtier_daemon.catalog.frames import PLACE_BYTES
@@ -270,6 +270,49 @@ def test_blocks_on_disk_are_evicted_before_colder_ones_that_wait_for_their_write
     assert tenant.found(dirty) == (4 - lost, 0) and sum(tenant.found(clean)) == 12
     tenant.save(chain(16))  # if nothing else is left, they go
     assert tenant.found(dirty) == (0, 0) and tenant.found(clean) == (0, 12)
+    tenant.check()
+
+
+def test_a_save_that_waits_evicts_no_block_that_is_being_written() -> None:
+    tenant = Tenant(16)
+    dirty, clean, keys = chain(12), chain(4), chain(8)
+    ids = tenant.save(dirty)
+    tenant.write(tenant.catalog.demotions.plan_write_through(tenant.save(clean)))
+    catalog, blocks = tenant.catalog, tenant.catalog.blocks
+    blocks.why_unwritten = SLOW_DISK
+
+    def reserve(waits: bool) -> tuple[set[int], int]:
+        granted = catalog.reserve(ME, tenant.space, 0, 0, b"", keys, waits=waits)
+        if granted.lease:
+            catalog.abort(ME, granted.lease)
+        return set(granted.outcomes), len(granted.slots) // SLOT_BYTES
+
+    first = catalog.demotions.plan_write_through(ids, 2)
+    assert reserve(True) == ({WRITING}, 0)
+    tenant.write(first)
+    rest = catalog.demotions.plan_write_through(ids, 4)
+    assert reserve(True) == ({WRITING}, 0), "room for six of eight"
+    tenant.write(rest)
+    assert blocks.evicted["demoted"] == 6, "the room for six is kept"
+    last = catalog.demotions.plan_write_through(ids)
+    assert reserve(True) == ({GRANTED}, 8)
+    catalog.demotions.not_demoted(last.ids)
+    assert not blocks.unwritten["slow_disk"] and not blocks.evicted["capacity"]
+    tenant.save(chain(6))
+    assert reserve(True) == ({GRANTED}, 8), "nothing is being written"
+    assert blocks.unwritten["slow_disk"]
+    tenant.check()
+
+
+def test_a_save_that_waits_gets_its_room_at_once_from_blocks_on_disk() -> None:
+    tenant = Tenant(16)
+    dirty, clean = tenant.save(chain(8)), tenant.save(chain(8))
+    tenant.write(tenant.catalog.demotions.plan_write_through(clean))
+    tenant.catalog.blocks.why_unwritten = SLOW_DISK
+    plan = tenant.catalog.demotions.plan_write_through(dirty)
+    granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", chain(8), waits=True)
+    assert granted.outcomes == bytes([GRANTED]) * 8
+    tenant.write(plan)
     tenant.check()
 
 
@@ -902,6 +945,39 @@ def test_the_changes_of_a_feed_add_up_to_the_stored_blocks(seed: int) -> None:
             if index >= 0 and tenant.store.states(index, key) == bytes([PRESENT])
         }
     assert len(seen) == 4
+
+
+def test_blocks_that_were_read_because_they_were_recomputed_are_counted_if_a_client_used_them() -> (
+    None
+):
+    tenant = Tenant(8)
+    catalog, keys = tenant.catalog, chain(6)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    reads = catalog.blocks.reads
+
+    def plan(recomputed: bool) -> bytes:
+        tenant.save(chain(8))  # evicts what was read
+        ids = catalog.promotions.plan(tenant.space, keys, 100).ids
+        if recomputed:
+            reads.recomputed(ids)
+        return ids
+
+    def load(blocks: int) -> None:
+        found = catalog.load(ME, tenant.space, keys[: 32 * blocks], 1.0, (0,), 0.0)
+        catalog.release(ME, found.lease, nbytes=SIZE)
+
+    catalog.promotions.promoted(plan(True))
+    load(4)
+    load(5)
+    assert (reads.loaded, reads.loaded_again) == (5, 5)
+    catalog.promotions.promoted(plan(False))
+    load(6)
+    assert (reads.loaded, reads.loaded_again) == (11, 5), "the sixth was evicted unused"
+    catalog.promotions.unpromoted(plan(True), "late")
+    catalog.promotions.promoted(plan(False))
+    load(6)
+    assert (reads.loaded, reads.loaded_again) == (17, 5)
 
 
 def test_read_blocks_count_as_loaded_once_a_read_and_only_if_a_client_used_them() -> None:

@@ -146,6 +146,37 @@ def test_blocks_declined_twice_are_promoted_in_the_background(tmp_path: Path) ->
     run(again())
 
 
+@pytest.mark.parametrize(
+    "used, begun", [(0, [0, 4, 0, 2, 2]), (1, [0, 4, 8, 0, 2]), (4, [0, 4, 20, 20, 20])]
+)
+def test_prefetches_of_recomputed_blocks_end_if_clients_use_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, begun: list[int]
+) -> None:
+    """The blocks are evicted after each prefetch. A client has used some of the first four."""
+    monkeypatch.setattr(recomputed, "TRIAL_BLOCKS", 4)
+    monkeypatch.setattr(recomputed, "RETRY", 1 / 8)
+    monkeypatch.setattr(recomputed, "LEAST_BLOCKS", 64)
+
+    async def again() -> None:
+        tenant = Held(tmp_path)
+        catalog, space = tenant.catalog, tenant.space
+        await tenant.on_disk_alone(20)
+        found = []
+        for at in range(5):
+            tenant.mover.reads.recomputes(1, space, keys(20), 0, 20)
+            found.append(catalog.promotions.reading)
+            await tenant.submit_reads()
+            if found[-1] and used and (at == 1 or used == 4):
+                lease = catalog.load(ONE, space, keys(used), 1.0, [0], 0.0).lease
+                catalog.release(ONE, lease, nbytes=used * BLOCK)
+            others = b"".join(key(1000 + other) for other in range(SLOTS))
+            catalog.abort(ONE, catalog.reserve(ONE, space, 0, 0, b"", others).lease)
+        assert found == begun
+        await tenant.end()
+
+    run(again())
+
+
 def test_background_promotions_leave_room_for_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,32 @@ from kvtier_daemon.catalog.writing import Granted
 from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
 from kvtier_daemon.tenant import Tenant
 
+WAIT_S = 10.0  # longest time that saves of a session wait for the disk at once
+WAIT_SHARE = 1 / 4  # of the time of a session in the long run
+ASKS_S = 1.0  # a client that waits asks again within this time, or has given up
+
+
+class DiskWaits:
+    """Limits the time for which the saves of a session wait for writes to disk. If saves exceed the disk's
+    rate for long, blocks are lost in any case, so a client must not be slowed down to that rate."""
+
+    def __init__(self, now: float) -> None:
+        self._left_s = WAIT_S
+        self._at = now
+        self._waits = False  # since then
+
+    def may_wait(self, now: float) -> bool:
+        """Whether the save that asks now may wait. Ends the wait before."""
+        passed_s = now - self._at
+        self._left_s = min(WAIT_S, self._left_s + passed_s * WAIT_SHARE)
+        if self._waits:
+            self._left_s -= min(passed_s, ASKS_S)
+        self._at, self._waits = now, False
+        return self._left_s > 0
+
+    def begin(self) -> None:
+        self._waits = True
+
 
 class OpenSave(msgspec.Struct):
     """A save whose latency is measured: when its slots were granted, and how many are not committed."""
@@ -31,6 +57,7 @@ class SaveRequests:
         self._session = session
         self._server = server
         self._open: dict[LeaseId, OpenSave] = {}
+        self._waits = DiskWaits(server.clock())
 
     def handlers(self) -> Handlers:
         return {
@@ -43,12 +70,16 @@ class SaveRequests:
     def reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
         expires_at = self._expires_at(request)
         space = tenant.catalog.space(request.space)
+        waits = self._waits.may_wait(self._server.clock()) and request.waits
         granted = tenant.catalog.reserve(
             self._session.id, space, request.group, request.shard, request.parent, request.keys,
-            expires_at,
+            expires_at, waits,
         )  # fmt: skip
+        waits = wire.WRITING in granted.outcomes
+        if waits:
+            self._waits.begin()
         recorder = self._server.recorder
-        if recorder.is_on and (request.group, request.shard) == (0, 0):
+        if recorder.is_on and not waits and (request.group, request.shard) == (0, 0):
             recorder.saved(
                 tenant.name, space.number, space.spec.block_tokens, request.parent, request.keys
             )

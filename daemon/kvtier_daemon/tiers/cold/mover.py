@@ -20,6 +20,7 @@ from functools import partial
 from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, SLOT
 from kvtier_daemon.catalog import Catalog, KnownSpace
+from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.promotion import Promotion, Survey
@@ -84,6 +85,7 @@ class Promoter:
     def promote(
         self, space: KnownSpace, keys: bytes, coming: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+        begun: Callable[[bytes], None] | None = None,
     ) -> Outlook:  # fmt: skip
         if not self._cold.reader.is_on:
             return 0, 0.0, "off"
@@ -122,6 +124,8 @@ class Promoter:
         if plan.ids:
             if catalog.demotions.in_memory_alone:
                 self._evicted()  # blocks were evicted for these, so others are the coldest now
+            if begun is not None:
+                begun(plan.ids)
         elif not plan.joined:
             return 0, 0.0, "not_read"
         eta_ms = max(reads.planner.eta_s(request), verdict.load_s) * 1000
@@ -138,13 +142,19 @@ class Promoter:
         self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int
     ) -> None:
         again = self.recomputed.note(keys[ready * KEY_BYTES : (ready + coming) * KEY_BYTES])
-        room = (
-            prefetch_limit(sum(space.block_bytes), self._catalog.promotions.reading) // space.places
-        )
-        if count := min(again, room):
+        reads, reading = self._catalog.blocks.reads, self._catalog.promotions.reading
+        room = prefetch_limit(sum(space.block_bytes), reading) // space.places
+        self.recomputed.used(reads.loaded_again)
+        allowed = self.recomputed.allowed(again * space.places)
+        if count := min(room, -(-allowed // space.places)):
             keys = keys[: (ready + count) * KEY_BYTES]
             request = (session, ("recomputed", space.number, len(keys), keys[-KEY_BYTES:]))
-            self.promote(space, keys, count, request=request, urgent=False)
+            self.promote(space, keys, count, request=request, urgent=False, begun=self._prefetches)
+
+    def _prefetches(self, ids: bytes) -> None:
+        """These blocks are being read because they were recomputed."""
+        self.recomputed.began(len(ids) // ID_BYTES)
+        self._catalog.blocks.reads.recomputed(ids)
 
     def _read(self, request: Request, space: KnownSpace, plan: Promotion) -> None:
         """Queue the reads of a request that the planner has accepted."""
