@@ -77,9 +77,8 @@ void encrypt(const SharedKeys& keys, nb::handle header, nb::handle payload, nb::
     bool encrypted = false;
     {
         const Unlocked unlocked;
-        encrypted =
-            encrypt_frame(*keys.shared, once.data(), held.header.data(), held.header.size(),
-                          held.from.data(), held.from.size(), held.into.data());
+        encrypted = encrypt_frame(*keys.shared, once.data(), held.header.data(), held.header.size(),
+                                  held.from.data(), held.from.size(), held.into.data());
     }
     if (!encrypted) throw nb::value_error("header: does not describe this payload");
 }
@@ -184,11 +183,12 @@ void bind_frame(nb::module_& m) {
         "arrived"_a = std::vector<size_t>(), "keys"_a.none() = nb::none(),
         "identity"_a = nb::bytes("", 0));
     nb::class_<SharedKeys>(m, "FrameKeys", nb::is_final())
-        .def("__init__",
-             [](SharedKeys* self, const std::vector<std::tuple<nb::bytes, nb::bytes>>& secrets) {
-                 new (self) SharedKeys(keys_of(secrets));
-             },
-             "keys"_a)
+        .def(
+            "__init__",
+            [](SharedKeys* self, const std::vector<std::tuple<nb::bytes, nb::bytes>>& secrets) {
+                new (self) SharedKeys(keys_of(secrets));
+            },
+            "keys"_a)
         .def("encrypt", &encrypt, "header"_a, "payload"_a, "into"_a, "nonce"_a)
         .def("decrypt", &decrypt, "header"_a, "payload"_a, "identity"_a, "into"_a);
 }

@@ -407,13 +407,17 @@ bool FrameDecoder::open() {
         return false;
     }
     const uint16_t number = frame_codec(header_);
-    if (((field<uint16_t>(header_ + kCodecAt) & kEncrypted) != 0) != (keys_ != nullptr)) {
+    const bool encrypted = (field<uint16_t>(header_ + kCodecAt) & kEncrypted) != 0;
+    if (encrypted != (keys_ != nullptr)) {
+        if (encrypted) error_ = ENOKEY;
         return false;
     }
-    if (keys_ != nullptr) {
+    if (encrypted) {
         decryption_.emplace(*keys_, *identity_, header_, header_bytes_);
-        error_ = decryption_->error() != 0 ? decryption_->error() : error_;
-        if (decryption_->error() != 0) return false;
+        if (decryption_->error() != 0) {
+            error_ = decryption_->error();
+            return false;
+        }
         is_raw_ = number == kRaw;
     }
     if (lossy_ != nullptr && number == static_cast<uint16_t>(lossy_->codec)) {
