@@ -82,9 +82,11 @@ def test_frames_are_found_after_a_kill_and_fsck_finds_them_sound(tmp_path: Path)
         await again.same(DTYPE, 0, 8)
         await again.close()
         volume = ColdDirectory(tmp_path, None)
-        report = check(volume)
+        for keys, unknown in (((), 0), ((SECOND,), 8), ((SECOND, FIRST), 0)):
+            report = check(volume, keys=keys)
+            assert report.is_clean and report.frames == report.encrypted == 8
+            assert report.unknown_keys == unknown
         volume.close()
-        assert report.is_clean and report.frames == 8
 
     run(work())
 
@@ -227,6 +229,11 @@ def test_swapped_frames_are_misses(tmp_path: Path) -> None:
             forge(path, at, header, payload)
         tenant = await started(tmp_path, "raw", cipher())
         assert tenant.catalog.counts()["framed_blocks"] == 3
+        await tenant.close()
+        volume = ColdDirectory(tmp_path, None)
+        assert not check(volume).wrong and check(volume, keys=(FIRST,)).wrong == {"encryption": 2}
+        volume.close()
+        tenant = await started(tmp_path, "raw", cipher())
         assert [await tenant.bring(DTYPE, number) for number in range(2)] == [None, None]
         assert tenant.mover.counts["spoilt"] == 2
         await tenant.same(DTYPE, 2, 1)
