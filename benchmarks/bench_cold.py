@@ -364,7 +364,7 @@ def encryption(folder: Path, size: Size) -> list[Row]:
     """The same chains stored plain and encrypted: the time of a hit, and what it costs one core to encrypt
     and decrypt a block, relative to copying it."""
     rows = cipher_rows()
-    blocks = size.chain // 2
+    blocks = size.chain // 4
     nbytes = blocks * BLOCK
     some = kv.bf16(kv.synthetic(min(nbytes, 64 * MIB) // 2)).tobytes()
     sources = memoryview(some * (nbytes // len(some)))
@@ -378,8 +378,8 @@ def encryption(folder: Path, size: Size) -> list[Row]:
         for codec, options in itertools.product(codecs, ("", on)):
             daemon = stack.enter_context(
                 ColdDaemon(
-                    folder / f"{codec}{len(arms)}", 2 * nbytes + 16 * MIB, 64 * size.segment_mib * MIB,
-                    "through", codec=codec, options=options,
+                    folder / f"{codec}{len(arms)}", 2 * nbytes + 16 * MIB, 64 * 64 * MIB, "through", codec=codec,
+                    options=options,
                 )
             )  # fmt: skip
             daemon.wait_for_arena()
