@@ -378,8 +378,7 @@ def encryption(folder: Path, size: Size) -> list[Row]:
         for codec, options in itertools.product(codecs, ("", on)):
             daemon = stack.enter_context(
                 ColdDaemon(
-                    folder / f"{codec}{len(arms)}", 2 * nbytes + 16 * MIB, 64 * 64 * MIB, "through", codec=codec,
-                    options=options,
+                    folder / f"{codec}{len(arms)}", nbytes, 64 * 64 * MIB, "through", codec=codec, options=options
                 )
             )  # fmt: skip
             daemon.wait_for_arena()
