@@ -46,10 +46,13 @@ from disks import (
 from harness import Daemon, Row, at_least, at_most, percentile
 from kvtier import Client, KvSpec, Space
 from kvtier.key import Keys
+from kvtier_daemon.codec.encryption import FrameCipher
+from kvtier_daemon.codec.frame import RAW, Entry, Identity, Template
 from kvtier_daemon.tiers.cold.directory import OTHER_BYTES
 from kvtier_daemon.tiers.cold.index import FIRST_MAP_BYTES
 from kvtier_daemon.tiers.cold.recovery import entries_of, recover
 from kvtier_daemon.tiers.cold.segment import described_bytes, first_frame, footer_bytes, space_bytes
+from kvtier_kernels import decode_frame, memcpy, seal_frame
 
 TOKENS = 16
 GROUP = 1024
@@ -58,6 +61,7 @@ RECORD = BLOCK + HEADER
 TICK_S = 0.001
 QUIET_TICKS = 3
 TRACE_BLOCK = 16 << 10
+CIPHER_BLOCKS, CIPHER_ROUNDS = 32, 5
 # As a tier of 200 GiB has; one and a half of them are always empty.
 TRACE_SEGMENTS = 200
 # The files of a small directory other than segments.
@@ -112,13 +116,13 @@ class ColdDaemon(Daemon):
 
     def __init__(
         self, folder: Path, warm_bytes: int, cold_bytes: int, write: str = "back", engine: str = "auto",
-        segment_bytes: int = 0, codec: str = "raw",
+        segment_bytes: int = 0, codec: str = "raw", options: str = "",
     ) -> None:  # fmt: skip
         self.cold = folder / "cold"
         self.cold.mkdir(parents=True, exist_ok=True)
         segment = f"segment = {segment_bytes}\n" if segment_bytes else ""
         cold = f'directories = ["{self.cold}"]\nsize = {cold_bytes}\n{segment}'
-        more = f'[cold]\n{cold}write = "{write}"\nengine = "{engine}"\ncodec = "{codec}"\n'
+        more = f'[cold]\n{cold}write = "{write}"\nengine = "{engine}"\ncodec = "{codec}"\n{options}'
         super().__init__(folder, str(warm_bytes), more)
         self.client = Client.connect(self.socket, populate=False)
 
@@ -353,6 +357,111 @@ def codecs(folder: Path, size: Size) -> list[Row]:
                 rows.append(disks.speed_row(name, arm, arms[0], nbytes, None, "raw"))
             rows.append(disks.cpu_row(name, arm, nbytes, None, eta_share=median(arm.etas)))
         place.read_file.unlink()
+    return rows
+
+
+def encryption(folder: Path, size: Size) -> list[Row]:
+    """The same chains stored plain and encrypted: the time of a hit, and what it costs one core to encrypt
+    and decrypt a block, relative to copying it."""
+    rows = cipher_rows()
+    blocks = size.chain // 4
+    nbytes = blocks * BLOCK
+    some = kv.bf16(kv.synthetic(min(nbytes, 64 * MIB) // 2)).tobytes()
+    sources = memoryview(some * (nbytes // len(some)))
+    keys_file = folder / "keys"
+    keys_file.touch(0o600)
+    keys_file.write_text(os.urandom(32).hex())
+    on = f'encryption = "aes-256-gcm"\nkey_file = "{keys_file}"\n'
+    codecs = ("raw", "r32")
+    with ExitStack() as stack:
+        arms = []
+        for codec, options in itertools.product(codecs, ("", on)):
+            daemon = stack.enter_context(
+                ColdDaemon(
+                    folder / f"{codec}{len(arms)}", nbytes, 64 * 64 * MIB, "through", codec=codec, options=options
+                )
+            )  # fmt: skip
+            daemon.wait_for_arena()
+            space = daemon.client.open(spec_of(BLOCK))
+            chains = [fresh_keys(space, blocks) for _ in range(8)]
+            for keys in chains:
+                daemon.save(space, keys, sources)
+            for keys in chains[:4]:  # what was saved last is in memory
+                assert brought(space, keys, 20.0, TICK_S)[1] == len(keys)
+            arms.append(Promotions(daemon, space, chains[4:] + chains[:4], 0.6))
+        time.sleep(1.0)  # memory is registered by a thread
+        disks.in_turn(arms, size.pairs)
+    for number, codec in enumerate(codecs):
+        plain, encrypted = arms[2 * number : 2 * number + 2]
+        ratios = disks.beside(plain, encrypted)
+        low, high = harness.interval(ratios)
+        rows.append(
+            Row(
+                f"cold hit of {blocks} blocks stored {codec}, encrypted: time relative to plain",
+                median(ratios), "x", "<= 1.1", median(ratios) <= 1.1, low, high,
+                {
+                    "GB/s": nbytes / 1e9 / median(encrypted.seconds),
+                    "plain GB/s": nbytes / 1e9 / median(plain.seconds),
+                    "daemon cpu s/GB": median(encrypted.cpu) / (nbytes / 1e9),
+                    "plain daemon cpu s/GB": median(plain.cpu) / (nbytes / 1e9),
+                },
+            )
+        )  # fmt: skip
+    return rows
+
+
+def cipher_rows() -> list[Row]:
+    """CPU times of the thread, which other processes do not lengthen; each block alternately with a copy."""
+    cipher = FrameCipher.of([os.urandom(32)], "bench")
+    name = Identity(bytes(32), 0, 0, bytes(32))
+    kind = Template(name.space, 0, 0, RAW, (Entry(0, 0, RAW, 0, BLOCK, BLOCK),))
+    blocks, encrypted, out = (bytearray(os.urandom(CIPHER_BLOCKS * BLOCK)) for _ in range(3))
+    headers = [bytearray() for _ in range(CIPHER_BLOCKS)]
+
+    def slot(of: bytearray, number: int) -> memoryview:
+        number %= CIPHER_BLOCKS
+        return memoryview(of)[number * BLOCK : (number + 1) * BLOCK]
+
+    def encrypt(number: int) -> None:
+        headers[number] = kind.blank(b"")
+        cipher.encrypt(headers[number], slot(blocks, number), slot(encrypted, number))
+
+    def decrypt(number: int) -> None:
+        header, into = headers[number], slot(out, number)
+        keys, identity = cipher.keys, name.encode()
+        digest = bytes(header[168:184])
+        payload = slot(encrypted, number)
+        assert decode_frame(0, header, payload, digest, into, keys=keys, identity=identity)
+
+    rows = []
+    for label, work in (("encrypt", encrypt), ("decrypt", decrypt)):
+        ratios, seconds, copies = [], [], []
+        for _ in range(CIPHER_ROUNDS):
+            for number in range(CIPHER_BLOCKS):
+                began = time.thread_time()
+                memcpy(slot(out, number + 9), slot(blocks, number + 9))
+                copied = time.thread_time()
+                work(number)
+                ended = time.thread_time()
+                if label == "encrypt":
+                    seal_frame(headers[number], slot(encrypted, number))
+                else:
+                    assert slot(out, number) == slot(blocks, number)
+                ratios.append((copied - began) / (ended - copied))
+                seconds.append(ended - copied)
+                copies.append(copied - began)
+        low, high = harness.interval(ratios)
+        value = BLOCK / 1e9 / median(seconds)
+        rows.append(
+            Row(
+                f"{label} a block of 2 MiB, one core", value, "GB/s", ">= 1.5", value >= 1.5,
+                BLOCK / 1e9 / sorted(seconds)[int(0.95 * len(seconds))], BLOCK / 1e9 / min(seconds),
+                {
+                    "/ memcpy": median(ratios), "interval": [low, high],
+                    "memcpy GB/s": BLOCK / 1e9 / median(copies),
+                },
+            )
+        )  # fmt: skip
     return rows
 
 
@@ -732,6 +841,7 @@ def main() -> int:
         "worker": lambda folder: worker_rows(folder, size),
         "reads": lambda folder: reads(folder, size),
         "codecs": lambda folder: codecs(folder, size),
+        "encryption": lambda folder: encryption(folder, size),
         "drains": lambda folder: drains(folder, size),
         "scan": lambda folder: scan(folder, size),
         "loop": lambda folder: busy_loop(folder, size),

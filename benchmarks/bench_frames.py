@@ -139,7 +139,7 @@ class Worker:
     def both(self, made: Made, fd: int, count: int) -> None:
         ops = b"".join(
             OPERATION.pack(0, fd, URGENT, at, len(made.block), self.extent, 0, into, made.digest)
-            + struct.pack("<QIHH", len(made.payload), len(made.header), 0, made.codec.lossy)
+            + struct.pack("<QIHH72x", len(made.payload), len(made.header), 0, made.codec.lossy)
             for at, into in self.places(made, count)
         )
         self.disk.read_frames(ops, [made.codec.recipe] if made.codec.recipe else [])

@@ -1,4 +1,5 @@
-"""The tenants' secrets: 32 random bytes each, made once; the names of blocks derive from them.
+"""The tenants' secrets: 32 random bytes each, made once; the names of blocks derive from them. And the key
+file of the cold tier, which the operator makes.
 
 <state>/secrets/          0700 <tenant>              0600, exactly 32 bytes
 
@@ -19,6 +20,9 @@ from kvtier.errors import ConfigError
 SECRET_BYTES: Final = 32
 DIRECTORY: Final = "secrets"
 CREDENTIAL: Final = "kvtier."
+KEYS_CREDENTIAL: Final = "kvtier-cold-keys"
+KEYS_MOST: Final = 16
+_KEYS_BYTES: Final = 16 << 10  # of a key file at most
 
 
 def load_secrets(
@@ -95,6 +99,23 @@ def _load(file: Path, random: Callable[[int], bytes]) -> bytes:
 
 
 def _read(file: Path, *, owned: bool = True) -> bytes | None:
+    found = _read_private(
+        file, SECRET_BYTES + 1, "a new one is made, and this tenant's cache is lost", owned
+    )
+    if found is None:
+        return None
+    secret, nbytes = found
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"{file}: has {nbytes} bytes instead of {SECRET_BYTES}; restore the right "
+            "file, or remove it: a new one is made, and this tenant's cache is lost"
+        )
+    return secret
+
+
+def _read_private(file: Path, most: int, removed: str, owned: bool) -> tuple[bytes, int] | None:
+    """Return up to `most` bytes of a file that only its owner can read, and its size; None if there is no
+    such file. `removed` says what happens if the user removes it; `owned`: it must be the daemon's."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -107,18 +128,56 @@ def _read(file: Path, *, owned: bool = True) -> bytes | None:
         if mode & 0o077:
             raise ConfigError(
                 f"{file}: has mode {mode:04o}, but only its owner may read a secret; chmod 600 "
-                "it, or, if others may have read it, remove it: a new one is made, and this "
-                "tenant's cache is lost"
+                f"it, or, if others may have read it, remove it: {removed}"
             )
         if owned:
             _refuse_strangers(file, found)
-        secret = opened.read(SECRET_BYTES + 1)
-    if len(secret) != SECRET_BYTES:
-        raise ConfigError(
-            f"{file}: has {found.st_size} bytes instead of {SECRET_BYTES}; restore the right "
-            "file, or remove it: a new one is made, and this tenant's cache is lost"
+        return opened.read(most), found.st_size
+
+
+def key_file(
+    configured: Path | None, environ: Mapping[str, str] | None = None
+) -> tuple[Path, bool] | None:
+    """Return the file with the keys of the cold tier, and whether it must belong to the daemon: the
+    configured one, or the service manager's (LoadCredential=kvtier-cold-keys:...). None without both."""
+    folder = (os.environ if environ is None else environ).get("CREDENTIALS_DIRECTORY", "")
+    if configured is not None:
+        return configured, not folder or configured.parent != Path(folder)
+    credential = Path(folder) / KEYS_CREDENTIAL
+    return (credential, False) if folder and credential.exists() else None
+
+
+def load_keys(file: Path, *, owned: bool = True) -> list[bytes]:
+    """Return the keys of a key file: a line of 64 hexadecimal digits for each; lines that begin with # are
+    comments. Raises ConfigError with what to do, and never shows a key."""
+    make = f"to make a new one: (umask 077; openssl rand -hex {SECRET_BYTES} > {file})"
+    try:
+        found = _read_private(
+            file, _KEYS_BYTES, "write new keys; blocks under the old ones are lost", owned
         )
-    return secret
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot read the keys: {error.strerror}") from error
+    if found is None:
+        raise ConfigError(f"{file}: the key file does not exist; restore it, or {make}")
+    keys: list[bytes] = []
+    for number, line in enumerate(found[0].splitlines(), 1):
+        text = line.strip()
+        if not text or text.startswith(b"#"):
+            continue
+        try:
+            key = bytes.fromhex(text.decode("ascii"))
+        except ValueError:
+            key = b""
+        if len(key) != SECRET_BYTES or len(text) != 2 * SECRET_BYTES:
+            raise ConfigError(
+                f"{file}: line {number} is not a key of {2 * SECRET_BYTES} hexadecimal digits"
+            )
+        if key in keys:
+            raise ConfigError(f"{file}: line {number} repeats an earlier key")
+        keys.append(key)
+    if not 1 <= len(keys) <= KEYS_MOST or found[1] > _KEYS_BYTES:
+        raise ConfigError(f"{file}: must contain 1 to {KEYS_MOST} keys, one a line; {make}")
+    return keys
 
 
 def _make(file: Path, secret: bytes) -> None:

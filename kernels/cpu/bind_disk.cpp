@@ -173,7 +173,8 @@ class Disk {
         submit(std::move(batch));
     }
 
-    void read_frames(nb::handle packed, const std::vector<codec::SharedRecipe>& lossy) {
+    void read_frames(nb::handle packed, const std::vector<codec::SharedRecipe>& lossy,
+                     const std::vector<SharedKeys>& keys) {
         std::list<Operation> batch;
         each<PackedFrame>(packed, [&](const PackedFrame& frame, const std::string& name) {
             const PackedOperation& from = frame.operation;
@@ -191,6 +192,9 @@ class Disk {
             if (frame.lossy > lossy.size())
                 fail(nb::index_error, name, ": its recipe does not exist");
             if (frame.lossy != 0) to.lossy = lossy[frame.lossy - 1].shared;
+            if (frame.keys > keys.size()) fail(nb::index_error, name, ": its keys do not exist");
+            if (frame.keys != 0) to.keys = keys[frame.keys - 1].shared;
+            std::memcpy(to.identity.data(), frame.identity, kIdentityBytes);
             to.block = to.payload;
             to.block_bytes = from.nbytes;
             to.payload = nullptr;
@@ -516,7 +520,8 @@ void bind_disk(nb::module_& m) {
         .def("release", &Disk::release_extent, nb::arg("extent"))
         .def("read", &Disk::read, nb::arg("ops"))
         .def("read_frames", &Disk::read_frames, nb::arg("ops"),
-             nb::arg("lossy") = std::vector<kvtier::codec::SharedRecipe>())
+             nb::arg("lossy") = std::vector<kvtier::codec::SharedRecipe>(),
+             nb::arg("keys") = std::vector<kvtier::SharedKeys>())
         .def("moved", &Disk::moved)
         .def("write", &Disk::write, nb::arg("ops"), nb::arg("headers") = nb::bytes("", 0))
         .def("sync", &Disk::sync, nb::arg("token"), nb::arg("fd"), nb::arg("deadline_ms") = 0)

@@ -4,10 +4,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
 #include <tuple>
 #include <vector>
 
 #include "codec/numbers.h"
+#include "encryption.h"
 #include "frame.h"
 #include "python_bytes.h"
 #include "unlocked.h"
@@ -44,6 +48,61 @@ size_t encode(const By& by, uint32_t element, const FrameMemory& held, const How
     }
     if (found == 0) throw nb::value_error("header: does not describe this block");
     return found;
+}
+
+// Copies the bytes of an object with exactly that many.
+template <size_t kSize>
+std::array<uint8_t, kSize> exactly(nb::bytes object, const char* what) {
+    if (object.size() != kSize) fail(nb::value_error, what, ": must have ", kSize, " bytes");
+    std::array<uint8_t, kSize> copy;
+    std::memcpy(copy.data(), object.c_str(), kSize);
+    return copy;
+}
+
+SharedKeys keys_of(const std::vector<std::tuple<nb::bytes, nb::bytes>>& secrets) {
+    if (secrets.empty()) throw nb::value_error("keys: at least one is needed");
+    std::vector<FrameKeys::Key> keys;
+    keys.reserve(secrets.size());
+    for (const auto& [id, secret] : secrets) {
+        keys.push_back({exactly<kKeyIdBytes>(id, "id"), exactly<kFrameKeyBytes>(secret, "secret")});
+    }
+    return {std::make_shared<const FrameKeys>(std::move(keys))};
+}
+
+void encrypt(const SharedKeys& keys, nb::handle header, nb::handle payload, nb::handle into,
+             nb::bytes nonce) {
+    const FrameMemory held(header, payload, "payload", into);
+    const auto once = exactly<kNonceBytes>(nonce, "nonce");
+    if (held.into.size() < held.from.size()) throw nb::value_error("into: smaller than payload");
+    bool encrypted = false;
+    {
+        const Unlocked unlocked;
+        encrypted = encrypt_frame(*keys.shared, once.data(), held.header.data(), held.header.size(),
+                                  held.from.data(), held.from.size(), held.into.data());
+    }
+    if (!encrypted) throw nb::value_error("header: does not describe this payload");
+}
+
+std::tuple<int, nb::bytes> decrypt(const SharedKeys& keys, nb::handle header, nb::handle payload,
+                                   nb::bytes identity, nb::handle into) {
+    HeldMemory text, from, to;
+    text.take(header, Access::kRead, Shape::kContiguous, "header");
+    from.take(payload, Access::kRead, Shape::kContiguous, "payload");
+    to.take(into, Access::kWrite, Shape::kContiguous, "into");
+    const FrameIdentity expected = exactly<kIdentityBytes>(identity, "identity");
+    if (to.size() < from.size()) throw nb::value_error("into: smaller than payload");
+    NewBytes digest(kDigestBytes);
+    int error = 0;
+    {
+        const Unlocked unlocked;
+        FrameDecryption decryption(*keys.shared, expected, text.data(), text.size());
+        error = decryption.error();
+        if (error == 0) {
+            decryption.add(from.data(), to.data(), from.size());
+            if (!decryption.finish(digest.data())) error = EBADMSG;
+        }
+    }
+    return {error, error == 0 ? digest.object : nb::bytes("", 0)};
 }
 
 }  // namespace
@@ -93,9 +152,15 @@ void bind_frame(nb::module_& m) {
     m.def(
         "decode_frame",
         [](uint32_t element, nb::handle header, nb::handle payload, nb::bytes digest,
-           nb::handle into, const codec::SharedRecipe* lossy, const std::vector<size_t>& arrived) {
-            const FrameMemory held(header, payload, "payload", into);
-            const HeldMemory &text = held.header, &bytes = held.from, &to = held.into;
+           nb::handle into, const codec::SharedRecipe* lossy, const std::vector<size_t>& arrived,
+           const SharedKeys* keys, nb::bytes identity) {
+            HeldMemory text, bytes, to;
+            text.take(header, Access::kWrite, Shape::kContiguous, "header");
+            const Access access = keys != nullptr ? Access::kWrite : Access::kRead;
+            bytes.take(payload, access, Shape::kContiguous, "payload");
+            to.take(into, Access::kWrite, Shape::kContiguous, "into");
+            FrameIdentity name{};
+            if (keys != nullptr) name = exactly<kIdentityBytes>(identity, "identity");
             const codec::Element is = codec::element_of(element);
             if (digest.size() != kDigestBytes) throw nb::value_error("digest: must have 16 bytes");
             const auto* expected = reinterpret_cast<const uint8_t*>(digest.c_str());
@@ -106,7 +171,8 @@ void bind_frame(nb::module_& m) {
             }
             const Unlocked unlocked;
             FrameDecoder decoder(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
-                                 expected, to.data(), to.size());
+                                 expected, to.data(), to.size(),
+                                 keys != nullptr ? keys->shared.get() : nullptr, &name);
             for (const size_t so_far : arrived) {
                 if (!decoder.take(so_far)) return false;
                 if (so_far == bytes.size()) return true;
@@ -114,5 +180,15 @@ void bind_frame(nb::module_& m) {
             return decoder.take(bytes.size());
         },
         "element"_a, "header"_a, "payload"_a, "digest"_a, "into"_a, "lossy"_a.none() = nb::none(),
-        "arrived"_a = std::vector<size_t>());
+        "arrived"_a = std::vector<size_t>(), "keys"_a.none() = nb::none(),
+        "identity"_a = nb::bytes("", 0));
+    nb::class_<SharedKeys>(m, "FrameKeys", nb::is_final())
+        .def(
+            "__init__",
+            [](SharedKeys* self, const std::vector<std::tuple<nb::bytes, nb::bytes>>& secrets) {
+                new (self) SharedKeys(keys_of(secrets));
+            },
+            "keys"_a)
+        .def("encrypt", &encrypt, "header"_a, "payload"_a, "into"_a, "nonce"_a)
+        .def("decrypt", &decrypt, "header"_a, "payload"_a, "identity"_a, "into"_a);
 }

@@ -179,9 +179,9 @@ bool Operation::decode(uint64_t until) {
         if (decoder == nullptr) {
             decoder = std::make_unique<FrameDecoder>(lossy.get(), element, payload, frame_header,
                                                      payload + frame_header, nbytes, digest.data(),
-                                                     block, block_bytes);
+                                                     block, block_bytes, keys.get(), &identity);
         }
-        if (!decoder->take(std::min(until, needed) - frame_header)) damaged = EBADMSG;
+        if (!decoder->take(std::min(until, needed) - frame_header)) damaged = decoder->error();
     } catch (const std::bad_alloc&) {
         damaged = ENOMEM;
     }

@@ -3,6 +3,7 @@
 #include "frame.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <optional>
 #include <span>
@@ -23,11 +24,14 @@ constexpr uint16_t kRaw = 0;
 
 // The offsets of the fields that are used here.
 constexpr size_t kVersionAt = 4, kCodecAt = 6, kHeaderBytesAt = 8, kFlagsAt = 12,
-                 kPayloadBytesAt = 16, kRawBytesAt = 24, kEntriesAt = 148, kRawDigestAt = 152,
-                 kPayloadDigestAt = 168, kGenerationAt = 212, kProfileAt = 224, kDigestAt = 240,
-                 kHeader = 256;
+                 kPayloadBytesAt = 16, kRawBytesAt = 24, kEpochAt = 32, kSpaceAt = 48,
+                 kParentAt = 112, kGroupAt = 144, kEntriesAt = 148, kRawDigestAt = 152,
+                 kPayloadDigestAt = 168, kNonceAt = 184, kTagAt = 196, kGenerationAt = 212,
+                 kKeyIdAt = 216, kProfileAt = 224, kDigestAt = 240, kHeader = 256;
 constexpr size_t kEntry = 32, kPartAt = 2, kEntryCodecAt = 3, kOffsetAt = 4, kBytesAt = 8,
                  kEntryRawAt = 12, kEntryDigestAt = 16;
+constexpr uint16_t kEncrypted = 0x80;  // in the codec
+constexpr char kKeyInfo[] = "kvtier frame 1";
 constexpr uint16_t kVersion = 1;
 constexpr uint32_t kFlags = 1;  // there is a parent
 constexpr uint8_t kOnce = 1;    // was encoded with a lossy codec: never encode it lossily again
@@ -94,6 +98,40 @@ bool parts_of(const uint8_t* header, const uint8_t* block, size_t block_bytes,
         at += bytes;
     }
     return at == block_bytes;
+}
+
+FrameIdentity identity_of(const uint8_t* header) {
+    FrameIdentity identity;
+    std::memcpy(identity.data(), header + kSpaceAt, kParentAt - kSpaceAt);
+    std::memcpy(identity.data() + (kParentAt - kSpaceAt), header + kGroupAt, kEntriesAt - kGroupAt);
+    return identity;
+}
+
+// Each block has a key of its own, so that its nonces can only repeat among its own frames.
+std::vector<uint8_t> key_info(const FrameIdentity& identity) {
+    std::vector<uint8_t> info(kKeyInfo, kKeyInfo + sizeof kKeyInfo - 1);
+    info.insert(info.end(), identity.begin(), identity.end());
+    return info;
+}
+
+// The fields that the tag covers, and that do not change when a frame is copied: not epoch,
+// sequence, parent and digests.
+std::vector<uint8_t> authenticated_fields(const uint8_t* header) {
+    std::vector<uint8_t> all;
+    const auto add = [&](const uint8_t* from, const uint8_t* until) {
+        all.insert(all.end(), from, until);
+    };
+    add(header, header + kFlagsAt);
+    add(header + kPayloadBytesAt, header + kEpochAt);
+    add(header + kSpaceAt, header + kParentAt);
+    add(header + kGroupAt, header + kRawDigestAt);
+    add(header + kGenerationAt, header + kDigestAt);
+    const size_t count = field<uint32_t>(header + kEntriesAt);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t* const entry = entry_of(header, i);
+        add(entry, entry + kEntryDigestAt);
+    }
+    return all;
 }
 
 // Writes to a header how its block is encoded.
@@ -228,7 +266,9 @@ struct Encoding {
 
 }  // namespace
 
-uint16_t frame_codec(const uint8_t* header) { return field<uint16_t>(header + kCodecAt); }
+uint16_t frame_codec(const uint8_t* header) {
+    return field<uint16_t>(header + kCodecAt) & ~kEncrypted;
+}
 
 size_t encode_frame(Codec codec, codec::Element element, uint8_t* header, size_t header_bytes,
                     const uint8_t* block, size_t block_bytes, uint8_t* into) {
@@ -288,9 +328,57 @@ size_t encode_frame(const Recipe& by, codec::Element element, uint8_t* header, s
     return payload_bytes;
 }
 
+bool encrypt_frame(const FrameKeys& keys, const uint8_t* nonce, uint8_t* header,
+                   size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
+                   uint8_t* into) {
+    const auto number = field<uint16_t>(header + kCodecAt);
+    if (!fits(header, header_bytes, payload_bytes) || (number & kEncrypted) != 0) return false;
+    put(header + kCodecAt, static_cast<uint16_t>(number | kEncrypted));
+    std::memcpy(header + kKeyIdAt, keys.first().id.data(), kKeyIdBytes);
+    std::memcpy(header + kNonceAt, nonce, kNonceBytes);
+    uint8_t* const raw_digest = header + kRawDigestAt;
+    const bool digests = number == kRaw && !is_known(raw_digest);
+    DigestedCopy digest(payload_bytes, false);
+    Gcm gcm(true, keys.first().secret, key_info(identity_of(header)), nonce,
+            authenticated_fields(header));
+    for (size_t at = 0; at < payload_bytes; at += kTogether) {
+        const size_t some = std::min(kTogether, payload_bytes - at);
+        if (digests) digest.add(nullptr, payload + at, some);
+        gcm.add(payload + at, into + at, some);
+    }
+    if (digests) digest.finish(raw_digest);
+    gcm.add(raw_digest, raw_digest, kDigestBytes);
+    gcm.finish(header + kTagAt);
+    return true;
+}
+
+FrameDecryption::FrameDecryption(const FrameKeys& keys, const FrameIdentity& identity,
+                                 const uint8_t* header, size_t header_bytes)
+    : header_(header) {
+    const size_t count = header_bytes < kHeader ? 0 : field<uint32_t>(header + kEntriesAt);
+    if (header_bytes < kHeader || count > (header_bytes - kHeader) / kEntry ||
+        (field<uint16_t>(header + kCodecAt) & kEncrypted) == 0 || identity_of(header) != identity) {
+        error_ = EBADMSG;
+        return;
+    }
+    const FrameKeys::Key* const key = keys.find(header + kKeyIdAt);
+    if (key == nullptr) {
+        error_ = ENOKEY;
+        return;
+    }
+    gcm_.emplace(false, key->secret, key_info(identity), header + kNonceAt,
+                 authenticated_fields(header));
+}
+
+bool FrameDecryption::finish(uint8_t* raw_digest) {
+    gcm_->add(header_ + kRawDigestAt, raw_digest, kDigestBytes);
+    return gcm_->verify(header_ + kTagAt);
+}
+
 FrameDecoder::FrameDecoder(const Recipe* lossy, codec::Element element, uint8_t* header,
-                           size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
-                           const uint8_t* digest, uint8_t* block, size_t block_bytes)
+                           size_t header_bytes, uint8_t* payload, size_t payload_bytes,
+                           const uint8_t* digest, uint8_t* block, size_t block_bytes,
+                           const FrameKeys* keys, const FrameIdentity* identity)
     : lossy_(lossy),
       element_(element),
       header_(header),
@@ -298,6 +386,9 @@ FrameDecoder::FrameDecoder(const Recipe* lossy, codec::Element element, uint8_t*
       payload_(payload),
       payload_bytes_(payload_bytes),
       digest_(digest),
+      keys_(keys),
+      identity_(identity),
+      error_(EBADMSG),
       block_(block),
       streaming_(block_bytes >= codec::kStreamingLeast),
       block_bytes_(block_bytes),
@@ -316,6 +407,19 @@ bool FrameDecoder::open() {
         return false;
     }
     const uint16_t number = frame_codec(header_);
+    const bool encrypted = (field<uint16_t>(header_ + kCodecAt) & kEncrypted) != 0;
+    if (encrypted != (keys_ != nullptr)) {
+        if (encrypted) error_ = ENOKEY;
+        return false;
+    }
+    if (encrypted) {
+        decryption_.emplace(*keys_, *identity_, header_, header_bytes_);
+        if (decryption_->error() != 0) {
+            error_ = decryption_->error();
+            return false;
+        }
+        is_raw_ = number == kRaw;
+    }
     if (lossy_ != nullptr && number == static_cast<uint16_t>(lossy_->codec)) {
         if (std::memcmp(header_ + kProfileAt, lossy_->profile.data(), codec::kProfileBytes) != 0 ||
             header_[kGenerationAt] != kOnce) {
@@ -333,6 +437,7 @@ bool FrameDecoder::open() {
         const size_t bytes = field<uint32_t>(entry + kEntryRawAt);
         const size_t offset = field<uint32_t>(entry + kOffsetAt);
         if (bytes > block_bytes_ - at || offset < from) return false;
+        if (is_raw_ && offset != at) return false;
         from = offset + field<uint32_t>(entry + kBytesAt);
         const uint8_t by = entry[kEntryCodecAt];
         if (by != kRaw && by != number) return false;
@@ -374,23 +479,55 @@ bool FrameDecoder::decode(const FrameRun& run) {
 bool FrameDecoder::take(size_t arrived) {
     if (!opened_ && !open()) return false;
     opened_ = true;
-    payload_digest_.add(nullptr, payload_ + arrived_, arrived - arrived_);
-    arrived_ = arrived;
-    uint8_t found[kDigestBytes];
-    if (arrived_ == payload_bytes_) {
-        payload_digest_.finish(found);
-        if (std::memcmp(found, digest_, kDigestBytes) != 0) return false;
+    if (decryption_) {
+        if (!decrypt(arrived)) return false;
+    } else {
+        payload_digest_.add(nullptr, payload_ + arrived_, arrived - arrived_);
+        arrived_ = arrived;
+        uint8_t found[kDigestBytes];
+        if (arrived_ == payload_bytes_) {
+            payload_digest_.finish(found);
+            if (std::memcmp(found, digest_, kDigestBytes) != 0) return false;
+        }
+        if (!decode_arrived()) return false;
     }
+    if (streaming_) stream_fence();  // before another thread continues
+    if (arrived_ != payload_bytes_) return true;
+    uint8_t expected[kDigestBytes], found[kDigestBytes];
+    std::memcpy(expected, header_ + kRawDigestAt, kDigestBytes);
+    if (decryption_ && !decryption_->finish(expected)) return false;
+    block_digest_.finish(found);
+    return std::memcmp(found, expected, kDigestBytes) == 0;
+}
+
+// Decodes the runs that have arrived.
+bool FrameDecoder::decode_arrived() {
     for (; next_ < runs_.size(); next_++) {
         const FrameRun& run = runs_[next_];
         const codec::Decoded& last = parts_[run.first + run.count - 1];
         if (last.from + last.bytes > payload_ + arrived_) break;
         if (!decode(run)) return false;
     }
-    if (streaming_) stream_fence();  // before another thread continues
-    if (arrived_ != payload_bytes_) return true;
-    block_digest_.finish(found);
-    return std::memcmp(found, header_ + kRawDigestAt, kDigestBytes) == 0;
+    return true;
+}
+
+// Decrypts what has arrived, in pieces that are decoded or digested while they are in a cache. The
+// decoders check every bound, so they may see bytes whose tag is not verified yet.
+bool FrameDecoder::decrypt(size_t arrived) {
+    while (arrived_ < arrived) {
+        const size_t some = std::min(kTogether, arrived - arrived_);
+        uint8_t* const from = payload_ + arrived_;
+        arrived_ += some;
+        if (is_raw_) {
+            decryption_->add(from, block_, some);
+            block_digest_.add(nullptr, block_, some);
+            block_ += some;
+            continue;
+        }
+        decryption_->add(from, from, some);
+        if (!decode_arrived()) return false;
+    }
+    return true;
 }
 
 bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, size_t payload_bytes,

@@ -63,8 +63,10 @@ struct PackedFrame {
     uint32_t header_bytes;
     uint16_t element;
     uint16_t lossy;  // the number of the recipe that the frame may have, from 1; 0 means none
+    uint32_t keys;   // the number of the keys of an encrypted frame, from 1; 0 means none
+    uint8_t identity[kIdentityBytes];  // of an encrypted frame
 };
-static_assert(sizeof(PackedFrame) == 80);
+static_assert(sizeof(PackedFrame) == 152);
 
 inline constexpr uint32_t kUrgent = 1;  // reads only
 inline constexpr uint32_t kDigest = 2;  // the read must match its digest; a write returns it
@@ -125,6 +127,8 @@ struct Operation {
     bool staged = false;   // its buffer counts as staging memory until it was decoded
     codec::Element element = codec::Element{};
     std::shared_ptr<const codec::Recipe> lossy;  // the recipe that the frame may have, or null
+    std::shared_ptr<const FrameKeys> keys;       // of an encrypted frame, or null
+    FrameIdentity identity{};                    // of an encrypted frame
     uint32_t extent = 0;
     uint64_t file_offset = 0;    // as the kernel sees it: a multiple of the page size
     uint64_t total = 0;          // bytes for the kernel, in whole pages

@@ -2,13 +2,16 @@
 // on the payload.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "codec/codec.h"
 #include "codec/recipe.h"
+#include "encryption.h"
 #include "xxh3.h"
 
 namespace kvtier {
@@ -34,8 +37,41 @@ size_t encode_frame(const codec::Recipe& by, codec::Element element, uint8_t* he
                     size_t header_bytes, const uint8_t* block, size_t block_bytes,
                     std::span<const codec::Grid> grids, uint32_t position, uint8_t* into);
 
-// The codec that a header names, unchecked.
+// The codec that a header names, unchecked and without the mark of encryption.
 uint16_t frame_codec(const uint8_t* header);
+
+// Names a block in a header: space, key, group and shard, as in the header.
+inline constexpr size_t kIdentityBytes = 68;
+using FrameIdentity = std::array<uint8_t, kIdentityBytes>;
+
+// Encrypts a payload to `into`, which may be the payload, and the block's digest in the header;
+// computes that digest if a raw frame has none. Marks the header, and fills in key id, nonce and
+// tag; `seal_frame` does the rest. The header must have the block's identity. `nonce` must never be
+// used twice for one block. Returns false and writes nothing if the header does not describe this
+// payload, or is encrypted already.
+bool encrypt_frame(const FrameKeys& keys, const uint8_t* nonce, uint8_t* header,
+                   size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
+                   uint8_t* into);
+
+// Decrypts a frame while it arrives. Not thread-safe.
+class FrameDecryption {
+ public:
+    // `error()` is ENOKEY if `keys` lack the frame's key, and EBADMSG if the header has another
+    // identity; nothing else may then be called.
+    FrameDecryption(const FrameKeys& keys, const FrameIdentity& identity, const uint8_t* header,
+                    size_t header_bytes);
+    int error() const { return error_; }
+    // Decrypts the next bytes of the payload. They are not verified before `finish`.
+    void add(const uint8_t* from, uint8_t* to, size_t nbytes) { gcm_->add(from, to, nbytes); }
+    // After the whole payload: returns whether it and the header are what was encrypted, and writes
+    // the block's digest.
+    bool finish(uint8_t* raw_digest);
+
+ private:
+    const uint8_t* const header_;
+    int error_ = 0;
+    std::optional<Gcm> gcm_;
+};
 
 // Parts in sequence that are decoded together; whole pages if the codec reorders pages.
 struct FrameRun {
@@ -47,10 +83,12 @@ struct FrameRun {
 class FrameDecoder {
  public:
     // `digest` is the payload's; `block` has room for everything that the frame decodes to. `lossy`
-    // is the recipe of the only lossy codec that the frame may have, or null.
+    // is the recipe of the only lossy codec that the frame may have, or null. With `keys` the frame
+    // must be an encrypted one of this identity; its payload is then overwritten.
     FrameDecoder(const codec::Recipe* lossy, codec::Element element, uint8_t* header,
-                 size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
-                 const uint8_t* digest, uint8_t* block, size_t block_bytes);
+                 size_t header_bytes, uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
+                 uint8_t* block, size_t block_bytes, const FrameKeys* keys = nullptr,
+                 const FrameIdentity* identity = nullptr);
 
     // Reports that the header and `arrived` bytes of the payload have arrived, and decodes what is
     // complete. Returns false if the frame is damaged, belongs to another block, or has another
@@ -58,9 +96,13 @@ class FrameDecoder {
     // must not call again. Also returns false until the whole payload has arrived. Restores the
     // header.
     bool take(size_t arrived);
+    // Why `take` returned false: ENOKEY if the key of the frame is missing, otherwise EBADMSG.
+    int error() const { return error_; }
 
  private:
     bool open();
+    bool decrypt(size_t arrived);
+    bool decode_arrived();
     const codec::Order* order() const;
     bool decode(const FrameRun& run);
 
@@ -68,16 +110,21 @@ class FrameDecoder {
     const codec::Element element_;
     uint8_t* const header_;
     const size_t header_bytes_;
-    const uint8_t* const payload_;
+    uint8_t* const payload_;
     const size_t payload_bytes_;
     const uint8_t* const digest_;
+    const FrameKeys* const keys_;
+    const FrameIdentity* const identity_;
+    std::optional<FrameDecryption> decryption_;
+    bool is_raw_ = false;  // encrypted, and not encoded
+    int error_;
     uint8_t* block_;        // where the next run is written
     const bool streaming_;  // bypasses the caches
     const size_t block_bytes_;
     bool opened_ = false;
     std::vector<codec::Decoded> parts_;
     std::vector<FrameRun> runs_;
-    size_t next_ = 0;     // bytes of the payload that have arrived
+    size_t next_ = 0;     // the next run
     size_t arrived_ = 0;  // bytes of the payload that have arrived
     DigestedCopy payload_digest_, block_digest_;
 };

@@ -106,13 +106,16 @@ class Disk:
         urgent: before all others. Flag 2 verifies: EBADMSG unless the xxh3-128 of the bytes equals
         the digest. ENODATA if the file ends before. After an error the memory is undefined."""
 
-    def read_frames(self, ops: Buffer, lossy: Sequence[Recipe] = ()) -> None:
-        """Queues reads of encoded frames, like `read`, and decodes them into their slots. The file
-        offset is that of the frame, the digest is that of the payload, and nbytes is that of the
-        block. The operation is followed by the size of the payload u64, that of the header u32,
-        the type of the elements u16, and the number of the recipe that the frame may have u16,
-        from 1; 0 means none. EBADMSG if the frame is damaged. After any error the slot is
-        undefined."""
+    def read_frames(
+        self, ops: Buffer, lossy: Sequence[Recipe] = (), keys: Sequence[FrameKeys] = ()
+    ) -> None:
+        """Queues reads of encoded or encrypted frames, like `read`, and decodes them into their
+        slots. The file offset is that of the frame, the digest is that of the payload, and nbytes
+        is that of the block. The operation is followed by the size of the payload u64, that of the
+        header u32, the type of the elements u16, the number of the recipe that the frame may have
+        u16, that of the keys of an encrypted frame u32, both from 1, 0 means none, and the identity
+        of an encrypted frame, 68 bytes. EBADMSG if the frame is damaged, ENOKEY if its key is not
+        one of these. After any error the slot is undefined."""
 
     def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
         """Since the start: bytes of blocks and frames that were read while the kernel had on
@@ -268,11 +271,38 @@ def decode_frame(
     into: _Memory,
     lossy: Recipe | None = None,
     arrived: Sequence[int] = (),
+    keys: FrameKeys | None = None,
+    identity: bytes = b"",
 ) -> bool:
     """Writes the block of an encoded frame to `into`, which has its size; `digest` is the
     payload's. Returns False if a bit of header, payload or block is wrong, or if the codec is a
     lossy one other than `lossy`; then `into` is undefined. `arrived` are ascending amounts of the
-    payload that have arrived: decodes after each, like a disk worker during a read."""
+    payload that have arrived: decodes after each, like a disk worker during a read. With `keys` the
+    frame must be an encrypted one of this identity; the payload, which must be writable, is then
+    undefined."""
+
+@final
+class FrameKeys:
+    """The keys of one tenant for AES-256-GCM, by OpenSSL's libcrypto, without the GIL. Python code
+    cannot read them. RuntimeError if there is no libcrypto.
+
+    An identity is space, key, group u16 and shard u16, 68 bytes."""
+
+    def __init__(self, keys: Sequence[tuple[bytes, bytes]]) -> None:
+        """The ids, 8 bytes each, and the keys, 32 bytes each. The first one encrypts."""
+
+    def encrypt(self, header: bytearray, payload: Buffer, into: _Memory, nonce: bytes) -> None:
+        """Encrypts the payload of this unsealed header to `into`, which may be the payload, and
+        updates the header: codec, key id, nonce, tag, and the block's digest, which is encrypted
+        too; `seal_frame` must follow. A nonce of 12 bytes must never be used twice for one block.
+        ValueError if the header does not describe the payload, or is encrypted already."""
+
+    def decrypt(
+        self, header: Buffer, payload: Buffer, identity: bytes, into: _Memory
+    ) -> tuple[int, bytes]:
+        """Decrypts the payload to `into`. Returns 0 and the block's digest; ENOKEY if the frame's
+        key is not one of these, EBADMSG if the frame is damaged or of another identity: then `into`
+        is undefined. Does not compare digests."""
 
 def encode_parts(
     codec: int,

@@ -1,10 +1,11 @@
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_daemon.secrets import SECRET_BYTES, load_secrets
+from kvtier_daemon.secrets import SECRET_BYTES, key_file, load_keys, load_secrets
 
 
 def load(state, tenant="a"):
@@ -163,3 +164,70 @@ def test_a_secret_from_the_service_manager_has_priority(tmp_path):
     (given / "kvtier.a").write_bytes(b"short")
     with pytest.raises(ConfigError, match=r"kvtier\.a: has 5 bytes"):
         load_secrets(tmp_path / "state", ["a"], environ=environ)
+
+
+KEYS = ("1" * 64, "ab" * 32)
+
+
+def key_file_of(folder: Path, text: str, mode: int = 0o600) -> Path:
+    file = folder / "keys"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+def test_a_key_file_has_keys_and_comments(tmp_path: Path) -> None:
+    file = key_file_of(tmp_path, f"# the newest first\n{KEYS[0]}\n\n  {KEYS[1].upper()}\r\n")
+    assert load_keys(file) == [bytes.fromhex(key) for key in KEYS]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        (KEYS[0], 0o640, "mode 0640"),
+        ("", 0o600, "1 to 16 keys"),
+        ("\n".join(f"{number:064x}" for number in range(17)), 0o600, "1 to 16 keys"),
+        (f"{KEYS[0]}\n{KEYS[0][:-2]}", 0o600, "line 2 is not a key"),
+        (KEYS[0][:-1] + "g", 0o600, "line 1 is not a key"),
+        ("11 " * 32, 0o600, "line 1 is not a key"),
+        ("\xe9" * 32, 0o600, "line 1 is not a key"),
+        (f"{KEYS[1]}\n{KEYS[1].upper()}", 0o600, "line 2 repeats"),
+        (KEYS[0] + "\n" + "#" * (16 << 10), 0o600, "1 to 16 keys"),
+    ],
+)
+def test_a_wrong_key_file_is_refused_without_showing_a_key(
+    tmp_path: Path, text: str, mode: int, why: str
+) -> None:
+    file = key_file_of(tmp_path, text, mode)
+    with pytest.raises(ConfigError, match=why) as error:
+        load_keys(file)
+    assert str(file) in str(error.value) and KEYS[0][:60] not in str(error.value)
+
+
+def test_a_missing_key_file_a_link_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="openssl rand"):
+        load_keys(tmp_path / "keys")
+    (tmp_path / "link").symlink_to(key_file_of(tmp_path, KEYS[0]))
+    for wrong in (tmp_path / "link", tmp_path):
+        with pytest.raises(ConfigError):
+            load_keys(wrong)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_a_key_file_of_another_user_is_refused_unless_it_is_a_credential(tmp_path: Path) -> None:
+    file = key_file_of(tmp_path, KEYS[0])
+    os.chown(file, 65_534, -1)
+    with pytest.raises(ConfigError, match="belongs to uid 65534"):
+        load_keys(file)
+    assert load_keys(file, owned=False)
+
+
+def test_the_key_file_is_the_configured_one_or_the_credential(tmp_path: Path) -> None:
+    environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    assert key_file(None, {}) is None and key_file(None, environ) is None
+    credential = tmp_path / "kvtier-cold-keys"
+    credential.touch()
+    assert key_file(None, environ) == (credential, False)
+    assert key_file(credential, environ) == (credential, False)
+    assert key_file(Path("/etc/keys"), environ) == (Path("/etc/keys"), True)
+    assert key_file(Path("/etc/keys"), {}) == (Path("/etc/keys"), True)

@@ -1026,7 +1026,7 @@ def frame_op(bench, token, fd, at, slot, made, digest=None, flags=0, deadline=0,
         digest = kernels.xxh3_128(text[header_bytes : header_bytes + size])
     op = bench.op(token, fd, at, len(block), slot, flags, digest, deadline)
     tail = {"payload": size, "header": header_bytes, "element": 0} | changed
-    return op + struct.pack("<QII", *tail.values())
+    return op + struct.pack("<QII72x", *tail.values())
 
 
 @pytest.mark.parametrize("decoders", [1, 3])

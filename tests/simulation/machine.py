@@ -331,8 +331,9 @@ class DiskWorker:
 
             self._submit(token, fd, "read", begin, end, ms)
 
-    def read_frames(self, ops: bytes | bytearray, recipes: Any) -> None:
-        for at in range(0, len(ops), 80):
+    def read_frames(self, ops: bytes | bytearray, recipes: Any, keys: Any) -> None:
+        assert not keys, "the simulation does not encrypt"
+        for at in range(0, len(ops), 152):
             token, fd, _, file_at, nbytes, extent, ms, offset = OPERATION.unpack_from(ops, at)
             digest = bytes(ops[at + 48 : at + 64])
             payload_bytes, header_bytes, element, recipe = struct.unpack_from("<QIHH", ops, at + 64)

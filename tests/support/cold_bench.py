@@ -71,6 +71,7 @@ class Bench:
     def __init__(
         self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0,
         codec: str = "raw", tenants: tuple[str, ...] = ("t",), state: Path | None = None,
+        encrypted: bool = False,
     ) -> None:  # fmt: skip
         self.loop = asyncio.get_running_loop()
         self.on_disk: dict[int, Landed] = {}
@@ -78,7 +79,7 @@ class Bench:
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         shares = dict.fromkeys(tenants, share / len(tenants))
-        options = StoreOptions(size, SEGMENT, shares, engine)
+        options = StoreOptions(size, SEGMENT, shares, engine, encrypted=encrypted)
         directories = open_directories(folders, size, state)
         self.tier = ColdTier(self.loop, directories, options, self.leave)
         self.choice = Choice(self.tier.coding.rates, codec)  # for every second block

@@ -16,14 +16,20 @@ def fsck(
         list[Path], typer.Argument(metavar="DIRECTORY...", help="A directory of cold.directories.")
     ],
     repair: Annotated[bool, flag("--repair", "Remove damaged frames from the footers.")] = False,
+    key_file: Annotated[
+        Path | None,
+        flag("--key-file", "Also decrypt encrypted frames, with the keys of cold.key_file."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check cold directories that no daemon is using. Exits with 1 if damage remains."""
     from kvtier.errors import ConfigError
+    from kvtier_daemon.secrets import load_keys
     from kvtier_daemon.tiers.cold.directory import ColdDirectory, is_cold_directory
     from kvtier_daemon.tiers.cold.directory_lock import LOCK
     from kvtier_daemon.tools.fsck import check
 
+    keys = load_keys(key_file.absolute(), owned=False) if key_file is not None else []
     reports: dict[str, Any] = {}
     damaged = False
     for directory in directories:
@@ -38,7 +44,7 @@ def fsck(
     for directory in directories:
         volume = ColdDirectory(directory.absolute(), None)
         try:
-            report = check(volume, repair)
+            report = check(volume, repair, keys)
         finally:
             volume.close()
         damaged |= not report.is_clean and not repair
@@ -46,6 +52,8 @@ def fsck(
             "segments": report.segments,
             "frames": report.frames,
             "payload_bytes": report.payload_bytes,
+            "encrypted_frames": report.encrypted,
+            "unknown_keys": report.unknown_keys,
             "wrong": dict(report.wrong),
             "repaired_segments": report.repaired,
             "remarks": report.remarks,
@@ -65,6 +73,12 @@ def _show(directory: str, found: dict[str, Any]) -> None:
         f"{directory}: {found['frames']:,} frames in {found['segments']} segments,"
         f" {format_bytes(found['payload_bytes'])}"
     )
+    if encrypted := found["encrypted_frames"]:
+        unknown = found["unknown_keys"]
+        no_key = (
+            f", {unknown:,} of them under keys that the key file does not have" if unknown else ""
+        )
+        typer.echo(f"  {encrypted:,} frames are encrypted{no_key}")
     for remark in found["remarks"][:SHOWN]:
         typer.echo(f"  {remark}")
     if len(found["remarks"]) > SHOWN:

@@ -13,8 +13,8 @@
      ├───────────────┬───────────────┴───┴───┴───────┼───────────────┤
  160 │ ... raw digest│         payload digest        │   nonce ...   │
      ├───────┬───────┴───────────────────────┬───────┴───────────────┤
- 192 │ nonce │              tag              │g│     zeros ...       │
-     ├───────┴───────────────────────┬───────┴─┴─────────────────────┤
+ 192 │ nonce │              tag              │g│zero │    key id     │
+     ├───────┴───────────────────────┬───────┴─┴─────┴───────────────┤
  224 │            profile            │             digest            │
      ├───┬─┬─┬───────┬───────┬───────┼───────────────────────────────┤
  256 │lay│p│c│ offset│ bytes │  raw  │             digest            │
@@ -24,11 +24,16 @@ Numbers are little-endian. Header and entries fill whole pages. The payload begi
 fills its last page with zeros, and a reader ignores these. The digest at 240 is the XXH3-128 of all header
 pages with that field zero, so it covers identity, epoch, lengths and the digests of the entries. The digest
 of an entry covers its piece of the payload, the payload digest the whole payload, and the raw digest the
-block in memory. In `raw` frames the raw digest equals the payload digest. Nonce and tag are for encryption
-and are zero without it. The profile is the name of the profile that decoding needs, or zero. `g` counts how
-often the block in memory has been through a lossy codec: 1 if this frame's codec is lossy (a lossy codec is
-never applied twice), or if the block was decoded from such a frame and is written again. Lists of frames
-have the flag LOSSY for these.
+block in memory. In `raw` frames the raw digest equals the payload digest. The profile is the name of the
+profile that decoding needs, or zero. `g` counts how often the block in memory has been through a lossy codec:
+1 if this frame's codec is lossy (a lossy codec is never applied twice), or if the block was decoded from such
+a frame and is written again. Lists of frames have the flag LOSSY for these.
+
+In encrypted frames the codec contains ENCRYPTED; nonce, tag and key id are those of AES-256-GCM, and zero
+otherwise. Payload and raw digest are encrypted, in this order; the digests of payload and entries cover the
+encrypted bytes, because a digest of the block would confirm a guessed prompt. `codec/encryption.py` describes
+the keys. The tag covers the rest of the header except flags, epoch, sequence, parent and digests, which
+change when a frame is copied.
 """
 
 from __future__ import annotations
@@ -45,17 +50,19 @@ MAGIC = b"KVTf"
 VERSION = 1
 HAS_PARENT, LOSSY = 1, 2
 FLAGS = HAS_PARENT  # flags of a header
-HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16sB11x16s16s")
+HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16sB3x8s16s16s")
 ENTRY = struct.Struct("<HBBIII16s")
 RAW = 0
+ENCRYPTED = 0x80  # in the codec of a frame
 FLAGS_AT, FLAGS_FIELD = 12, struct.Struct("<I")
 TIME_AT, TIME = 32, struct.Struct("<QQ")
+IDENTITY = struct.Struct("<32s32sHH")
 NAMES_AT, NAMES = 80, struct.Struct("<32s32s")
 RAW_DIGEST_AT = 152
 GENERATION_AT = 212
 DIGEST_AT = 240
 DIGEST_BYTES = 16
-NONCE_BYTES = 12
+NONCE_BYTES, KEY_ID_BYTES = 12, 8
 ZERO_DIGEST = bytes(DIGEST_BYTES)
 LIMIT_ENTRIES = 1 << 16
 LIMIT_PAYLOAD_BYTES = (1 << 32) - PAGE
@@ -77,6 +84,10 @@ class Identity:
     group: int
     shard: int
     key: bytes
+
+    def encode(self) -> bytes:
+        """Return the identity as encryption uses it."""
+        return IDENTITY.pack(self.space, self.key, self.group, self.shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,7 @@ class Frame:
     tag: bytes = ZERO_DIGEST
     profile: bytes = ZERO_DIGEST  # the name of the profile
     lossy_generation: int = 0
+    key_id: bytes = bytes(KEY_ID_BYTES)
 
     @property
     def header_bytes(self) -> int:
@@ -128,7 +140,7 @@ class Frame:
             MAGIC, VERSION, self.codec, size, HAS_PARENT if self.parent else 0, self.payload_bytes,
             self.raw_bytes, self.epoch, self.sequence, one.space, one.key, self.parent, one.group, one.shard,
             len(self.entries), self.raw_digest, self.payload_digest, self.nonce, self.tag,
-            self.lossy_generation, self.profile, ZERO_DIGEST,
+            self.lossy_generation, self.key_id, self.profile, ZERO_DIGEST,
         )  # fmt: skip
         body = b"".join(
             ENTRY.pack(e.layer, e.part, e.codec, e.offset, e.nbytes, e.raw_bytes, e.digest)
@@ -205,7 +217,7 @@ def decode(text: bytes, epoch: int | None = None) -> Frame:
         raise FrameError("header digest mismatch")
     (
         _, _, codec, _, flags, payload_bytes, raw_bytes, found_epoch, sequence, space, key, parent, group,
-        shard, count, raw_digest, payload_digest, nonce, tag, lossy_generation, profile, _,
+        shard, count, raw_digest, payload_digest, nonce, tag, lossy_generation, key_id, profile, _,
     ) = HEADER.unpack_from(text)  # fmt: skip
     if epoch is not None and found_epoch != epoch:
         raise FrameError("the frame is of another epoch: the segment was reused")
@@ -220,7 +232,7 @@ def decode(text: bytes, epoch: int | None = None) -> Frame:
     frame = Frame(
         Identity(space, group, shard, key), parent if flags & HAS_PARENT else b"", codec, payload_bytes,
         raw_bytes, found_epoch, sequence, raw_digest, payload_digest, entries, nonce, tag, profile,
-        lossy_generation,
+        lossy_generation, key_id,
     )  # fmt: skip
     check_entries(entries, payload_bytes, raw_bytes)
     return frame

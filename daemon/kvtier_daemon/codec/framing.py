@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from kvtier.errors import FrameError
 from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.base import ELEMENTS, Codec
-from kvtier_daemon.codec.frame import DIGEST_BYTES, RAW_DIGEST_AT, ZERO_DIGEST, Entry
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
+from kvtier_daemon.codec.frame import (
+    DIGEST_BYTES,
+    ENCRYPTED,
+    RAW_DIGEST_AT,
+    ZERO_DIGEST,
+    Entry,
+    Identity,
+)
 from kvtier_daemon.codec.grid import Grid
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import encode_frame, encode_lossy_frame, xxh3_128
@@ -78,21 +86,32 @@ def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
     )
 
 
-def decode(text: Buffer, header_bytes: int, digest: bytes, dtype: str, into: Buffer) -> None:
+def decode(
+    text: Buffer, header_bytes: int, digest: bytes, dtype: str, into: Buffer,
+    cipher: FrameCipher | None = None, name: Identity | None = None,
+) -> None:  # fmt: skip
     """Write the block of a lossless frame (its header, then its payload) to `into`, which has its size.
     Raises FrameError if the frame is damaged or has another codec; `into` is then undefined. `digest` is the
-    payload's."""
+    payload's. Decrypts an encrypted frame as the block `name`."""
     source, target = memoryview(text).cast("B"), memoryview(into).cast("B")
-    one = frame.decode(bytes(source[:header_bytes]))
+    header = source[:header_bytes]
+    one = frame.decode(bytes(header))
     payload = source[header_bytes : header_bytes + one.payload_bytes]
     whole = len(payload) == one.payload_bytes and one.payload_digest == digest
     if not whole or xxh3_128(payload) != digest:
         raise FrameError("payload digest mismatch: the frame is damaged")
     if one.raw_bytes != len(target):
         raise FrameError(f"block has {one.raw_bytes} bytes, expected {len(target)}")
-    codec = BY_NUMBER.get(one.codec)
+    number, raw_digest = one.codec & ~ENCRYPTED, one.raw_digest
+    if one.codec & ENCRYPTED:
+        if cipher is None or name is None:
+            raise UnknownKeyError("the frame is encrypted, and no key is configured")
+        decrypted = memoryview(bytearray(one.payload_bytes))
+        raw_digest = cipher.decrypt(header, payload, name, decrypted)
+        payload = decrypted
+    codec = BY_NUMBER.get(number)
     if codec is None or codec.lossy:
-        raise FrameError(f"the frame has codec {one.codec}, which this space does not use")
+        raise FrameError(f"the frame has codec {number}, which this space does not use")
     codec.decode(payload, one.entries, dtype, target)
-    if xxh3_128(target) != one.raw_digest:
+    if xxh3_128(target) != raw_digest:
         raise FrameError("block digest mismatch after decoding")

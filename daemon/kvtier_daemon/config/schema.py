@@ -57,6 +57,8 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     daily_bytes: Annotated[int, values.BUDGET] = msgspec.field(name="daily_writes", default=0)
     scrub_bytes: Annotated[int, values.RATE] = msgspec.field(name="scrub", default=16 * MIB)
     stop_s: Annotated[int, values.SECONDS] = 60
+    encryption: Annotated[str, values.ENCRYPTION] = "off"
+    key_file: Annotated[Path | None, values.PATH] = None
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import FrameError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
+from kvtier_daemon.codec.frame import ENCRYPTED, PAGE
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment import (
@@ -33,6 +35,8 @@ class FsckReport:
     segments: int = 0
     frames: int = 0
     payload_bytes: int = 0
+    encrypted: int = 0
+    unknown_keys: int = 0  # encrypted frames that no given key decrypts
     wrong: Counter[str] = field(default_factory=Counter)
     remarks: list[str] = field(default_factory=list)
     repaired: int = 0
@@ -46,19 +50,22 @@ class FsckReport:
         self.remarks.append(remark)
 
 
-def check(volume: ColdDirectory, repair: bool = False) -> FsckReport:
-    """Read everything in the locked directory. `repair`: write footers that list only sound frames."""
+def check(volume: ColdDirectory, repair: bool = False, keys: Sequence[bytes] = ()) -> FsckReport:
+    """Read everything in the locked directory. `repair`: write footers that list only sound frames. Encrypted
+    frames are also decrypted if there are keys of a key file."""
     report = FsckReport()
     for tenant in volume.tenants():
         described = spaces_of(volume, tenant)
+        cipher = FrameCipher.of(keys, tenant) if keys else None
         for path in volume.files(tenant):
-            _check_segment(path, described, report, repair, volume.uid)
+            _check_segment(path, described, report, repair, volume.uid, cipher)
     return report
 
 
 def _check_segment(
-    path: Path, described: dict[bytes, KvSpec], report: FsckReport, repair: bool, uid: int
-) -> None:
+    path: Path, described: dict[bytes, KvSpec], report: FsckReport, repair: bool, uid: int,
+    cipher: FrameCipher | None,
+) -> None:  # fmt: skip
     report.segments += 1
     try:
         found = recover(path, None, described, uid)
@@ -76,7 +83,7 @@ def _check_segment(
     with path.open("rb") as file:
         for row in rows:
             report.frames += 1
-            wrong, nbytes = _wrong_with(file.fileno(), row, found)
+            wrong, nbytes = _wrong_with(file.fileno(), row, found, cipher, report)
             report.payload_bytes += nbytes
             if wrong:
                 report.note(wrong, f"{path}: page {page_of(row)}: {wrong}")
@@ -91,27 +98,30 @@ def _check_segment(
         report.repaired += 1
 
 
-def _wrong_with(fd: int, row: bytes, found: Recovered) -> tuple[str, int]:
+def _wrong_with(
+    fd: int, row: bytes, found: Recovered, cipher: FrameCipher | None, report: FsckReport
+) -> tuple[str, int]:
     """Return the problem of this row's frame, or an empty string, and the size of its payload."""
     assert found.head is not None
     try:
         (listed,) = decode_entries(found.spaces, row)
     except FrameError:
         return "entry", 0
-    return _wrong_frame(fd, listed, found.head.epoch), listed.payload_bytes
-
-
-def _wrong_frame(fd: int, listed: FooterEntry, epoch: int) -> str:
-    at = listed.page * PAGE
+    report.encrypted += bool(listed.codec & ENCRYPTED)
     try:
-        return _wrong_at(fd, at, listed, epoch)
+        wrong = _wrong_at(fd, listed.page * PAGE, listed, found.head.epoch, cipher)
     except OSError:
-        return "unreadable"
+        wrong = "unreadable"
+    except UnknownKeyError:
+        wrong = ""
+        report.unknown_keys += 1
+    return wrong, listed.payload_bytes
 
 
-def _wrong_at(fd: int, at: int, listed: FooterEntry, epoch: int) -> str:
+def _wrong_at(fd: int, at: int, listed: FooterEntry, epoch: int, cipher: FrameCipher | None) -> str:
+    header = os.pread(fd, listed.header_pages * PAGE, at)
     try:
-        one = frame.decode(os.pread(fd, listed.header_pages * PAGE, at), epoch)
+        one = frame.decode(header, epoch)
     except FrameError:
         return "header"
     if one.identity != listed.identity or one.payload_digest != listed.payload_digest:
@@ -119,6 +129,13 @@ def _wrong_at(fd: int, at: int, listed: FooterEntry, epoch: int) -> str:
     payload = os.pread(fd, one.payload_bytes, at + one.header_bytes)
     if len(payload) != one.payload_bytes or xxh3_128(payload) != one.payload_digest:
         return "payload"
+    if cipher is not None and one.codec & ENCRYPTED:
+        try:
+            cipher.decrypt(header, payload, one.identity, bytearray(len(payload)))
+        except UnknownKeyError:
+            raise
+        except FrameError:
+            return "encryption"
     return ""
 
 

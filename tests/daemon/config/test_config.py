@@ -76,7 +76,7 @@ def test_every_key_can_be_written(read):
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
         'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\nstop_s = 30\n'
-        'admission = "second-touch"\n'
+        'admission = "second-touch"\nencryption = "aes-256-gcm"\nkey_file = "/k"\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
@@ -112,6 +112,8 @@ def test_every_key_can_be_written(read):
             "daily_writes": 2048 * GIB,
             "scrub": 4 * MIB,
             "stop_s": 30,
+            "encryption": "aes-256-gcm",
+            "key_file": "/k",
         },
         "http": {"listen": ("0.0.0.0", 80), "allow_remote": True, "hosts": ("gpu7.example",)},
         "audit": {"path": "/var/log/a"},

@@ -26,6 +26,7 @@ from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.base import FIX4, R32, ZSTD
 from kvtier_daemon.codec.choice import BLOCK_MOST, FIRST_TRIES, Choice
+from kvtier_daemon.codec.encryption import FrameCipher
 from kvtier_daemon.codec.frame import PAGE, RAW
 from kvtier_daemon.tiers.cold import attached
 from kvtier_daemon.tiers.cold import encoder as encoding
@@ -68,11 +69,19 @@ def content(spec: KvSpec, number: int) -> bytes:
 class Tenant:
     """A catalog and a mover over a cold tier, as the daemon puts them together."""
 
-    def __init__(self, folder: Path, codec: str, through: bool = True) -> None:
-        self.bench = Bench([folder])
+    def __init__(
+        self, folder: Path, codec: str, through: bool = True, cipher: FrameCipher | None = None
+    ) -> None:
+        self.bench = Bench([folder], encrypted=cipher is not None and cipher.encrypts)
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover(
-            "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=through, codec=codec
+            "t",
+            self.catalog,
+            self.bench.tier,
+            SLOTS * BLOCK,
+            through=through,
+            codec=codec,
+            cipher=lambda: cipher,
         )
         self.bench.first.stores["t"]._reclaim = self.mover.reclaimer.reclaim
         self.spaces = {

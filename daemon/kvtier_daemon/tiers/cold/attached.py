@@ -54,6 +54,7 @@ class StoreOptions:
     engine: str = "auto"
     secrets: Mapping[str, bytes] = field(default_factory=dict)
     staged_bytes: int = STAGED_BYTES
+    encrypted: bool = False  # all new frames are
 
     def segments_of(self, path: Path, segments_bytes: int) -> dict[str, int]:
         """Return the number of segments that each tenant may have in a directory. Raises TierError if it is
@@ -403,6 +404,7 @@ class AttachedDirectories:
             tenant: SegmentStore(
                 self._loop, tenant, directory, disk, self._table, options.segment_bytes, segments,
                 self._reclaim, self.memory.mappings, self._clock, options.secrets.get(tenant, b""),
+                options.encrypted,
             )
             for tenant, segments in most.items()
         }  # fmt: skip

@@ -23,7 +23,7 @@ from kvtier_daemon.codec.base import ELEMENTS
 from kvtier_daemon.codec.choice import LATELY_S, Average, Rates
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.planning import DiskLink
-from kvtier_kernels import Disk, Mapping, Recipe
+from kvtier_kernels import Disk, FrameKeys, Mapping, Recipe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,8 +33,9 @@ Args = TypeVarTuple("Args")
 OPERATION = struct.Struct("<QiIQQIIQ")
 DIGEST_TAIL = struct.Struct("<16s")
 HEADER_TAIL = struct.Struct("<QQ")
-# Digest and bytes of the payload, bytes of the header, elements, a recipe's number.
-FRAME_TAIL = struct.Struct("<16sQIHH")
+# Digest and bytes of the payload, bytes of the header, elements, a recipe's number, the number of the keys,
+# and the identity.
+FRAME_TAIL = struct.Struct("<16sQIHHI68s")
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 5000
 STAGED_BYTES = (
@@ -47,10 +48,10 @@ POLL_S = 0.1
 OFF_S, LONGEST_OFF_S = 5.0, 300.0
 DTYPES = {number: dtype for dtype, number in ELEMENTS.items()}
 # Errors that are no faults of the disk: too late, cancelled, wrong bytes, not decoded, no memory to read
-# into, no page behind a slot.
+# into, no page behind a slot, no key.
 BENIGN = (
     errno.ETIMEDOUT, errno.ECANCELED, errno.EBADMSG, errno.ENODATA, errno.ENOTRECOVERABLE,
-    errno.ENOMEM, errno.EFAULT,
+    errno.ENOMEM, errno.EFAULT, errno.ENOKEY,
 )  # fmt: skip
 
 Callback = Callable[[int, bytes | None], None]  # an errno or 0, and the bytes or the digest
@@ -146,7 +147,9 @@ class StoppedWorker:
     def read(self, ops: bytes | bytearray) -> None:
         pass
 
-    def read_frames(self, ops: bytes | bytearray, recipes: Sequence[Recipe]) -> None:
+    def read_frames(
+        self, ops: bytes | bytearray, recipes: Sequence[Recipe], keys: Sequence[FrameKeys]
+    ) -> None:
         pass
 
     def read_bytes(
@@ -357,15 +360,16 @@ class DirectoryDisk:
 
     def encoded_op(
         self, fd: int, at: int, sizes: tuple[int, int, int], extent: int, offset: int, digest: bytes,
-        element: int, recipe: int, urgent: bool, callback: Callback,
+        element: int, recipe: int, urgent: bool, callback: Callback, keys: int = 0, identity: bytes = b"",
     ) -> bytes:  # fmt: skip
         """Return an operation for `worker.read_frames`; the sizes are those of the header, the payload and
-        the block. `recipe` is the number of its recipe from 1, or 0."""
+        the block. `recipe` is the number of its recipe from 1, or 0; `keys` that of the keys of an encrypted
+        frame."""
         token = self.operations.add(self.reads, callback, True)
         header_bytes, nbytes, block_bytes = sizes
         return OPERATION.pack(
             token, fd, URGENT if urgent else 0, at, block_bytes, extent, READ_MS, offset
-        ) + FRAME_TAIL.pack(digest, nbytes, header_bytes, element, recipe)
+        ) + FRAME_TAIL.pack(digest, nbytes, header_bytes, element, recipe, keys, identity)
 
     def read_text(self, fd: int, at: int, nbytes: int, callback: Callback) -> None:
         """Read bytes of this file, after all urgent reads."""

@@ -21,15 +21,15 @@ from itertools import accumulate
 from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier.errors import FrameError
-from kvtier.layout import KvSpec
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.arranged import Arranged
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.choice import Choice, Rates
-from kvtier_daemon.codec.frame import RAW, pages
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
+from kvtier_daemon.codec.frame import ENCRYPTED, RAW, pages, stamp
 from kvtier_daemon.codec.grid import grids
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
-from kvtier_daemon.tiers.cold.frames import Outgoing
+from kvtier_daemon.tiers.cold.frames import Decoding, Outgoing
 from kvtier_kernels import Mapping, xxh3_128
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,15 @@ class Encoding:
     nbytes: int
     encode_s: float
     decode_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What is written of a block, in its pages of the buffer, and its unsealed header."""
+
+    codec: int
+    nbytes: int
+    header: bytes
 
 
 class EncodeBuffer:
@@ -204,35 +213,42 @@ class Encoder:
     # --- writing -----------------------------------------------------------------------------
 
     async def encode(
-        self, blocks: Sequence[Outgoing], choice: Choice, links: Sequence[float]
-    ) -> list[Outgoing]:
+        self, blocks: Sequence[Outgoing], choice: Choice, links: Sequence[float],
+        cipher: FrameCipher | None = None,
+    ) -> list[Outgoing]:  # fmt: skip
         """Return the blocks, encoded where that pays and succeeds. The caller must call `release` of each
-        when it was written, or will not be written."""
+        when it was written, or will not be written. With `cipher` all are encrypted; those for which that
+        fails are left out."""
         kinds = {_kind(block): block for block in blocks}
         chosen = {kind: _codec(block, choice, links) for kind, block in kinds.items()}
         codecs = [chosen[_kind(block)] for block in blocks]
         tried = self._tries(blocks, codecs, choice)
-        todo = [at for at, codec in enumerate(codecs) if codec.number != RAW or at in tried]
+        todo = [
+            at
+            for at, codec in enumerate(codecs)
+            if cipher is not None or codec.number != RAW or at in tried
+        ]
         if not todo:
             return list(blocks)
         try:
-            return await self._encoded(blocks, codecs, tried, todo, choice)
+            return await self._encoded(blocks, codecs, tried, todo, choice, cipher)
         except Exception:
             self.failures += 1
             if self._loop.time() >= self._logs_at:
                 self._logs_at = self._loop.time() + LOG_S
-                log.exception("cold: internal error while encoding blocks; they are written raw")
-            return list(blocks)
+                otherwise = "not written" if cipher is not None else "written raw"
+                log.exception("cold: internal error while encoding blocks; they are %s", otherwise)
+            return [] if cipher is not None else list(blocks)
 
     async def _encoded(
         self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], tried: set[int],
-        todo: Sequence[int], choice: Choice,
+        todo: Sequence[int], choice: Choice, cipher: FrameCipher | None,
     ) -> list[Outgoing]:  # fmt: skip
         """Encode the blocks `todo`, each to pages of its own, and release the pages that are not needed."""
         sizes = [pages(blocks[at].block_bytes) for at in todo]
         place = await self.staging.take(sum(sizes))
         if place is None:
-            return list(blocks)
+            return [] if cipher is not None else list(blocks)
         extent, first = place
         offsets = [first + before for before in accumulate(sizes[:-1], initial=0)]
         used = [0] * len(todo)  # bytes at the start of each block's pages
@@ -245,7 +261,7 @@ class Encoder:
             headers = [self._blank(blocks[at]) for at in todo]
             jobs = [
                 partial(
-                    _encode, blocks[at], codecs[at], header,
+                    _encode, blocks[at], codecs[at], header, cipher,
                     self._view(blocks[at].extent, blocks[at].offset, blocks[at].block_bytes),
                     self._view(extent, offset, blocks[at].block_bytes),
                     choice.candidates(blocks[at].spec, blocks[at].block_bytes) if at in tried else (),
@@ -267,28 +283,33 @@ class Encoder:
         try:
             self._note(blocks, todo, tried, found, choice)
             result = list(blocks)
-            for number, (at, header, results) in enumerate(zip(todo, headers, found, strict=True)):
-                if codecs[at].number == RAW:
-                    continue  # all codecs were tried on it, and it is written raw
-                nbytes, encoded_at = results[-1].nbytes, (extent, offsets[number])
-                if pages(nbytes) < pages(blocks[at].block_bytes):
-                    used[number] = pages(nbytes)
-                    result[at] = replace(
-                        blocks[at], codec=codecs[at].number, header=bytes(header),
-                        payload_bytes=nbytes, encoded_at=encoded_at,
-                        release=partial(self.staging.give, *encoded_at, pages(nbytes)),
-                    )  # fmt: skip
+            for number, (at, (_, payload)) in enumerate(zip(todo, found, strict=True)):
+                if payload is None:
+                    continue  # it is written raw
+                nbytes, encoded_at = payload.nbytes, (extent, offsets[number])
+                used[number] = pages(nbytes)
+                result[at] = replace(
+                    blocks[at],
+                    codec=payload.codec,
+                    header=payload.header,
+                    payload_bytes=nbytes,
+                    encoded_at=encoded_at,
+                    release=partial(self.staging.give, *encoded_at, pages(nbytes)),
+                )
             return result
         finally:
             give_back()
 
-    def pieces(self, blocks: Sequence[Outgoing], choice: Choice) -> Iterator[list[Outgoing]]:
-        """Divide the blocks into lists that are encoded at once. Blocks that are written raw do not count."""
+    def pieces(
+        self, blocks: Sequence[Outgoing], choice: Choice, encrypted: bool = False
+    ) -> Iterator[list[Outgoing]]:
+        """Divide the blocks into lists that are encoded at once. Blocks that are written raw do not count,
+        unless they are encrypted."""
         piece: list[Outgoing] = []
         nbytes = 0
         for block in blocks:
             size = block.block_bytes
-            if not choice.encodes(block.space, block.spec, size):
+            if not (encrypted or choice.encodes(block.space, block.spec, size)):
                 size = 0
             if piece and nbytes + size > PIECE_BYTES:
                 yield piece
@@ -314,10 +335,10 @@ class Encoder:
 
     def _note(
         self, blocks: Sequence[Outgoing], todo: Sequence[int], tried: set[int],
-        found: Sequence[Sequence[Encoding]], choice: Choice,
+        found: Sequence[tuple[Sequence[Encoding], Payload | None]], choice: Choice,
     ) -> None:  # fmt: skip
         """Report the measured ratios and rates, and for each space how many blocks are written and tried."""
-        for at, results in zip(todo, found, strict=True):
+        for at, (results, _) in zip(todo, found, strict=True):
             block, size = blocks[at], blocks[at].block_bytes
             for each in results:
                 choice.shrank(block.space, block.spec, each.codec, size, each.nbytes)
@@ -333,23 +354,26 @@ class Encoder:
     # --- reading -----------------------------------------------------------------------------
 
     def decode(
-        self, codec: int, text: memoryview, header_bytes: int, digest: bytes, spec: KvSpec, extent: int,
-        offset: int, nbytes: int, done: Callable[[int], None],
+        self, how: Decoding, text: memoryview, header_bytes: int, digest: bytes, extent: int, offset: int,
+        done: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Decode this frame into its slot; `done` gets an errno or 0."""
-        into = self._view(extent, offset, nbytes)
+        into, dtype = self._view(extent, offset, how.block_bytes), how.spec.dtype
 
         def work() -> float:
             began = time.perf_counter()
-            framing.decode(text, header_bytes, digest, spec.dtype, into)
+            framing.decode(text, header_bytes, digest, dtype, into, how.cipher, how.name)
             return time.perf_counter() - began
 
         def decoded(future: asyncio.Future[float]) -> None:
             if future.cancelled():
                 done(errno.ECANCELED)
             elif (error := future.exception()) is None:
-                self.rates.decoded(codec, spec.dtype, nbytes, future.result())
+                number = how.codec & ~ENCRYPTED
+                self.rates.decoded(number, dtype, how.block_bytes, future.result())
                 done(0)
+            elif isinstance(error, UnknownKeyError):
+                done(errno.ENOKEY)
             elif isinstance(error, FrameError):
                 done(errno.EBADMSG)
             else:
@@ -420,12 +444,12 @@ def _run_all(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def _encode(
-    block: Outgoing, codec: Codec, header: bytearray, source: memoryview, into: memoryview,
-    tries: Sequence[Codec],
-) -> list[Encoding]:  # fmt: skip
-    """Encode the block with `codec`, unless that is raw, after trying the other codecs; return the results,
-    that of `codec` last."""
-    dtype, results = block.spec.dtype, []
+    block: Outgoing, codec: Codec, header: bytearray, cipher: FrameCipher | None, source: memoryview,
+    into: memoryview, tries: Sequence[Codec],
+) -> tuple[list[Encoding], Payload | None]:  # fmt: skip
+    """Encode the block with `codec`, unless that is raw, after trying the other codecs; then encrypt it.
+    Return the results, and what is written; None if that is the block itself."""
+    dtype, results, blank = block.spec.dtype, list[Encoding](), bytes(header)
     for each in tries:
         if each is not codec:
             results.append(_try(each, dtype, bytearray(header), source, into, decodes=True))
@@ -433,7 +457,18 @@ def _encode(
         results.append(_lose(codec, block, header, source, into))
     elif codec.number != RAW:
         results.append(_try(codec, dtype, header, source, into, decodes=bool(tries)))
-    return results
+    number, payload = codec.number, into
+    if number != RAW and pages(results[-1].nbytes) < pages(block.block_bytes):
+        payload = into[: results[-1].nbytes]
+    elif cipher is not None:
+        header[:], number, payload = blank, RAW, source
+    else:
+        return results, None
+    if cipher is not None:
+        stamp(header, block.key, block.parent, 0, 0)
+        cipher.encrypt(header, payload, into)
+        number |= ENCRYPTED
+    return results, Payload(number, len(payload), bytes(header))
 
 
 def _lose(

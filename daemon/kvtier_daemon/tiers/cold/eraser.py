@@ -59,6 +59,19 @@ def erase(
         os.close(fd)
 
 
+def erase_all(path: Path) -> None:
+    """Erase all bytes of a file that no daemon uses. Raises TierError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            _zero(fd, 0, os.fstat(fd).st_size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise TierError(f"{path}: cannot be erased: {error.strerror}") from error
+
+
 def _write_footer(
     fd: int, path: Path, head: Head, live: Mapping[int, int], end: int,
     described: Callable[[], Mapping[bytes, KvSpec]],

@@ -22,11 +22,13 @@ from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,
     BEGIN_TRIES,
     WRITE_BLOCKS,
+    CipherNow,
     Outgoing,
     begin,
     describe,
     ids_of,
     in_time,
+    no_cipher,
     outgoing,
     place_of,
 )
@@ -158,11 +160,13 @@ class Flusher:
     def __init__(
         self, tenant: str, catalog: Catalog, cold: ColdTier, extents: Sequence[int], quota_bytes: int,
         budget: WriteBudget, reclaimer: Reclaimer, counts: Counter[str], nbytes: Counter[str],
-        choice: Choice, clock: Callable[[], float], *, through: bool, admission: str,
+        choice: Choice, clock: Callable[[], float], cipher: CipherNow = no_cipher, *,
+        through: bool, admission: str,
     ) -> None:  # fmt: skip
         self.counts = counts
         self.bytes = nbytes
         self.choice = choice
+        self._cipher = cipher
         self._tenant = tenant
         self._catalog = catalog
         self._cold = cold
@@ -332,7 +336,10 @@ class Flusher:
             log.debug(text, len(unfit))
             catalog.demotions.not_demoted(ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]
-        rest = deque(self._cold.coding.pieces(blocks, self.choice))
+        cipher = self._cipher()
+        if cipher is not None and not cipher.encrypts:
+            cipher = None
+        rest = deque(self._cold.coding.pieces(blocks, self.choice, cipher is not None))
         piece: list[Outgoing] = []
         wrote, before = False, None
         try:
@@ -342,7 +349,10 @@ class Flusher:
                 if not known or not await self._has_place_soon():
                     break
                 links = self._cold.reader.bandwidths()
-                piece = await self._cold.coding.encode(piece, self.choice, links)
+                ready = await self._cold.coding.encode(piece, self.choice, links, cipher)
+                unencrypted = {block.id for block in piece} - {block.id for block in ready}
+                catalog.demotions.not_demoted(array("I", unencrypted).tobytes())
+                piece = ready
                 while piece and await describe(self._cold.writer, self._tenant, piece):
                     settled = await self._begin_soon(piece)
                     if settled is None:

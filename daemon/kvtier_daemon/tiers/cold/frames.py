@@ -17,24 +17,27 @@ from kvtier.wire import SLOT
 from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.catalog.frames import FramedBlocks
 from kvtier_daemon.codec.base import Codec
-from kvtier_daemon.codec.frame import RAW
+from kvtier_daemon.codec.encryption import FrameCipher
+from kvtier_daemon.codec.frame import RAW, Identity
 from kvtier_daemon.tiers.cold.disk import HANGS_S
 
 SETTLE_S = HANGS_S + 1
 BEGIN_S, BEGIN_TRIES = 0.001, 50  # between tries to write while the next segment is begun
 WRITE_BLOCKS = 128  # planned at once: each takes about 20 us of the loop
-DAMAGED = (errno.EBADMSG, errno.ENODATA)
+DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.ENOKEY)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
     """The codec of a frame, and the block that it decodes to. `lossy` is the only lossy codec that the frame
-    may have."""
+    may have. An encrypted frame is decrypted as the block `name`; without `cipher` there are no keys."""
 
     codec: int
     spec: KvSpec
     block_bytes: int
     lossy: Codec | None = None
+    cipher: FrameCipher | None = None
+    name: Identity | None = None
 
 
 # The forms of blocks are not frozen: thousands are created at once, and that would take longer.
@@ -53,6 +56,13 @@ class Incoming:
     offset: int
     load_bytes: int
     coding: Decoding | None = None
+
+
+CipherNow = Callable[[], FrameCipher | None]  # a reload may change the keys
+
+
+def no_cipher() -> None:
+    """The cipher of a tier without keys."""
 
 
 Read = Callable[[Incoming, int], None]  # the block, and an errno or 0

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -33,6 +34,7 @@ from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
 from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
+from kvtier_daemon.tiers.cold.keys import ColdKeys
 from kvtier_daemon.tiers.cold.last_writes import LastWrites
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
@@ -61,8 +63,9 @@ END_S = 10.0  # longest time at the end of the daemon for an order, and then for
 class DirectoryOpener:
     """Opens each directory in a process of its own, so that a disk that hangs delays no other directory."""
 
-    def __init__(self, settings: CurrentConfig) -> None:
+    def __init__(self, settings: CurrentConfig, keys: ColdKeys) -> None:
         self._settings = settings
+        self._keys = keys
         self._threads = ThreadPoolExecutor(THREADS, "kvtier-open")
         self._openings: dict[Path, asyncio.Task[ColdDirectory]] = {}
         self._devices: dict[Path, int] = {}  # that the directories were on
@@ -126,6 +129,7 @@ class DirectoryOpener:
         config = self._settings.config
         cold = config.cold
         assert cold is not None
+        await asyncio.to_thread(self._keys.load)
         child = await asyncio.to_thread(Child)
         opening = asyncio.get_running_loop().run_in_executor(
             self._threads, open_directory, path, cold.size_bytes // len(cold.directories),
@@ -343,7 +347,8 @@ class ColdLifecycle:
         self._warm = warm
         self._unforeseen = unforeseen
         self._probe = DiskProbe()
-        self._opener = DirectoryOpener(settings)
+        self._keys = ColdKeys(settings, tenants)
+        self._opener = DirectoryOpener(settings, self._keys)
         self._switching: Switching | None = None
         self._tasks: asyncio.TaskGroup | None = None  # None before `start` and after `end_moving`
         self._moving: asyncio.Task[None] | None = None
@@ -423,6 +428,8 @@ class ColdLifecycle:
             mover.reconfigure(**_write_options(config, config.cold, self._tenants[name]))
         if self.scrub is not None:
             self.scrub.set_rate(config.cold.scrub_bytes)
+        if self._tasks is not None:
+            self._tasks.create_task(asyncio.to_thread(self._keys.reload), name="keys")
 
     def report(self, tenants: Collection[str]) -> dict[str, Any]:
         tier, keeper, config = self.tier, self.keeper, self._settings.config
@@ -523,7 +530,7 @@ class ColdLifecycle:
         movers = {
             name: Mover(
                 name, tenant.catalog, tier, tenant.quota_bytes, losses=tenant.losses,
-                **_write_options(config, cold, tenant),
+                cipher=partial(self._keys.of, name), **_write_options(config, cold, tenant),
             )
             for name, tenant in self._tenants.items()
         }  # fmt: skip
@@ -611,6 +618,7 @@ def _store_options(config: Config, cold: ColdConfig, tenants: Mapping[str, Tenan
         cold.engine,
         {name: tenant.secret for name, tenant in tenants.items()},
         STAGED_BYTES // count,
+        cold.encryption != "off",
     )
     for path in cold.directories:
         _, nbytes = shares_of(path, cold.size_bytes // count)

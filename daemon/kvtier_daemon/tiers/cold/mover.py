@@ -24,16 +24,15 @@ from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.promotion import Promotion, Survey
-from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.choice import Choice
-from kvtier_daemon.codec.frame import RAW
+from kvtier_daemon.codec.frame import ENCRYPTED, RAW
 from kvtier_daemon.codec.losses import NUMBERS as LOSSY
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.tiers.base import Outlook, TierStats
 from kvtier_daemon.tiers.cold.flusher import Flusher
-from kvtier_daemon.tiers.cold.frames import DAMAGED, Decoding, Incoming
+from kvtier_daemon.tiers.cold.frames import DAMAGED, CipherNow, Decoding, Incoming, no_cipher
 from kvtier_daemon.tiers.cold.read_queue import Name
 from kvtier_daemon.tiers.cold.reclaimer import Reclaimer
 from kvtier_daemon.tiers.cold.tier import ColdTier
@@ -58,7 +57,7 @@ class Promoter:
     def __init__(
         self, tenant: str, catalog: Catalog, cold: ColdTier, extents: Sequence[int], choice: Choice,
         counts: Counter[str], nbytes: Counter[str], evicted: Callable[[], None],
-        clock: Callable[[], float],
+        clock: Callable[[], float], cipher: CipherNow = no_cipher,
     ) -> None:  # fmt: skip
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))  # decisions of the planner
         self.recomputed = RecomputedBlocks()
@@ -71,6 +70,7 @@ class Promoter:
         self._choice = choice
         self._evicted = evicted
         self._clock = clock
+        self._cipher = cipher
         self._waiting_bytes = 0  # in flight
         self._declined_at = -math.inf
 
@@ -167,7 +167,7 @@ class Promoter:
     def _load_bytes(self, space: KnownSpace, frames: bytes) -> bytes:
         """Return the frames, with each payload size replaced by its cost for the link: more bytes if decoding
         is slower than reading."""
-        codecs = set(frames[CODECS]) - {RAW}
+        codecs = set(frames[CODECS]) - {RAW, ENCRYPTED}
         if not codecs:
             return frames
         words, link_of = array("I", frames), self._cold.reads.link_of
@@ -176,7 +176,7 @@ class Promoter:
             (segment, codec): slowness
             for segment in set(words[SEGMENTS])
             for codec in codecs
-            if (slowness := slowness_of(codec, link_of(segment).bytes_s)) > 1
+            if (slowness := slowness_of(codec & ~ENCRYPTED, link_of(segment).bytes_s)) > 1
         }
         if slow:
             words[PAYLOAD_SIZES] = array(
@@ -203,19 +203,24 @@ class Promoter:
             segment, page, nbytes, codec, header_pages, _ = stored
             coding = None
             if codec != RAW:
-                lossy = self._lossy(space, number) if codec in LOSSY else None
-                coding = Decoding(codec, space.spec, block_bytes, lossy)
+                coding = self._coding(space, number, codec, block_bytes)
             yield Incoming(
                 number, segment, page, header_pages, nbytes,
                 plan.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES],
                 self._extents[slot[0]], slot[2], load_bytes, coding,
             )  # fmt: skip
 
-    def _lossy(self, space: KnownSpace, number: int) -> Codec | None:
-        """Return the lossy codec of this block."""
+    def _coding(self, space: KnownSpace, number: int, codec: int, block_bytes: int) -> Decoding:
+        """Return how this block is decoded."""
+        encrypted, is_lossy = codec & ENCRYPTED, codec & ~ENCRYPTED in LOSSY
+        if not (encrypted or is_lossy):
+            return Decoding(codec, space.spec, block_bytes)
         (one,) = self._catalog.demotions.described(array("I", [number]).tobytes())
-        name = one.identity
-        return self._choice.lossy(name.space, space.spec, name.group, name.shard)
+        name, lossy = one.identity, None
+        if is_lossy:
+            lossy = self._choice.lossy(name.space, space.spec, name.group, name.shard)
+        cipher = self._cipher() if encrypted else None
+        return Decoding(codec, space.spec, block_bytes, lossy, cipher, name)
 
     def _have_read(self, block: Incoming, code: int, waited: Sequence[Request]) -> None:
         self._waiting_bytes -= block.load_bytes
@@ -224,6 +229,15 @@ class Promoter:
             catalog.promotions.promoted(ids, waited, self._clock())
             self.counts["read"] += 1
             self.bytes["read"] += block.payload_bytes
+        elif code == errno.ENOKEY:
+            if not self.counts["unknown_key"]:
+                log.warning(
+                    "cold: the frame in segment %d, page %d, is encrypted with a key that is not in "
+                    "cold.key_file; dropping it, and all others of which this is true",
+                    block.segment, block.page,
+                )  # fmt: skip
+            catalog.promotions.spoilt(ids, "ENOKEY")
+            self.counts["unknown_key"] += 1
         elif code in DAMAGED:
             text = "cold: the frame in segment %d, page %d, is damaged; dropping it"
             log.warning(text, block.segment, block.page)
@@ -252,9 +266,12 @@ class Mover:
         codecs: Sequence[tuple[str, str]] = (),
         losses: Losses | None = None,
         clock: Callable[[], float] = time.monotonic,
+        cipher: CipherNow = no_cipher,
     ) -> None:
         self.extents: list[int] = []
-        self.counts = Counter(written=0, read=0, written_again=0, spoilt=0, not_read=0)
+        self.counts = Counter(
+            written=0, read=0, written_again=0, spoilt=0, not_read=0, unknown_key=0
+        )
         self.bytes = Counter(written=0, read=0, written_again=0)
         self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
         self.recovery = cold.recovery
@@ -269,11 +286,11 @@ class Mover:
         )
         self.writes = Flusher(
             tenant, catalog, cold, self.extents, quota_bytes, self._budget, self.reclaimer, self.counts,
-            self.bytes, self.choice, clock, through=through, admission=admission,
+            self.bytes, self.choice, clock, cipher, through=through, admission=admission,
         )  # fmt: skip
         self.reads = Promoter(
             tenant, catalog, cold, self.extents, self.choice, self.counts, self.bytes,
-            self.writes.waiting.wake, clock,
+            self.writes.waiting.wake, clock, cipher,
         )  # fmt: skip
         self.writes.is_disk_short = self.reads.declined_lately
 

@@ -13,16 +13,17 @@ from the first page to the first page that is not a frame. Flag 1 of a trailer m
 to this segment: either a kill left it open, and unfinished writes of the same epoch may lie behind its last
 frame, or frames of it were erased, and a walk would end at the first of these.
 
-Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ owner 32
+Head, "KVTs":     version u16 │ flags u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ owner 32
                   │ digest 16
 Trailer, "KVTe":  version u16 │ flags u16 │ entries u32 │ table at u64 │ table bytes u64 │ epoch u64
                   │ table digest 16 │ digest 16
 
 Tombstone page, "KVTt":  version u16 │ zero u16 │ number u32 │ zero u32 │ epoch u64 │ bits 4032 │ digest 16
 
-`number` is the one in the file's name. A file with another name is a copy and is not used, unless the file
-with that name is a different segment. The owner is a digest of tenant, directory and the tenant's secret:
-without that secret the segment is not used. Each of these pages is filled with zeros; its digest, the last
+Flag 1 of a head means that the file has held only encrypted frames since it was empty. `number` is the one in
+the file's name. A file with another name is a copy and is not used, unless the file with that name is a
+different segment. The owner is a digest of tenant, directory and the tenant's secret: without that secret the
+segment is not used. Each of these pages is filled with zeros; its digest, the last
 field, is the XXH3-128 of the page with a digest of zeros. A tombstone is a bit, set for the page where a
 forgotten frame begins. There is one tombstone page for each 126 MiB of the segment. They are on disk before a
 forget is answered. A start does not use frames whose tombstone page is damaged or has another epoch. The
@@ -41,7 +42,7 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add, le
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec.frame import (
     DIGEST_BYTES,
+    ENCRYPTED,
     HAS_PARENT,
     LOSSY,
     PAGE,
@@ -63,6 +65,7 @@ from kvtier_kernels import xxh3_128
 
 VERSION = 2  # of head, tombstones, table and trailer
 TORN = 1
+ENCRYPTED_SEGMENT = 1
 BITS_BYTES = 4032
 PAGES_EACH = 8 * BITS_BYTES  # of a segment, for one page of tombstones
 HEAD = struct.Struct("<4sHHIQQQ32s")
@@ -193,15 +196,18 @@ class Head:
     epoch: int
     sequence: int
     owner: bytes
+    encrypted: bool = False
 
     def encode(self) -> bytes:
         fields = (self.number, self.nbytes, self.epoch, self.sequence, self.owner)
-        return digested_page(HEAD.pack(HEAD_MAGIC, VERSION, 0, *fields))
+        flags = ENCRYPTED_SEGMENT if self.encrypted else 0
+        return digested_page(HEAD.pack(HEAD_MAGIC, VERSION, flags, *fields))
 
     @classmethod
     def decode(cls, page: bytes) -> Head:
         """Raises FrameError if this is not the first page of a segment, or is damaged."""
-        head = cls(*checked_page(page, HEAD, HEAD_MAGIC)[1:])
+        flags, *fields = checked_page(page, HEAD, HEAD_MAGIC)
+        head = replace(cls(*fields), encrypted=bool(flags & ENCRYPTED_SEGMENT))
         if head.sequence > LIMIT_SEQUENCE:
             raise FrameError(f"sequence is {head.sequence}, at most {LIMIT_SEQUENCE} is possible")
         return head
@@ -354,8 +360,13 @@ def rows_of_pages(
 
 
 def codecs_of(rows: bytes) -> set[int]:
-    """Return the codecs of a table's frames."""
-    return set(rows[CODEC_AT :: ENTRY.size])
+    """Return the codecs of a table's frames, without the mark of encryption."""
+    return {codec & ~ENCRYPTED for codec in rows[CODEC_AT :: ENTRY.size]}
+
+
+def all_encrypted(rows: bytes) -> bool:
+    """Whether all frames of a table are encrypted."""
+    return min(rows[CODEC_AT :: ENTRY.size], default=ENCRYPTED) >= ENCRYPTED
 
 
 def encode_footer(

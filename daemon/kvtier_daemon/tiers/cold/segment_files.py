@@ -13,7 +13,9 @@ from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, space_key, spaces_of
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
+from kvtier_daemon.tiers.cold.eraser import erase_all
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover, refuse_copies
+from kvtier_daemon.tiers.cold.segment import all_encrypted
 from kvtier_daemon.tiers.cold.segment_log import Segment
 
 log = logging.getLogger(__name__)
@@ -22,12 +24,14 @@ LEAST_SEGMENTS = 3  # with fewer, none can be reclaimed while others are written
 
 
 class SegmentFiles:
-    """Creates, finds and removes the files; never reads or writes a segment that is in use."""
+    """Creates, finds and removes the files; never reads or writes a segment that is in use. If `encrypted`,
+    files that may hold frames that are not encrypted are erased."""
 
     def __init__(
         self, tenant: str, directory: ColdDirectory, disk: DirectoryDisk, segment_bytes: int, most: int,
-        owner: bytes,
+        owner: bytes, encrypted: bool = False,
     ) -> None:  # fmt: skip
+        self.erased = 0  # files that were not encrypted
         self.segment_bytes = segment_bytes
         self.most_bytes = most * segment_bytes
         self.described: dict[bytes, KvSpec] = {}  # spaces that the scan found
@@ -36,6 +40,7 @@ class SegmentFiles:
         self._directory = directory
         self._disk = disk
         self._owner = owner
+        self._encrypted = encrypted
         self._held_bytes = 0
         self._next_number = 0
 
@@ -88,6 +93,11 @@ class SegmentFiles:
         for at, file in enumerate(found):
             if file.head is not None and not file.sealed:
                 found[at] = await self._scan_file(file.path, footers | described) or file
+        if self.erased:
+            log.warning(
+                "cold: %s: erased %d segment files of tenant %s that were not encrypted, because "
+                "cold.encryption is on", self._directory.path, self.erased, self._tenant,
+            )  # fmt: skip
         found.sort(key=lambda file: file.head.sequence if file.head else -1)
         kept = self._select_fitting(found)
         paths = {file.path for file in kept}
@@ -129,7 +139,13 @@ class SegmentFiles:
             return None
 
     def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
-        file = recover(path, self._owner, described, opened=self._directory.opened(path))
+        opened = self._directory.opened(path)
+        file = recover(path, self._owner, described, opened=opened)
+        encrypted = file.head is not None and file.head.encrypted and all_encrypted(file.table)
+        if self._encrypted and not encrypted:
+            erase_all(opened)
+            self.erased += file.head is not None or bool(file.warning)
+            return Recovered(path, file.nbytes, foreign=file.foreign)
         if file.head is not None:
             file.used = self._directory.access_log.pages(file.head.epoch)
             file.split()

@@ -98,12 +98,12 @@ class SegmentLog:
         segment.stage = Stage.SEALED
         self.sealed.append(segment)
 
-    def begin(self, epoch: int, sequence: int, owner: bytes) -> Segment:
+    def begin(self, epoch: int, sequence: int, owner: bytes, encrypted: bool = False) -> Segment:
         """Take a free segment, whose head must then be written; `begun` follows."""
         segment = self.free.popleft()
         _step(segment, Stage.FREE, Stage.BEGINNING)
         assert segment.idle
-        segment.head = Head(segment.file_number, segment.nbytes, epoch, sequence, owner)
+        segment.head = Head(segment.file_number, segment.nbytes, epoch, sequence, owner, encrypted)
         segment.tombstones = TombstonePages(segment.nbytes)
         segment.empty()
         self.others.add(segment)

@@ -20,7 +20,16 @@ from pathlib import Path
 from kvtier.errors import TierError
 from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
 from kvtier_daemon.codec.block_parts import entries
-from kvtier_daemon.codec.frame import GENERATION_AT, LOSSY, PAGE, RAW, Template, pages, stamp
+from kvtier_daemon.codec.frame import (
+    ENCRYPTED,
+    GENERATION_AT,
+    LOSSY,
+    PAGE,
+    RAW,
+    Template,
+    pages,
+    stamp,
+)
 from kvtier_daemon.codec.framing import ONCE
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
 from kvtier_daemon.tiers.cold.disk import Callback, DirectoryDisk
@@ -226,13 +235,14 @@ class SegmentTombstones:
 
 class SegmentStore:
     """`reclaim(store, segment)` is called when the oldest segment is to be reused: the callee copies the
-    blocks that were requested again, then calls `release_segment`."""
+    blocks that were requested again, then calls `release_segment`. `encrypted`: only encrypted blocks are
+    written."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tenant: str, directory: ColdDirectory, disk: DirectoryDisk,
         table: SegmentTable, segment_bytes: int, most: int,
         reclaim: Callable[[SegmentStore, Segment], None], mappings: Mapping[int, MappedExtent],
-        clock: Callable[[], float] = time.monotonic, secret: bytes = b"",
+        clock: Callable[[], float] = time.monotonic, secret: bytes = b"", encrypted: bool = False,
     ) -> None:  # fmt: skip
         self.tenant = tenant
         self.owner = directory.owner(tenant, secret)
@@ -243,12 +253,15 @@ class SegmentStore:
         self.closing = False
         self.ready = False  # its files have been scanned
         self.log = SegmentLog()
-        self.files = SegmentFiles(tenant, directory, disk, segment_bytes, most, self.owner)
+        self.files = SegmentFiles(
+            tenant, directory, disk, segment_bytes, most, self.owner, encrypted
+        )
         self.tombstones = SegmentTombstones(loop, disk, self.free_if_unused, clock)
         self._loop = loop
         self._table = table
         self._reclaim = reclaim
         self._mappings = mappings
+        self._encrypted = encrypted
         self._clock = clock
         self._creating = False
         self._full = False  # a segment is being reclaimed
@@ -272,6 +285,7 @@ class SegmentStore:
         batch = WriteBatch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
         for block in blocks:
+            assert block.codec & ENCRYPTED or not self._encrypted, "a block that is not encrypted"
             kind, nbytes = self._table.template(block), block.payload_bytes
             frame_bytes = kind.header_bytes + pages(nbytes)
             taken = segment.table.take(frame_bytes, (block.space, block.spec))
@@ -384,7 +398,7 @@ class SegmentStore:
 
     def _begin(self) -> None:
         epoch = secrets.randbits(64)
-        segment = self.log.begin(epoch, self._table.sequence, self.owner)
+        segment = self.log.begin(epoch, self._table.sequence, self.owner, self._encrypted)
         assert segment.head is not None
         marks = segment.tombstones
 
@@ -562,7 +576,9 @@ class SegmentStore:
         daemon left open: unfinished writes of the same epoch lie behind its last good frame."""
         newest = self.log.sealed[-1] if self.log.sealed else None
         one = next((one for one in found if newest and str(one.path) == newest.path), None)
-        if newest is None or one is None or not one.sealed or one.torn:
+        if newest is None or one is None or one.head is None or not one.sealed or one.torn:
+            return
+        if one.head.encrypted != self._encrypted:
             return
         if free_bytes(one) < one.nbytes // RESUME_SHARE:
             return

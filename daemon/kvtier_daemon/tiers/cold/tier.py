@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec.base import ELEMENTS
-from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.codec.frame import ENCRYPTED, PAGE, RAW
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_daemon.planning.read_order import ReadSchedule
 from kvtier_daemon.tiers.cold.attached import AttachedDirectories, AttachedDirectory, StoreOptions
@@ -27,8 +27,8 @@ from kvtier_daemon.tiers.cold.frames import Decoding, Incoming, Outgoing, Read, 
 from kvtier_daemon.tiers.cold.read_queue import ReadQueue
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore, SegmentTable
+from kvtier_kernels import FrameKeys, Recipe
 from kvtier_kernels import Mapping as MappedExtent
-from kvtier_kernels import Recipe
 
 MOST_UNREADABLE = MOST_KINDS = 4096
 ERASED_AT_ONCE = 8
@@ -76,16 +76,16 @@ class FrameReader:
         """Read blocks into their slots; `done` gets each block and an errno or 0, EBADMSG if its digest does
         not match."""
         raw: dict[DirectoryDisk, bytearray] = {}
-        encoded: dict[DirectoryDisk, tuple[bytearray, list[Recipe]]] = {}
+        encoded: dict[DirectoryDisk, tuple[bytearray, list[Recipe], list[FrameKeys]]] = {}
         for block in blocks:
             segment = self._table.segments[block.segment]
             store = self._table.stores[block.segment]
             segment.reading += 1
             over = self._have_read(store, segment, block, done)
             if block.coding is not None:
-                ops, recipes = encoded.setdefault(store.disk, (bytearray(), []))
+                ops, recipes, keys = encoded.setdefault(store.disk, (bytearray(), [], []))
                 ops += self._read_encoded(
-                    store.disk, segment, block, block.coding, recipes, urgent, over
+                    store.disk, segment, block, block.coding, recipes, keys, urgent, over
                 )
                 continue
             raw.setdefault(store.disk, bytearray()).extend(
@@ -96,27 +96,34 @@ class FrameReader:
             )  # fmt: skip
         for disk, ops in raw.items():
             disk.worker.read(ops)
-        for disk, (ops, recipes) in encoded.items():
-            disk.worker.read_frames(ops, recipes)
+        for disk, (ops, recipes, keys) in encoded.items():
+            disk.worker.read_frames(ops, recipes, keys)
 
     def _read_encoded(
         self, disk: DirectoryDisk, segment: Segment, block: Incoming, how: Decoding, recipes: list[Recipe],
-        urgent: bool, over: Callback,
+        keys: list[FrameKeys], urgent: bool, over: Callback,
     ) -> bytes:  # fmt: skip
         """Return the operation that reads and decodes this frame in the worker. Empty if a thread of the
         daemon decodes it: then the read is started here."""
         at, header_bytes = block.page * PAGE, block.header_pages * PAGE
         element = ELEMENTS.get(how.spec.dtype)
-        codec = BY_NUMBER.get(how.codec)  # None for a calibrated codec, which `how` has
+        number = how.codec & ~ENCRYPTED
+        codec = BY_NUMBER.get(number)  # None for a calibrated codec, which `how` has
+        if number == RAW:
+            element = 0  # nothing is decoded
         if (codec is None or codec.native) and element is not None:
             recipe = how.lossy.recipe if how.lossy is not None else None
             if recipe is not None and recipe not in recipes:
                 recipes.append(recipe)
-            number = recipes.index(recipe) + 1 if recipe is not None else 0
+            by = recipes.index(recipe) + 1 if recipe is not None else 0
+            if how.cipher is not None and how.cipher.keys not in keys:
+                keys.append(how.cipher.keys)
+            opens = keys.index(how.cipher.keys) + 1 if how.cipher is not None else 0
+            name = how.name.encode() if how.name is not None else b""
             sizes = (header_bytes, block.payload_bytes, how.block_bytes)
             return disk.encoded_op(
-                segment.fd, at, sizes, block.extent, block.offset, block.digest, element, number, urgent,
-                over,
+                segment.fd, at, sizes, block.extent, block.offset, block.digest, element, by, urgent, over,
+                opens, name,
             )  # fmt: skip
 
         def have_read(code: int, text: memoryview | None) -> None:
@@ -124,9 +131,14 @@ class FrameReader:
                 over(code, None)
                 return
             self._coding.decode(
-                how.codec, text, header_bytes, block.digest, how.spec, block.extent, block.offset,
-                how.block_bytes, lambda code: over(code, None),
-            )  # fmt: skip
+                how,
+                text,
+                header_bytes,
+                block.digest,
+                block.extent,
+                block.offset,
+                lambda code: over(code, None),
+            )
 
         disk.read_staged(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)
         return b""

@@ -1,0 +1,61 @@
+"""The keys of the cold tier, as the key file has them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from kvtier.errors import ConfigError, TierError
+from kvtier_daemon.codec.encryption import FrameCipher, key_id
+from kvtier_daemon.config.current import CurrentConfig
+from kvtier_daemon.secrets import key_file, load_keys
+
+log = logging.getLogger(__name__)
+
+
+class ColdKeys:
+    """Reads the key file when directories are opened, and again at a reload."""
+
+    def __init__(self, settings: CurrentConfig, tenants: Collection[str]) -> None:
+        self._settings = settings
+        self._tenants = tenants
+        self._ciphers: dict[str, FrameCipher] = {}
+        self._ids: list[bytes] = []
+
+    def of(self, tenant: str) -> FrameCipher | None:
+        """Return how this tenant's frames are encrypted; None if they are not, and no keys are known."""
+        return self._ciphers.get(tenant)
+
+    def load(self) -> None:
+        """Read the key file. Waits for its disk. Raises TierError, and then keeps the earlier keys."""
+        cold = self._settings.config.cold
+        assert cold is not None
+        place = key_file(cold.key_file)
+        if place is None:
+            if cold.encryption != "off":
+                raise TierError(
+                    "cold: cold.encryption needs keys: set cold.key_file, or provide the credential "
+                    "kvtier-cold-keys"
+                )
+            return
+        file, owned = place
+        try:
+            keys = load_keys(file, owned=owned)
+            encrypts = cold.encryption != "off"
+            ciphers = {name: FrameCipher.of(keys, name, encrypts) for name in self._tenants}
+        except (ConfigError, RuntimeError) as error:
+            raise TierError(f"cold: {error}") from error
+        ids = [key_id(key) for key in keys]
+        if ids != self._ids:
+            log.info(
+                "cold: %d keys from %s; %s", len(ids), file,
+                f"key {ids[0].hex()} encrypts" if encrypts else "new frames are not encrypted",
+            )  # fmt: skip
+        self._ciphers, self._ids = ciphers, ids
+
+    def reload(self) -> None:
+        """Read the key file again; log why that is not possible."""
+        try:
+            self.load()
+        except TierError as error:
+            log.error("%s; using the earlier keys", error)
