@@ -109,7 +109,7 @@ def open_folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Provide one daemon for all tests of a module; they must leave nothing in it."""
-    daemon = start_daemon(tmp_path_factory.mktemp("daemon"))
+    daemon = start_daemon(tmp_path_factory.mktemp("daemon"), warm="64MiB")
     yield daemon
     daemon.stop()
     assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()

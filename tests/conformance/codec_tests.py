@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from models.codecs import encode
 from support.specs import spec_of
 
 
+@lru_cache(64)
 def kv(dtype: str, nbytes: int) -> bytes:
     """Values that resemble K and V; for 8-bit types small numbers."""
     drawn = np.random.default_rng(3).standard_normal(nbytes // DTYPE_BYTES[dtype] + 1)

@@ -60,7 +60,7 @@ def test_no_call_fails_while_the_daemon_ends_and_returns(
 
 @pytest.mark.parametrize("keep_s", [KEEP_S, 0])
 def test_a_save_goes_on_in_its_slots_if_the_memory_is_kept(folder: Path, keep_s: int) -> None:
-    daemon = start_daemon(folder, keep_s=keep_s)
+    daemon = start(folder, keep_s)
     with daemon.connect(reconnect_s=WAIT_S, timeout_s=WAIT_S) as client:
         space = client.open(spec_of())
         keys = space.keys(tokens(space, 7, 8))
@@ -72,7 +72,7 @@ def test_a_save_goes_on_in_its_slots_if_the_memory_is_kept(folder: Path, keep_s:
             saving.commit(2)
             for _ in range(2):
                 end(daemon, signal.SIGKILL)
-                daemon = start_daemon(folder, keep_s=keep_s)
+                daemon = start(folder, keep_s)
                 client.ping()
             for key in keys[4:]:
                 saving[key][:] = pattern(key, space.spec.block_bytes)

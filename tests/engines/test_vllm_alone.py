@@ -35,7 +35,7 @@ def test_without_a_daemon_the_engine_works_and_warns_once(
         assert one["cached"] == 0
     (warning,) = warned(engine)
     assert "continuing without the daemon" in warning and "no daemon" in warning
-    daemon_of(folder=tmp_path)
+    daemon_of(folder=tmp_path, warm="64MiB")
     for _ in range(200):
         engine.reset()
         again = engine.generate(PROMPTS)

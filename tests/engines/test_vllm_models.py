@@ -200,7 +200,7 @@ def test_engines_that_run_at_once_share_their_blocks(
     daemon_of: Callable[..., Daemon], engine_of: Callable[..., Any]
 ) -> None:
     """One engine loads what the other saved. Data-parallel ranks of a dense model are such engines."""
-    daemon = daemon_of()
+    daemon = daemon_of(warm="64MiB")
     one = engine_of("llama", daemon.socket)
     other = engine_of("llama", daemon.socket, one.records)
     engines = (one, other)
@@ -227,7 +227,7 @@ def test_ranks_that_step_together_load_what_the_other_has_computed(
     engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon]
 ) -> None:
     """Two requests at once, and one while the other rank has no request and only steps along."""
-    daemon = daemon_of()
+    daemon = daemon_of(warm="64MiB")
     engine = engine_of(
         "mixtral", daemon.socket, script="stepping.py", connector="ExpertsConnector", spawned=True
     )

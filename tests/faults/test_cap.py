@@ -3,7 +3,6 @@ files without a place are removed."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -12,10 +11,11 @@ from pathlib import Path
 
 from faults.test_daemon_crash import CHAINS, FOUND, SPECS, Done, Engine, Watcher, used
 from support.daemons import start_daemon
+from support.effort import effort
 from support.oracle import Oracle
 
 MIB = 1 << 20
-STARTS = 200 if os.environ.get("KVTIER_FAULTS") else 20
+STARTS = effort(8, 20, 200)
 SEGMENTS = (MIB, 5 * MIB // 4, 2 * MIB)
 SIZES = (64 * MIB, 80 * MIB, 128 * MIB)
 

@@ -16,7 +16,6 @@ import pytest
 
 from kvtier import KvSpec, wire
 from kvtier.units import MIB
-from kvtier_daemon.serving.server import TAKE_S
 from support.daemons import Daemon
 from support.effort import effort
 from support.raw import Raw
@@ -24,6 +23,7 @@ from support.specs import pattern, spec_of
 
 FRAMES = effort(2_000, 100_000, 1_000_000)
 TOKENS = list(range(64))
+TAKE_S = 3.0  # how long a client may leave answers unread
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def is_disconnected(client: Raw) -> bool:
 def test_a_client_that_never_reads_is_disconnected_but_a_busy_one_is_not(
     daemon_of: Callable[..., Daemon],
 ) -> None:
-    daemon = daemon_of(config='[warm]\nsize = "64MiB"\nextent = "1MiB"')
+    daemon = daemon_of(config='[warm]\nsize = "64MiB"\nextent = "1MiB"', haste={"TAKE_S": TAKE_S})
     lazy, busy = Raw(daemon), Raw(daemon)
     lazy.sock.setblocking(False)
     with contextlib.suppress(BlockingIOError):

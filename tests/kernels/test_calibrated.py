@@ -35,6 +35,11 @@ class RopeSaid(NamedTuple):
     interleaved: bool
 
 
+@cache
+def exponents_of(count: int) -> bytes:
+    return bytes(random.Random(count).choices(range(142, 161), k=count))
+
+
 @dataclass(frozen=True)
 class Part:
     """A part's entry in a profile, for kernels and models."""
@@ -51,7 +56,7 @@ class Part:
     def __post_init__(self) -> None:
         count = self.shape.channels
         unsaid = {
-            "exponents": bytes(random.Random(count).choices(range(142, 161), k=count)),
+            "exponents": exponents_of(count),
             "anchors": bytes([120] * count),
             "means": np.linspace(-2, 2, count, dtype="<f4").tobytes(),
         }

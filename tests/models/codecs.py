@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
@@ -136,11 +137,13 @@ def inverse_of(exponent: int) -> float:
     return step_of(2 * EXPONENT_BIAS - exponent)
 
 
+@cache
 def steps(exponents: bytes) -> array[float]:
     """Return the steps of these exponents, as float32."""
     return array("f", map(step_of, exponents))
 
 
+@cache
 def inverses(exponents: bytes) -> array[float]:
     """Return the factors of an encoder for these exponents, as float32."""
     return array("f", map(inverse_of, exponents))

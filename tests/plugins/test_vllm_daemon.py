@@ -114,5 +114,5 @@ def test_a_new_connection_logs_the_daemon_and_its_memory(
             line._thread.join(60)
     (message,) = [one.getMessage() for one in caplog.records]
     assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in message
-    assert "warm 64 MiB" in message
+    assert "warm 16 MiB" in message
     assert "has 5 blocks in memory and 0 on disk" in message

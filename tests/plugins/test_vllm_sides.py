@@ -19,6 +19,7 @@ from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import Kind
 from kvtier.link import BothMappings, Link
 from kvtier.saving import Saving
+from kvtier_vllm import daemon as plugin_daemon
 from kvtier_vllm import worker as kvtier_worker
 from kvtier_vllm.layout import Cached, Layout, Shards
 from kvtier_vllm.messages import Hole, LoadOrder, RankMapping, RankReport, Save, Step
@@ -843,8 +844,10 @@ def test_loads_run_between_steps_if_their_failure_could_not_be_reported(
 
 
 def test_a_rank_that_does_not_connect_delays_one_request(
-    cold_daemon: Daemon, engine_of: EngineOf, caplog: pytest.LogCaptureFixture
-) -> None:
+    cold_daemon: Daemon, engine_of: EngineOf, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 60.0)  # answers never exceed the patience
     engine = engine_of(cold_daemon, patience_ms=200)
     engine.serve(PROMPT)
     engine.settle()

@@ -327,17 +327,24 @@ def test_only_a_load_during_a_computing_step_has_a_low_priority(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
     load: str, busy: bool, nice: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 60.0)
     engine = engine_of(shared_daemon, load=load)
     engine.serve(PROMPT)
     found = []
-    plain = Reader.scatter
+    copying = threading.Event()
+    plain, start_saves = Reader.scatter, engine.workers[0].start_saves
 
     def scatter(reader: Reader, *args: Any) -> int:
         found.append(args[4])
+        copying.set()
         return plain(reader, *args)
 
+    def compute_until_copying(saves: Any) -> None:
+        assert not busy or copying.wait(60)
+        start_saves(saves)
+
     monkeypatch.setattr(Reader, "scatter", scatter)
+    monkeypatch.setattr(engine.workers[0], "start_saves", compute_until_copying)
     request = engine.add(PROMPT)
     if busy:
         engine.add(range(500, 510))

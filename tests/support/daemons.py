@@ -127,7 +127,7 @@ def hasty_command(haste: Mapping[str, float]) -> tuple[str, ...]:
 
 def start_daemon(
     folder: Path,
-    warm: str = "64MiB",
+    warm: str = "16MiB",
     config: str = "",
     wait: bool = True,
     command: Sequence[str] = SERVE,

@@ -1,6 +1,7 @@
 """XXH3 with 128 bits as defined, in Python integers."""
 
 import struct
+from functools import lru_cache
 
 MASK = (1 << 64) - 1
 LOW = (1 << 32) - 1
@@ -136,6 +137,7 @@ def merged(lanes: list[int], secret: bytes, at: int, start: int) -> int:
     return avalanche(sum(pairs, start) & MASK)
 
 
+@lru_cache(64)
 def longer(data: bytes, seed: int) -> tuple[int, int]:
     secret = b"".join(
         struct.pack("<QQ", low + seed & MASK, high - seed & MASK)
