@@ -325,7 +325,7 @@ class Space:
 
         Entering waits up to `wait_s` for free memory while the daemon's memory is still being allocated, or
         while the blocks that have to leave it are being written to disk. 0 does not wait: such blocks are
-        evicted before they are on disk, as they are if saves have waited for the disk for a quarter of the
+        evicted before they are on disk, as they are if saves have waited for the disk for half of the
         time.
 
         With `ttl_s`, a week at most, the new blocks are kept only in memory, and are not found after that

@@ -173,6 +173,7 @@ class BlockTable:
         self.unwritten: Counter[str] = Counter(dict.fromkeys(UNWRITTEN, 0))
         self.why_unwritten = EVICTED  # the reason now; EVICTED: there is no disk
         self.spares_unwritten = True  # evict blocks that are on disk first
+        self.writes_go_on = False  # the last blocks to write were written, or have no place yet
         self._writing: set[int] = set()  # held by a write to the disk, unknown to the policy
         self.reads = ReadBlocks()
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
@@ -306,6 +307,7 @@ class BlockTable:
         and while blocks are being written to the disk, evict only blocks that are on it; return whether
         others were spared and would make room."""
         store = self.store
+        spare = spare and (self.writes_go_on or bool(self._writing))
         victims: bytes | None = None
         while (short := wanted - store.room(space, group, wanted)) > 0:
             if victims is None:
@@ -313,7 +315,7 @@ class BlockTable:
             else:
                 most = short + len(self._writing)
                 victims, unwritten = self._victims(most)
-                if unwritten and not (spare and self._writing):
+                if unwritten and not spare:
                     victims, unwritten = (victims + unwritten)[: most * ID_BYTES], b""
                 if not victims:
                     return bool(unwritten)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.wire import GRANTED, WRITING
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.demotion import Demotion
 from kvtier_daemon.catalog.frames import FramedBlocks
@@ -514,6 +515,27 @@ def test_bursts_of_half_of_the_memory_are_written_before_they_are_evicted(tmp_pa
             desk.save(1000 * burst, SLOTS // 2)
             await desk.written(burst * SLOTS // 2)
         assert not sum(desk.catalog.blocks.unwritten.values())
+        await desk.end()
+
+    run(work())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_save_waits_only_for_blocks_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path)
+        writer = desk.bench.tier.writer
+        tried: list[object] = []
+        monkeypatch.setattr(writer, "fits", lambda block: tried.append(block) or fits)
+        monkeypatch.setattr(writer, "has_place", lambda _: False)
+        desk.save(100, SLOTS)
+        await until(lambda: bool(tried) and not desk.catalog.demotions.writing)
+        for at in range(3):
+            asked = desk.catalog.reserve(ME, desk.space, 0, 0, b"", keys(200 + at, 1), waits=True)
+            assert asked.outcomes == bytes([WRITING if fits else GRANTED])
+            await desk.rest()
         await desk.end()
 
     run(work())

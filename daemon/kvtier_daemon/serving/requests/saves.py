@@ -17,7 +17,7 @@ from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
 from kvtier_daemon.tenant import Tenant
 
 WAIT_S = 10.0  # longest time that saves of a session wait for the disk at once
-WAIT_SHARE = 1 / 4  # of the time of a session in the long run
+WAIT_SHARE = 1 / 2  # of the time of a session in the long run
 ASKS_S = 1.0  # a client that waits asks again within this time, or has given up
 
 

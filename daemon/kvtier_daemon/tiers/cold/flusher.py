@@ -239,6 +239,7 @@ class Flusher:
             # each other forever.
             self.waiting.wake_idle()
             left, wrote = await self._write(plan)
+            self._catalog.blocks.writes_go_on = wrote or bool(left)
             self._saved[:0] = left
             if left or not wrote:
                 await self.waiting.wait(PAUSE_S)
