@@ -116,14 +116,14 @@ class ColdDaemon(Daemon):
 
     def __init__(
         self, folder: Path, warm_bytes: int, cold_bytes: int, write: str = "back", engine: str = "auto",
-        segment_bytes: int = 0, codec: str = "raw", options: str = "",
+        segment_bytes: int = 0, codec: str = "raw", options: str = "", policy: str = "",
     ) -> None:  # fmt: skip
         self.cold = folder / "cold"
         self.cold.mkdir(parents=True, exist_ok=True)
         segment = f"segment = {segment_bytes}\n" if segment_bytes else ""
         cold = f'directories = ["{self.cold}"]\nsize = {cold_bytes}\n{segment}'
         more = f'[cold]\n{cold}write = "{write}"\nengine = "{engine}"\ncodec = "{codec}"\n{options}'
-        super().__init__(folder, str(warm_bytes), more)
+        super().__init__(folder, str(warm_bytes), more, policy)
         self.client = Client.connect(self.socket, populate=False)
 
     def __exit__(self, *_: object) -> None:
@@ -378,7 +378,8 @@ def encryption(folder: Path, size: Size) -> list[Row]:
         for codec, options in itertools.product(codecs, ("", on)):
             daemon = stack.enter_context(
                 ColdDaemon(
-                    folder / f"{codec}{len(arms)}", nbytes, 64 * 64 * MIB, "through", codec=codec, options=options
+                    folder / f"{codec}{len(arms)}", 2 * nbytes + 16 * MIB, 64 * 64 * MIB, "through",
+                    codec=codec, options=options, policy="lru",
                 )
             )  # fmt: skip
             daemon.wait_for_arena()

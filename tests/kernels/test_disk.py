@@ -1122,7 +1122,7 @@ def test_an_impossible_frame_is_refused_with_its_whole_batch(bench, changed):
     good = frame_op(disk, 1, fd, 0, 0, made)
     with pytest.raises(ValueError):
         disk.disk.read_frames(good + frame_op(disk, 2, fd, 0, 2, made, **changed))
-    with pytest.raises(ValueError, match="80 bytes"):
+    with pytest.raises(ValueError, match="152 bytes"):
         disk.disk.read_frames(good[:-1])
     assert disk.disk.queued == (0, 0, 0) and not any(disk.memory[:SLOT])
 

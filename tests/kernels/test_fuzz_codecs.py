@@ -31,6 +31,7 @@ SOURCES = (
     "cpu",
     "blake3",
     "blake3_x86",
+    "encryption",
     "xxh3",
     "frame",
 )

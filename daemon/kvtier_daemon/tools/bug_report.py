@@ -33,8 +33,9 @@ PACKAGES: Final = (
 )  # fmt: skip
 # Keys of the configuration whose values contain no names and no places.
 PLAIN: Final = frozenset({
-    "size", "extent", "policy", "lock", "huge_pages", "segment", "codec", "write", "engine", "admission",
-    "daily_writes", "scrub", "socket_mode", "log_level", "max_clients", "history", "quota", "listen",
+    "size", "extent", "policy", "lock", "huge_pages", "segment", "codec", "encryption", "write", "engine",
+    "admission", "daily_writes", "scrub", "socket_mode", "log_level", "max_clients", "history", "quota",
+    "listen",
 })  # fmt: skip
 VARIABLES: Final = frozenset(
     {"PYTHONHASHSEED", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES", "LANG", "TERM"}

@@ -43,8 +43,10 @@ class ColdKeys:
             keys = load_keys(file, owned=owned)
             encrypts = cold.encryption != "off"
             ciphers = {name: FrameCipher.of(keys, name, encrypts) for name in self._tenants}
-        except (ConfigError, RuntimeError) as error:
+        except ConfigError as error:
             raise TierError(f"cold: {error}") from error
+        except RuntimeError as error:
+            raise TierError(f"cold: the keys need OpenSSL 3: {error}") from error
         ids = [key_id(key) for key in keys]
         if ids != self._ids:
             log.info(
