@@ -576,9 +576,9 @@ class SegmentStore:
         daemon left open: unfinished writes of the same epoch lie behind its last good frame."""
         newest = self.log.sealed[-1] if self.log.sealed else None
         one = next((one for one in found if newest and str(one.path) == newest.path), None)
-        if newest is None or one is None or one.head is None or not one.sealed or one.torn:
+        if newest is None or one is None or not one.sealed or one.torn:
             return
-        if one.head.encrypted != self._encrypted:
+        if one.head is None or one.head.encrypted != self._encrypted:
             return
         if free_bytes(one) < one.nbytes // RESUME_SHARE:
             return
