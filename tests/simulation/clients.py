@@ -133,6 +133,7 @@ class Link:
     def _send(self) -> None:
         if not self.is_open or not self._unsent:
             return
+        self.machine.may_be_ready = True
         try:
             sent = self.sock.send(self._unsent)
         except BlockingIOError:
@@ -229,6 +230,7 @@ class Link:
         self.is_open = False
         self.machine.client_readers.pop(self.fd, None)
         self.machine.watch(self.fd)
+        self.machine.may_be_ready = True
         self.sock.close()
         self.machine.client_fds.discard(self.fd)
         for fd in self._fds:

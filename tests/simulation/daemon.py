@@ -36,6 +36,7 @@ from kvtier_daemon.app import App
 from kvtier_daemon.catalog import blocks, demotion, expiring, reading
 from kvtier_daemon.config.schema import ColdConfig, Config, LoadedConfig, TenantConfig, WarmConfig
 from kvtier_daemon.observing import loop_lag
+from kvtier_daemon.planning import recomputed
 from kvtier_daemon.serving import listing
 from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
@@ -43,6 +44,7 @@ from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
     attached,
     directory,
+    directory_lock,
     disk,
     encoder,
     flusher,
@@ -144,6 +146,12 @@ def install() -> None:
     directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
     encoder._started = lambda *_: MACHINE.now.make_threads()
     attached.threads_here = tier.threads_here = lambda: 1
+    # The user and the permissions of files are those of this process.
+    directory_lock.distrust_cold = lambda *_: ("", "")
+    directory_lock._warn_of_missing_index = lambda *_: None
+    directory._trusted = lambda _, fd: fd
+    directory.ColdDirectory.lacks_bytes = lambda _: 0
+    recomputed.NOTES_BYTES = 4096
     warm.Prefaulter = Prefaulter
     demotion.SWEEP_IDS = 512
     peer_module.Peer.of = classmethod(_peer_of)
@@ -159,6 +167,9 @@ def install() -> None:
         disk.DirectoryDisk,
     ):
         kind.__hash__ = lambda _: 0
+    # Nobody reads where a line was logged, and by which thread.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     log = logging.getLogger()
     log.handlers = [Failures()]
     log.setLevel(logging.WARNING)

@@ -46,13 +46,31 @@ class Process:
 
     def end(self) -> None:
         self.is_alive = False
-        os.eventfd_write(self.pidfd, 1)
+        notify(self.pidfd)
 
 
 class Connection(socket.socket):
     """The daemon's end of a connection, with the process at the other end."""
 
     process: Process
+
+    def send(self, *args: Any) -> int:
+        MACHINE.now.may_be_ready = True
+        return super().send(*args)
+
+    def sendmsg(self, *args: Any) -> int:
+        MACHINE.now.may_be_ready = True
+        return super().sendmsg(*args)
+
+    def close(self) -> None:
+        MACHINE.now.may_be_ready = True
+        super().close()
+
+
+def notify(fd: int) -> None:
+    """Make an eventfd readable."""
+    MACHINE.now.may_be_ready = True
+    os.eventfd_write(fd, 1)
 
 
 class Listener:
@@ -73,7 +91,7 @@ class Listener:
         if buffer_bytes:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         self._waiting.append(connection)
-        os.eventfd_write(self._fd, 1)
+        notify(self._fd)
         return client, connection
 
     def accept(self) -> tuple[Connection, None]:
@@ -86,6 +104,27 @@ class Listener:
         self._waiting.clear()
         os.close(self._fd)
         self._fd = -1
+
+
+class NoLock:
+    """Replaces the lock of a future: there is one thread."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
+
+
+class Job(Future[Any]):
+    def __init__(self) -> None:
+        self.__dict__.update(
+            _condition=NoLock(), _state="PENDING", _result=None, _exception=None, _waiters=[],
+            _done_callbacks=[],
+        )  # fmt: skip
 
 
 class Threads:
@@ -102,7 +141,7 @@ class Threads:
     def submit(self, work: Callable[..., Any], *args: Any, **named: Any) -> Future[Any]:
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        future: Future[Any] = Future()
+        future = Job()
         self._queue.append((future, lambda: work(*args, **named)))
         if self._running is None:
             self._next()
@@ -487,7 +526,7 @@ class DiskWorker:
                     self._start(sync)
         self._done.append((one.token, code, extra))
         if len(self._done) == 1:
-            os.eventfd_write(self._notify, 1)
+            notify(self._notify)
 
 
 class Index:
@@ -556,7 +595,7 @@ class Index:
         machine.trace("index", len(tokens), failing)
         self._done += [(token, self.failure) for token in tokens]
         if tokens:
-            os.eventfd_write(self.event_fd, 1)
+            notify(self.event_fd)
 
     def _apply(self, count: int) -> None:
         for one in self._queue[:count]:
@@ -611,7 +650,7 @@ class Prefaulter:
         fd, size = self._files[at]
         os.posix_fallocate(fd, 0, size)
         self._progress[at] = size, 0
-        os.eventfd_write(self._notify, 1)
+        notify(self._notify)
         self._is_busy = at + 1 < len(self._files)
         if self._is_busy:
             slow = self._machine.config.memory_s * self._machine.chance.random()
@@ -682,8 +721,9 @@ MACHINE = Current
 class Machine:
     """The time, and everything that happens outside of the daemon's code."""
 
-    def __init__(self, seed: object, config: Any, folder: Path) -> None:
+    def __init__(self, seed: object, config: Any, folder: Path, is_traced: bool) -> None:
         MACHINE.now = self
+        self.is_traced = is_traced
         self.config = config
         self.folder = folder
         self.chance = random.Random(f"schedule {seed}")
@@ -703,6 +743,7 @@ class Machine:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._poll = select.poll()
         self._watched: set[int] = set()
+        self.may_be_ready = True  # a descriptor, since none was
         self.client_readers: dict[int, Callable[[], None]] = {}
         self.begin_daemon()
 
@@ -721,6 +762,8 @@ class Machine:
         return threads
 
     def trace(self, *what: Any) -> None:
+        if not self.is_traced:
+            return
         text = f"{CLOCK.now:.9f} {what!r}".replace(str(self.folder), "FOLDER")
         self.hash.update(text.encode())
         if self.lines is not None:
@@ -742,6 +785,7 @@ class Machine:
         """Note that somebody waits for this descriptor, or no longer."""
         loop = self.loop
         wanted = 0
+        self.may_be_ready = True
         if fd in self.client_readers or (loop is not None and fd in loop.readers):
             wanted |= select.POLLIN
         if loop is not None and fd in loop.writers:
@@ -765,7 +809,8 @@ class Machine:
         if due <= CLOCK.now and draw < 0.5:
             self._run_event()
             return True
-        if loop_at > 0.0 or draw < 0.8:
+        is_idle = due > CLOCK.now and loop_at > CLOCK.now
+        if is_idle or (self.may_be_ready and (loop_at > 0.0 or draw < 0.8)):
             for_daemon, for_clients = self._ready()
             if for_clients and (not for_daemon or draw < 0.4):
                 chance.choice(for_clients)()
@@ -793,7 +838,9 @@ class Machine:
         loop = self.loop
         for_daemon: list[Any] = []
         for_clients: list[Callable[[], None]] = []
-        for fd, what in self._poll.poll(0):
+        found = self._poll.poll(0)
+        self.may_be_ready = bool(found)
+        for fd, what in found:
             if what & select.POLLNVAL:
                 self.violate(f"descriptor {fd} is watched and is closed")
             if (reader := self.client_readers.get(fd)) is not None:

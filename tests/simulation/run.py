@@ -59,14 +59,14 @@ class Outcome:
 
 class Simulation:
     def __init__(
-        self, seed: int, plan: Sequence[Operation], folder: Path, keeps_lines: bool
+        self, seed: int, plan: Sequence[Operation], folder: Path, keeps_lines: bool, is_traced: bool
     ) -> None:
         self.seed = seed
         config = config_of(seed)
         virtual.reset(seed, config.tick_s)
         NumberedTask.made = 0
         self.base_fds = _descriptors()
-        self.machine = machine = Machine(seed, config, folder)
+        self.machine = machine = Machine(seed, config, folder, is_traced or keeps_lines)
         machine.lines = [] if keeps_lines else None
         machine.counts = self.counts = Counter()
         machine.client_fds = set()
@@ -456,9 +456,11 @@ def _is_open(fd: int) -> bool:
 
 
 def simulate(
-    seed: int, plan: Sequence[Operation] | None = None, keeps_lines: bool = False
-) -> Outcome:
-    """Carry out the plan of this seed, or another one; return what happened."""
+    seed: int, plan: Sequence[Operation] | None = None, keeps_lines: bool = False,
+    is_traced: bool = False,
+) -> Outcome:  # fmt: skip
+    """Carry out the plan of this seed, or another one; return what happened. Without `is_traced`, the digest
+    of the trace is that of nothing."""
     plan = plan_of(seed) if plan is None else plan
     outcome = Outcome(seed)
     folder = Path(tempfile.mkdtemp(prefix="kvtier-simulation-", dir=FOLDERS))
@@ -466,7 +468,7 @@ def simulate(
     gc.disable()
     before = _descriptors()
     try:
-        simulation = Simulation(seed, plan, folder, keeps_lines)
+        simulation = Simulation(seed, plan, folder, keeps_lines, is_traced)
         try:
             simulation.carry_out()
             simulation.finish()
