@@ -476,7 +476,12 @@ class Client:
         """The lost connection that the next one continues."""
         lost = [link for link in self.lost_links if link.token and not link.read_only]
         machine = self.machine
-        if read_only or self.tenant < 0 or not lost or machine.chance.random() >= machine.config.resumes:
+        if (
+            read_only
+            or self.tenant < 0
+            or not lost
+            or machine.chance.random() >= machine.config.resumes
+        ):
             return None
         return machine.chance.choice(lost)
 

@@ -3,6 +3,7 @@ killed."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -246,6 +247,7 @@ class Daemon:
         machine.begin_daemon()
         set_portions(machine.config.is_portioned)
         machine.loop = self.loop = SimulatedLoop(machine)
+        asyncio._set_running_loop(self.loop)  # all the time: clients have no loop
         machine.has_left = False
         self.listener = Listener()
         secrets = {
@@ -314,6 +316,7 @@ class Daemon:
             self.loop.remove_reader(fd)
         for fd in [*self.loop.writers]:
             self.loop.remove_writer(fd)
+        asyncio._set_running_loop(None)
         self.loop.close()
         machine.loop = None
         for connection in self.connections:
@@ -322,6 +325,4 @@ class Daemon:
 
 
 def _tasks_of(loop: SimulatedLoop) -> list[Any]:
-    import asyncio
-
     return sorted(asyncio.all_tasks(loop), key=lambda task: task.number)

@@ -45,7 +45,12 @@ class Handle(asyncio.Handle):
 
 class Timer(Handle):
     def __init__(
-        self, when: float, call: Callable[..., object], args: Any, loop: Any, context: Context | None
+        self,
+        when: float,
+        call: Callable[..., object],
+        args: Any,
+        loop: Any,
+        context: Context | None,
     ) -> None:
         super().__init__(call, args, loop, context)
         self._when = when
@@ -117,14 +122,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         queue.extend(ready)
         while timers and timers[0][0] <= now:
             queue.append(heapq.heappop(timers)[2])
-        asyncio._set_running_loop(self)
-        try:
-            for _ in range(len(queue)):
-                handle = queue.popleft()
-                if not handle._cancelled:
-                    handle._run()
-        finally:
-            asyncio._set_running_loop(None)
+        for _ in range(len(queue)):
+            handle = queue.popleft()
+            if not handle._cancelled:
+                handle._run()
 
     # --- descriptors and signals -------------------------------------------------------------
 

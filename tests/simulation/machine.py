@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -727,6 +727,7 @@ class Machine:
         self.config = config
         self.folder = folder
         self.chance = random.Random(f"schedule {seed}")
+        self._random = self.chance.random
         self.hash = blake2b(digest_size=16)
         self.lines: list[str] | None = None
         self.disk = Disk(self)
@@ -802,35 +803,33 @@ class Machine:
         if self.violations:
             raise ViolationError(self.violations[0])
         self.steps += 1
-        loop, chance, events = self.loop, self.chance, self._events
+        loop, events, now = self.loop, self._events, CLOCK.now
+        draw = self._random()
         due = events[0][0] if events else NEVER
-        loop_at = loop.next_at if loop is not None else NEVER
-        draw = chance.random()
-        if due <= CLOCK.now and draw < 0.5:
+        if due <= now and draw < 0.5:
             self._run_event()
             return True
-        is_idle = due > CLOCK.now and loop_at > CLOCK.now
+        loop_at = loop.next_at if loop is not None else NEVER
+        is_idle = due > now and loop_at > now
+        for_daemon: Sequence[Any] = ()
         if is_idle or (self.may_be_ready and (loop_at > 0.0 or draw < 0.8)):
             for_daemon, for_clients = self._ready()
             if for_clients and (not for_daemon or draw < 0.4):
-                chance.choice(for_clients)()
+                self.chance.choice(for_clients)()
                 return True
             if len(for_daemon) > 1:
-                chance.shuffle(for_daemon)
-        else:
-            for_daemon = ()
-        if for_daemon or loop_at <= CLOCK.now:
-            CLOCK.now += draw * self.config.iteration_s
+                self.chance.shuffle(for_daemon)
+        if for_daemon or loop_at <= now:
+            CLOCK.now = now + draw * self.config.iteration_s
             loop.run_once(for_daemon)
-            return True
-        if due <= CLOCK.now:
+        elif due <= now:
             self._run_event()
-            return True
-        then = min(due, loop_at)
-        if then > until:
-            CLOCK.now = max(CLOCK.now, until)
-            return False
-        CLOCK.now = max(CLOCK.now, then)
+        else:
+            then = min(due, loop_at)
+            if then > until:
+                CLOCK.now = max(now, until)
+                return False
+            CLOCK.now = then
         return True
 
     def _ready(self) -> tuple[list[Any], list[Callable[[], None]]]:
