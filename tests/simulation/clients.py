@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import socket
 import struct
@@ -133,14 +135,22 @@ class Link:
             self.unclaimed = [*before.unclaimed, *before.writing]
         ended = client.ended_tokens()
         client.disowned(ended)
+        tokens, resumes = [token for token, _ in ended], self.token
+        self._stolen = client.stolen_token()
+        if self._stolen:
+            # That of another tenant ends nothing, and that of another process gives no slots.
+            if self._stolen[1].tenant != client.tenant:
+                tokens.append(self._stolen[0])
+            resumes = resumes or self._stolen[0]
         hello = wire.Hello(
-            0, wire.SCHEMA, client.name, read_only, [token for token, _ in ended], "engine",
-            resumes=self.token,
-        )  # fmt: skip
+            0, wire.SCHEMA, client.name, read_only, tokens, "engine", resumes=resumes
+        )
         self.ask(hello, self._welcomed)
 
     def _welcomed(self, reply: wire.Welcome) -> None:
         is_known, self.token = reply.token == self.token, reply.token
+        if self._stolen and reply.token == self._stolen[0]:
+            self.machine.violate(f"{self.client.name} continues a session of another process")
         if self.before is not None:
             Resumption(self, self.before, is_known).begin()
 
@@ -264,8 +274,6 @@ class Link:
         self.sock.close()
         self.machine.client_fds.discard(self.fd)
         for fd in self._fds:
-            import os
-
             os.close(fd)
         for reading in self.reading:
             self.end_use(slot for slot, _ in reading.slots)
@@ -472,6 +480,20 @@ class Client:
         self.machine.client_fds.add(self.link.fd)
         return self.link
 
+    def stolen_token(self) -> tuple[bytes, Client] | None:
+        """Sometimes, the token of a session of another client."""
+        machine = self.machine
+        if self.tenant < 0 or machine.chance.random() < 0.8:
+            return None
+        found = [
+            (link.token, other)
+            for other in machine.clients
+            if other is not self
+            for link in (other.link, *other.lost_links)
+            if link is not None and link.token
+        ]
+        return machine.chance.choice(found) if found else None
+
     def _to_resume(self, read_only: bool) -> Link | None:
         """The lost connection that the next one continues."""
         lost = [link for link in self.lost_links if link.token and not link.read_only]
@@ -488,8 +510,12 @@ class Client:
     def map(
         self, extent_fd: int, table_fd: int, nbytes: int, writable: bool
     ) -> tuple[Mapping, Mapping, int]:
-        import os
-
+        for fd, is_writable in ((extent_fd, writable), (table_fd, False)):
+            if (
+                fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+                != (os.O_RDONLY, os.O_RDWR)[is_writable]
+            ):
+                self.machine.violate(f"{self.name} got a descriptor with the wrong access")
         try:
             table_bytes, memory = os.fstat(table_fd).st_size, os.fstat(extent_fd).st_ino
             extent, table = (

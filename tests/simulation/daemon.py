@@ -21,6 +21,7 @@ from .machine import (
     MACHINE,
     Child,
     DiskWorker,
+    FaultyFiles,
     Index,
     KeptDescriptors,
     Listener,
@@ -53,6 +54,7 @@ from kvtier_daemon.tiers.cold import (
     mover,
     read_queue,
     reclaimer,
+    recovery,
     scrub,
     segment_store,
     tier,
@@ -153,6 +155,8 @@ def install() -> None:
     directory._trusted = lambda _, fd: fd
     directory.ColdDirectory.lacks_bytes = lambda _: 0
     recomputed.NOTES_BYTES = 4096
+    recovery.os = FaultyFiles()
+    recovery.distrust = lambda *_, **__: ("", "")
     warm.Prefaulter = Prefaulter
     demotion.SWEEP_IDS = 512
     peer_module.Peer.of = classmethod(_peer_of)

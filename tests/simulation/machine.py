@@ -127,6 +127,19 @@ class Job(Future[Any]):
         )  # fmt: skip
 
 
+class FaultyFiles:
+    """Replaces `os` where segments are scanned: reads may fail."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def pread(self, fd: int, nbytes: int, at: int) -> bytes:
+        disk = MACHINE.now.disk
+        if disk.is_failing("read"):
+            raise OSError(disk.code, os.strerror(disk.code))
+        return os.pread(fd, nbytes, at)
+
+
 class Threads:
     """An executor without threads: each call runs at a virtual time, one after the other. A call of which
     the disk hangs does not end."""
