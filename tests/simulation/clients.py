@@ -752,6 +752,8 @@ class Client:
             reading = self._loaded(
                 link, space, keys, first, deadline_ms, shards, asked_at, reply, "load"
             )
+            if request and not reply.coming:
+                link.daemon.check_answered(self.tenant, link.token, request)
             if reading is not None:
                 reading.request = request
             if earlier is not None:

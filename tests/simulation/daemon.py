@@ -277,6 +277,14 @@ class Daemon:
         self.connections.append(connection)
         return client
 
+    def check_answered(self, tenant: int, token: bytes, request: int) -> None:
+        """This request got all that it waited for: nothing is held for it any longer."""
+        if self.is_serving:
+            held = self.app.tenants[TENANTS[tenant]].catalog.holds.of
+            for session in self.app._server.sessions:
+                if session.token == token and (session.id, request) in held:
+                    self.machine.violate(f"blocks are held for the answered request {request}")
+
     def stop(self) -> None:
         """Ask it to stop."""
         self.is_stopping = True

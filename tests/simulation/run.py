@@ -35,6 +35,7 @@ from .plan import (
 # isort: split
 from kvtier import wire
 from kvtier_daemon.catalog.blocks import ID_BYTES
+from kvtier_daemon.catalog.leases import NOBODY
 
 from .clients import Client, Link
 from .daemon import FIRST_UID, Daemon
@@ -170,6 +171,7 @@ class Simulation:
             machine.run(max(CLOCK.now, began + one.at))
             machine.trace("operation", one.kind, one.number)
             self.act(one.kind, random.Random(one.number))
+            self.check_holders()
             for client in self.clients:
                 if client.link is not None:
                     client.link.check_progress()
@@ -242,6 +244,20 @@ class Simulation:
                 for tenant in range(config.tenants):
                     self.oracle.unpins(tenant)
             link.ask(wire.Settings(0, "reload"), lambda _: None)
+
+    def check_holders(self) -> None:
+        """What is held for a session is held for one that is there."""
+        if self.daemon is None or not self.daemon.is_serving:
+            return
+        app = self.daemon.app
+        sessions = {NOBODY, *(one.id for one in app._server.sessions)}
+        for name, tenant in app.tenants.items():
+            reading = tenant.catalog._reading
+            ending = {session for session, _ in reading._left}  # in portions
+            holders = {session for lease in reading._of.values() for session in lease.holders}
+            holders |= {session for session, _ in tenant.catalog.holds.of}
+            if gone := holders - sessions - ending:
+                self.machine.violate(f"blocks of tenant {name} are held for ended sessions {gone}")
 
     # --- the end -----------------------------------------------------------------------------
 
