@@ -29,6 +29,7 @@ GENERATION = struct.Struct("<Q")
 # Failures that a client may get, by the code.
 EXPECTED = {"disk_failed", "too_many"}
 ASKS_MOST = 8
+FIRST_READER = 3001  # users that may only read
 
 
 @dataclass(slots=True)
@@ -221,7 +222,10 @@ class Link:
         if isinstance(reply, wire.ExtentAdded):
             extent_fd, table_fd = self._fds.popleft(), self._fds.popleft()
             self.extents[reply.index] = self.client.map(
-                extent_fd, table_fd, reply.bytes, not self.read_only
+                extent_fd,
+                table_fd,
+                reply.bytes,
+                not self.read_only and self.client.uid < FIRST_READER,
             )
             return
         if isinstance(reply, wire.GoingDown):
@@ -483,7 +487,7 @@ class Client:
     def stolen_token(self) -> tuple[bytes, Client] | None:
         """Sometimes, the token of a session of another client."""
         machine = self.machine
-        if self.tenant < 0 or machine.chance.random() < 0.8:
+        if self.tenant < 0 or machine.chance.random() < 0.6:
             return None
         found = [
             (link.token, other)
@@ -557,14 +561,27 @@ class Client:
             if self.link is not None:
                 self.link.close(kind)
             return
-        link = self.connected(read_only=kind == "read_only")
-        if link is None or kind == "read_only":
+        if kind == "read_only":
+            self._read_only(chance)
+            return
+        link = self.connected()
+        if link is None:
             return
         space = chance.choice(self.machine.config.spaces)
         if space not in link.spaces and kind not in ("stall", "stats", "explain", "grow"):
             self._open(link, space, lambda: self._do(link, kind, space, chance))
         else:
             self._do(link, kind, space, chance)
+
+    def _read_only(self, chance: random.Random) -> None:
+        """Connect with an option, or as another user: both get memory that they can only read."""
+        if chance.random() < 0.5:
+            self.connected(read_only=True)
+            return
+        name, uid = f"reader of {self.name}", FIRST_READER + self.tenant
+        reader = Client(self.machine, self.oracle, name, self.tenant, uid, self.daemon_of)
+        if reader.connected() is not None:
+            self.machine.after(0.05, reader.die)
 
     def _open(self, link: Link, space: int, then: Callable[[], None]) -> None:
         def opened(reply: wire.Opened) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from . import virtual  # first: it replaces the clocks
+from .clients import FIRST_READER
 from .loop import NumberedTask, SimulatedLoop
 from .machine import (
     MACHINE,
@@ -229,6 +230,7 @@ def loaded(machine: Machine) -> LoadedConfig:
         tenants={
             name: TenantConfig(
                 uids=(FIRST_UID + at, FIRST_GUEST + at)[: 1 + how.has_guests],
+                readers=(FIRST_READER + at,),
                 quota_bytes=warm_bytes // how.tenants,
             )
             for at, name in enumerate(names)
