@@ -285,6 +285,14 @@ def test_a_plan_may_end_in_parts() -> None:
     tenant.check()
 
 
+def test_a_sweep_ends_after_the_last_id() -> None:
+    tenant = Tenant(8)
+    ids = tenant.save(chain(4))
+    tenant.write(tenant.catalog.demotions.plan_write_through(ids))
+    plan, at, _ = tenant.catalog.demotions.sweep(0, 1)
+    assert (plan.ids, at) == (b"", 0)
+
+
 def test_a_commit_is_written_through_once() -> None:
     tenant, keys = Tenant(8), chain(4)
     ids = tenant.save(keys)
