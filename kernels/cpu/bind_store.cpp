@@ -462,6 +462,7 @@ class PyStore {
         return nb::make_tuple(next, rows(ids, listed_bytes, listed));
     }
 
+    Id id_limit() const { return store_.id_limit(); }
     std::size_t memory_bytes() const { return sizeof(*this) + store_.memory_bytes(); }
 
     void check() const {
@@ -561,6 +562,7 @@ void bind_store(nb::module_& m) {
         .def("tally", &PyStore::tally, "first"_a, "look"_a)
         .def("listed", &PyStore::listed, "space"_a, "first"_a, "look"_a, "limit"_a)
         .def("counts", &PyStore::counts)
+        .def("id_limit", &PyStore::id_limit)
         .def("memory_bytes", &PyStore::memory_bytes)
         .def("check", &PyStore::check);
 }

@@ -244,6 +244,8 @@ class Store {
     std::uint64_t framed_blocks() const { return records_.framed_blocks(); }
     std::uint64_t framed_bytes() const { return records_.framed_bytes(); }
     const Slabs& slabs() const { return slabs_; }
+    // All ids that were ever used are below this.
+    Id id_limit() const { return records_.limit(); }
     std::size_t memory_bytes() const;
     void check() const;
 

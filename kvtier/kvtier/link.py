@@ -84,8 +84,14 @@ class SlotUser(Protocol):
     def again(self, request_id: int) -> wire.Message | None:
         """The request for the same slots in a new connection; None if there is nothing to ask for."""
 
-    def taken(self, reply: wire.Reply, mappings: BothMappings) -> bool:
-        """The answer to it; return False if slots were lost that this client may write to."""
+    def taken(self, reply: wire.Reply, mappings: BothMappings) -> None:
+        """The answer to it."""
+
+
+class Writer(SlotUser, Protocol):
+    """A save. `is_lost`: it may write to slots that it did not get in a later connection."""
+
+    is_lost: bool
 
 
 class NewConnection:
@@ -120,7 +126,7 @@ class Link:
         self.spaces: weakref.WeakSet[OpenedSpace] = weakref.WeakSet()
         self.leases: weakref.WeakValueDictionary[int, SlotUser] = weakref.WeakValueDictionary()
         self._pending: dict[int, tuple[type[wire.Message], Make]] = {}
-        self._writing: dict[int, SlotUser] = {}  # by identity
+        self._writing: dict[int, Writer] = {}  # by identity
         self._deferred: deque[tuple[int, bytearray]] = deque()
         self._closed = False
         self._away = False  # no daemon has come back in time
@@ -263,13 +269,13 @@ class Link:
         """Whether a request of `tell` is not answered or not sent yet."""
         return bool(self._pending or self._deferred or self.connection.backlog_bytes)
 
-    def begin_writing(self, save: SlotUser) -> None:
+    def begin_writing(self, save: Writer) -> None:
         """This save may write to slots until `end_writing`."""
         self.connection.check_process()
         with self.lock:
             self._writing[id(save)] = save
 
-    def end_writing(self, save: SlotUser) -> None:
+    def end_writing(self, save: Writer) -> None:
         """End a `begin_writing`. Does nothing in a forked child, because the parent may still write."""
         if self.connection.inherited:
             return
@@ -355,11 +361,12 @@ class Link:
                 for message in space.reopened(opened):
                     new.connection.send(message)
             mappings = new.arena.extents, new.arena.tables
-            is_clear = True  # no thread writes to any other slot of the last session
-            for save in list(self._writing.values()):
+            writing = list(self._writing.values())
+            for save in writing:
                 if (request := save.again(self.new_id())) is not None:
-                    is_clear &= save.taken(new.ask(request, wire.Reserved), mappings)
-            if token and is_clear:
+                    save.taken(new.ask(request, wire.Reserved), mappings)
+            # Otherwise threads may write to other slots of the last session.
+            if token and not any(save.is_lost for save in writing):
                 new.ask(wire.Abort(self.new_id(), 0), wire.Done)
             for lease in list(self.leases.values()):
                 if (request := lease.again(self.new_id())) is not None:

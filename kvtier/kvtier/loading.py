@@ -72,7 +72,7 @@ class Lease:
         """The request for the same lease in another connection, if it has not ended."""
         return self._again(request_id) if self._again is not None and self._id else None
 
-    def taken(self, reply: wire.Reply, mappings: BothMappings) -> bool:
+    def taken(self, reply: wire.Reply, mappings: BothMappings) -> None:
         """The client is connected again: hold the same slots there if all still contain the blocks."""
         assert isinstance(reply, wire.Loaded)
         others = {(part.group, part.shard, part.first): part.slots for part in reply.parts}
@@ -84,7 +84,6 @@ class Lease:
             for part in self.parts
         )  # fmt: skip
         self._id, self._home = reply.lease if same else 0, mappings[0]
-        return same
 
     def part(self, group: int, shard: int) -> wire.Part:
         """Return the slots of one group and shard. Raises InvalidArgument if they were not requested."""

@@ -56,7 +56,7 @@ class Saving(Mapping[Key, memoryview]):
         self._shard = shard
         self._lease = 0
         self._lease_first = 0  # the granted block that is the first one of the lease
-        self._lost = False  # the daemon ended, and the slots are not those of the next one
+        self.is_lost = False  # the daemon ended, and the slots are not those of the next one
         self._is_given_back = True
         self._granted_at = 0.0
         self._extents: Mappings = ()
@@ -102,7 +102,7 @@ class Saving(Mapping[Key, memoryview]):
         end, sums = self._committed + count, self.checksums
 
         def request(id_: int) -> wire.Message:
-            if self._lost:
+            if self.is_lost:
                 raise StaleLease("the daemon has ended, and its memory was not kept: save again")
             # Those before `first` were committed by a request whose answer was lost.
             first = max(self._committed, self._lease_first)
@@ -231,7 +231,7 @@ class Saving(Mapping[Key, memoryview]):
         self._lease, self.slots, self.outcomes = reserved.lease, reserved.slots, reserved.outcomes
         self._extents, _ = mappings
         self._lease_first, self._granted_at = 0, time.monotonic()
-        self._lost = self._is_given_back = False
+        self.is_lost = self._is_given_back = False
 
     def _give_back(self) -> None:
         """Give back the slots that are not committed."""
@@ -245,10 +245,11 @@ class Saving(Mapping[Key, memoryview]):
         self._space.link.ask(request, wire.Done, given_back)
 
     def again(self, request_id: int) -> wire.Message | None:
-        """The request for the slots that are not committed, in another connection."""
+        """The request for the slots that are not committed, in another connection. A save that lost slots
+        asks no more: a later save of the same keys may have others for them."""
         self._lease = 0
         granted = self.granted[self._committed :]
-        if self._is_given_back or not granted:
+        if self._is_given_back or self.is_lost or not granted:
             return None
         ttl_ms, space = self._ttl_ms, self._space
         if ttl_ms:
@@ -256,15 +257,14 @@ class Saving(Mapping[Key, memoryview]):
         keys = b"".join(self._keys[at] for at in granted)
         return wire.Regain(request_id, space.index, self._group, self._shard, keys, ttl_ms)
 
-    def taken(self, reply: wire.Reply, mappings: BothMappings) -> bool:
-        """The client is connected again: go on with the same slots; return False if there are others."""
+    def taken(self, reply: wire.Reply, mappings: BothMappings) -> None:
+        """The client is connected again: go on with the same slots, or note that some are lost."""
         assert isinstance(reply, wire.Reserved)
         # The first ones may be committed: the daemon ended before it answered.
         present = len(reply.outcomes) - len(reply.outcomes.lstrip(bytes([wire.PRESENT])))
         self._lease, self._lease_first = reply.lease, self._committed + present
         slots = self.slots[self._lease_first * wire.SLOT_BYTES :]
-        self._lost = not same_slots(self._extents, slots, mappings[0], reply.slots)
-        return not self._lost
+        self.is_lost = not same_slots(self._extents, slots, mappings[0], reply.slots)
 
     def __repr__(self) -> str:
         return (

@@ -88,6 +88,25 @@ def test_a_save_goes_on_in_its_slots_if_the_memory_is_kept(folder: Path, keep_s:
     daemon.stop()
 
 
+def test_a_lost_save_gets_no_slot_of_a_later_one(folder: Path) -> None:
+    """A save that a daemon without its memory has ended, another one of the same keys, and another daemon."""
+    daemon = start_daemon(folder, keep_s=0)
+    with daemon.connect(reconnect_s=WAIT_S, timeout_s=WAIT_S) as client:
+        space = client.open(spec_of())
+        keys = space.keys(tokens(space, 7, 8))
+        with space.reserve(keys):
+            end(daemon, signal.SIGKILL)
+            daemon = start(folder)
+            with space.reserve(keys) as saving:
+                for key in keys:
+                    saving[key][:] = pattern(key, space.spec.block_bytes)
+                end(daemon, signal.SIGKILL)
+                daemon = start(folder)
+                client.ping()
+        assert space.match(keys).ready == 8
+    daemon.stop()
+
+
 def test_a_commit_whose_answer_is_lost_is_not_repeated(folder: Path) -> None:
     """The daemon ends after it has committed a part: the client commits the rest."""
     daemon = start(folder)

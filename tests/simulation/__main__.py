@@ -49,7 +49,7 @@ def main() -> int:
         plan = plan_of(seed)
         if asked.keep:
             plan = [plan[int(number)] for number in asked.keep.split(",")]
-        outcome = simulate(seed, plan, keeps_lines=asked.trace)
+        outcome = simulate(seed, plan, asked.trace, asked.digests)
         counts += outcome.counts
         steps += outcome.steps
         if asked.trace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import socket
 import struct
@@ -14,7 +16,7 @@ from kvtier import wire
 from kvtier_kernels import Mapping, xxh3_128
 
 from .machine import PAGE, Machine, Process
-from .oracle import Oracle, Pin, User, Value, content
+from .oracle import NEVER, Oracle, Pin, User, Value, content
 from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, block_bytes, places
 from .virtual import CLOCK
 
@@ -28,6 +30,7 @@ GENERATION = struct.Struct("<Q")
 EXPECTED = {"disk_failed", "too_many"}
 ASKS_MOST = 8
 ROOM_TRIES, ROOM_PAUSE_S = 3, 0.03  # of saves that wait for writes to disk
+FIRST_READER = 3001  # users that may only read
 
 
 @dataclass(slots=True)
@@ -49,11 +52,29 @@ class Slot:
 class Writing:
     """A save in progress."""
 
+    home: Link  # where its slots are mapped
     lease: int
     values: list[Value]
     slots: list[Slot]
     is_open: list[bool]  # not committed or aborted
     nbytes: int
+    expires_at: float
+    is_lost: bool = False  # a later connection did not get all of its slots
+
+    def stop(self, at: int | None = None) -> None:
+        """No thread writes to this slot from now on, or to any."""
+        for one in range(len(self.slots)) if at is None else (at,):
+            if self.is_open[one]:
+                self.is_open[one] = False
+                self.home.end_use([self.slots[one]])
+
+    def regainable(self) -> list[int]:
+        """The blocks that the next connection may ask for: those whose commit was not answered."""
+        return [
+            at
+            for at, value in enumerate(self.values)
+            if self.is_open[at] or (value.commit_sent and value.committed_at == NEVER)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +102,9 @@ class Asked:
 class Link:
     """One connection to a daemon."""
 
-    def __init__(self, client: Client, daemon: Daemon, read_only: bool) -> None:
+    def __init__(
+        self, client: Client, daemon: Daemon, read_only: bool, before: Link | None
+    ) -> None:
         self.client = client
         self.machine = client.machine
         self.oracle = client.oracle
@@ -91,7 +114,11 @@ class Link:
         self.fd = self.sock.fileno()
         self.is_open = True
         self.ends = ""  # why it is about to end
-        self.token = b""
+        # A connection that continues another one has its token, also before the daemon says so.
+        self.token = before.token if before is not None else b""
+        self.before = before
+        # Saves of connections before this one, to whose slots the process may still write.
+        self.unclaimed: list[Writing] = []
         self.asked: dict[int, Asked] = {}
         self.spaces: dict[int, int] = {}
         # By their number, with the inode of the memory. Retired extents are not announced.
@@ -105,15 +132,29 @@ class Link:
         self._last_id = 0
         self.machine.client_readers[self.fd] = self.receive
         self.machine.watch(self.fd)
+        if before is not None:
+            client.lost_links.remove(before)
+            self.unclaimed = [*before.unclaimed, *before.writing]
         ended = client.ended_tokens()
         client.disowned(ended)
+        tokens, resumes = [token for token, _ in ended], self.token
+        self._stolen = client.stolen_token()
+        if self._stolen:
+            # That of another tenant ends nothing, and that of another process gives no slots.
+            if self._stolen[1].tenant != client.tenant:
+                tokens.append(self._stolen[0])
+            resumes = resumes or self._stolen[0]
         hello = wire.Hello(
-            0, wire.SCHEMA, client.name, read_only, [token for token, _ in ended], "engine"
+            0, wire.SCHEMA, client.name, read_only, tokens, "engine", resumes=resumes
         )
         self.ask(hello, self._welcomed)
 
     def _welcomed(self, reply: wire.Welcome) -> None:
-        self.token = reply.token
+        is_known, self.token = reply.token == self.token, reply.token
+        if self._stolen and reply.token == self._stolen[0]:
+            self.machine.violate(f"{self.client.name} continues a session of another process")
+        if self.before is not None:
+            Resumption(self, self.before, is_known).begin()
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -134,6 +175,7 @@ class Link:
     def _send(self) -> None:
         if not self.is_open or not self._unsent:
             return
+        self.machine.may_be_ready = True
         try:
             sent = self.sock.send(self._unsent)
         except BlockingIOError:
@@ -181,7 +223,10 @@ class Link:
         if isinstance(reply, wire.ExtentAdded):
             extent_fd, table_fd = self._fds.popleft(), self._fds.popleft()
             self.extents[reply.index] = self.client.map(
-                extent_fd, table_fd, reply.bytes, not self.read_only
+                extent_fd,
+                table_fd,
+                reply.bytes,
+                not self.read_only and self.client.uid < FIRST_READER,
             )
             return
         if isinstance(reply, wire.GoingDown):
@@ -230,15 +275,15 @@ class Link:
         self.is_open = False
         self.machine.client_readers.pop(self.fd, None)
         self.machine.watch(self.fd)
+        self.machine.may_be_ready = True
         self.sock.close()
         self.machine.client_fds.discard(self.fd)
         for fd in self._fds:
-            import os
-
             os.close(fd)
         for reading in self.reading:
             self.end_use(slot for slot, _ in reading.slots)
         self.reading.clear()
+        self.before = None
         if how == "bye":
             self.stop_writing()
         else:
@@ -246,14 +291,11 @@ class Link:
         self.client.link = None
 
     def stop_writing(self) -> None:
-        for writing in self.writing:
-            self.end_use(
-                slot
-                for slot, is_open in zip(writing.slots, writing.is_open, strict=True)
-                if is_open
-            )
-            writing.is_open = [False] * len(writing.slots)
+        """No thread writes to a slot of this connection, or of those that it continues, from now on."""
+        for writing in (*self.writing, *self.unclaimed):
+            writing.stop()
         self.writing.clear()
+        self.unclaimed.clear()
 
     # --- slots -------------------------------------------------------------------------------
 
@@ -290,6 +332,126 @@ class Link:
                 )
 
 
+class Resumption:
+    """Gets the slots of a lost connection in the one that continues it. `is_known`: the daemon knows the
+    session."""
+
+    def __init__(self, link: Link, before: Link, is_known: bool) -> None:
+        self._link = link
+        self._before = before
+        self._is_known = is_known
+        self._chance = link.machine.chance
+        self._waits_for = 0
+        self._has_others = False  # slots that were not regained, to which threads still write
+
+    def begin(self) -> None:
+        """Ask for the slots of all saves that have not ended, also of those whose commit was not answered."""
+        unclaimed = self._link.unclaimed[:]
+        open_places = {
+            value.place
+            for writing in unclaimed
+            if not writing.is_lost
+            for value, is_open in zip(writing.values, writing.is_open, strict=True)
+            if is_open
+        }
+        for writing in unclaimed:
+            # Another save of the client may have slots for the keys of one that was lost, or committed.
+            some = [
+                at
+                for at in writing.regainable()
+                if not writing.is_lost
+                and (writing.is_open[at] or writing.values[at].place not in open_places)
+            ]
+            if some and self._chance.random() < 0.95:
+                self._waits_for += 1
+                space = writing.values[0].place[1]
+                self._link.client._open(
+                    self._link, space, lambda writing=writing, some=some: self._ask(writing, some)
+                )
+            elif self._chance.random() < 0.9:
+                writing.stop()
+            else:
+                self._has_others |= any(writing.is_open)
+        self._ended()
+
+    def _ask(self, writing: Writing, some: list[int]) -> None:
+        _, space, group, shard, _ = writing.values[0].place
+        keys = b"".join(writing.values[at].place[4] for at in some)
+        left_ms = 0
+        if writing.expires_at < NEVER:
+            left_ms = max(1, int((writing.expires_at - CLOCK.now) * 1000))
+        regain = wire.Regain(0, self._link.spaces[space], group, shard, keys, left_ms)
+        asked_at = CLOCK.now
+        self._link.ask(
+            regain, lambda reply: self._regained(writing, some, left_ms, asked_at, reply)
+        )
+
+    def _regained(
+        self, writing: Writing, some: list[int], left_ms: int, asked_at: float, reply: wire.Reserved
+    ) -> None:  # fmt: skip
+        link, machine = self._link, self._link.machine
+        slots = [
+            Slot(extent, offset, generation, writing.nbytes)
+            for extent, _, offset, generation in wire.SLOT.iter_unpack(reply.slots)
+        ]
+        granted = [
+            at for at, code in zip(some, reply.outcomes, strict=True) if code == wire.GRANTED
+        ]
+        if len(slots) != len(granted) or bool(slots) != bool(reply.lease):
+            machine.violate(f"{len(slots)} regained slots for {len(granted)} blocks: {reply}")
+        for at, code in zip(some, reply.outcomes, strict=True):
+            self._check_outcome(writing, at, code, asked_at)
+        for at, slot in zip(granted, slots, strict=True):
+            before = writing.slots[at]
+            was = writing.home.extents[before.extent][2], before.offset, before.generation
+            if (link.extents[slot.extent][2], slot.offset, slot.generation) != was:
+                machine.violate(f"the slot {before} was regained as {slot}")
+            writing.stop(at)
+            link.use(slot, 0.0, writes=True)
+        if granted:
+            machine.count("regained", len(granted))
+            values = [writing.values[at] for at in granted]
+            for value in values:
+                value.run = link.daemon.number
+            again = Writing(
+                link, reply.lease, values, slots, [True] * len(slots), writing.nbytes,
+                writing.expires_at,
+            )  # fmt: skip
+            link.writing.append(again)
+            link.client._copy(link, again, self._chance_of_save(), asked_at, left_ms)
+        writing.is_lost = any(writing.is_open)
+        if self._chance.random() < 0.7:
+            writing.stop()
+        self._has_others |= any(writing.is_open)
+        self._waits_for -= 1
+        self._ended()
+
+    def _chance_of_save(self) -> random.Random:
+        return random.Random(self._chance.getrandbits(32))
+
+    def _check_outcome(self, writing: Writing, at: int, code: int, asked_at: float) -> None:
+        machine, value, run = self._link.machine, writing.values[at], self._link.daemon.number
+        if code == wire.PRESENT:
+            if not self._link.oracle.may_be_present(value.place, asked_at, run):
+                machine.violate(f"a block that nobody may load is present: {value.place}")
+        elif code != wire.GRANTED and code != wire.NO_ROOM:
+            machine.violate(f"a regained slot has outcome {code}")
+        # A reload may retire the memory.
+        is_kept = writing.home.daemon is self._link.daemon or machine.config.keep_s
+        must = writing.is_open[at] and self._is_known and is_kept and not machine.counts["reload"]
+        if must and code != wire.GRANTED:
+            machine.violate(f"a slot that {self._link.client.name} writes to was not regained")
+
+    def _ended(self) -> None:
+        """After the last answer, give the other slots back if no thread writes to them."""
+        if self._waits_for or self._link.before is None:
+            return
+        self._link.before = None
+        if not self._has_others:
+            self._link.unclaimed.clear()
+            self._link.ask(wire.Abort(0, 0), lambda _: None)
+
+
 @dataclass(eq=False)
 class Client:
     machine: Machine
@@ -319,15 +481,46 @@ class Client:
         daemon = self.daemon_of()
         if daemon is None or not daemon.is_serving:
             return None
-        self.link = Link(self, daemon, read_only)
+        self.link = Link(self, daemon, read_only, self._to_resume(read_only))
         self.machine.client_fds.add(self.link.fd)
         return self.link
+
+    def stolen_token(self) -> tuple[bytes, Client] | None:
+        """Sometimes, the token of a session of another client."""
+        machine = self.machine
+        if self.tenant < 0 or machine.chance.random() < 0.6:
+            return None
+        found = [
+            (link.token, other)
+            for other in machine.clients
+            if other is not self
+            for link in (other.link, *other.lost_links)
+            if link is not None and link.token
+        ]
+        return machine.chance.choice(found) if found else None
+
+    def _to_resume(self, read_only: bool) -> Link | None:
+        """The lost connection that the next one continues."""
+        lost = [link for link in self.lost_links if link.token and not link.read_only]
+        machine = self.machine
+        if (
+            read_only
+            or self.tenant < 0
+            or not lost
+            or machine.chance.random() >= machine.config.resumes
+        ):
+            return None
+        return machine.chance.choice(lost)
 
     def map(
         self, extent_fd: int, table_fd: int, nbytes: int, writable: bool
     ) -> tuple[Mapping, Mapping, int]:
-        import os
-
+        for fd, is_writable in ((extent_fd, writable), (table_fd, False)):
+            if (
+                fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+                != (os.O_RDONLY, os.O_RDWR)[is_writable]
+            ):
+                self.machine.violate(f"{self.name} got a descriptor with the wrong access")
         try:
             table_bytes, memory = os.fstat(table_fd).st_size, os.fstat(extent_fd).st_ino
             extent, table = (
@@ -369,14 +562,27 @@ class Client:
             if self.link is not None:
                 self.link.close(kind)
             return
-        link = self.connected(read_only=kind == "read_only")
-        if link is None or kind == "read_only":
+        if kind == "read_only":
+            self._read_only(chance)
+            return
+        link = self.connected()
+        if link is None:
             return
         space = chance.choice(self.machine.config.spaces)
         if space not in link.spaces and kind not in ("stall", "stats", "explain", "grow"):
             self._open(link, space, lambda: self._do(link, kind, space, chance))
         else:
             self._do(link, kind, space, chance)
+
+    def _read_only(self, chance: random.Random) -> None:
+        """Connect with an option, or as another user: both get memory that they can only read."""
+        if chance.random() < 0.5:
+            self.connected(read_only=True)
+            return
+        name, uid = f"reader of {self.name}", FIRST_READER + self.tenant
+        reader = Client(self.machine, self.oracle, name, self.tenant, uid, self.daemon_of)
+        if reader.connected() is not None:
+            self.machine.after(0.05, reader.die)
 
     def _open(self, link: Link, space: int, then: Callable[[], None]) -> None:
         def opened(reply: wire.Opened) -> None:
@@ -455,7 +661,10 @@ class Client:
                     value.is_kept_only_in_memory = True
                     self.oracle.expiring.add(self.tenant)
                 values.append(value)
-            writing = Writing(reply.lease, values, slots, [True] * len(slots), nbytes)
+            expires_at = CLOCK.now + ttl_ms / 1000 if ttl_ms else NEVER
+            writing = Writing(
+                link, reply.lease, values, slots, [True] * len(slots), nbytes, expires_at
+            )
             link.writing.append(writing)
             self._copy(link, writing, chance, asked_at, ttl_ms)
 
@@ -518,10 +727,7 @@ class Client:
         machine.after(slow, end)
 
     def _end_writing(self, link: Link, writing: Writing) -> None:
-        link.end_use(
-            slot for slot, is_open in zip(writing.slots, writing.is_open, strict=True) if is_open
-        )
-        writing.is_open = [False] * len(writing.slots)
+        writing.stop()
         if writing in link.writing:
             link.writing.remove(writing)
 
@@ -577,6 +783,8 @@ class Client:
             reading = self._loaded(
                 link, space, keys, first, deadline_ms, shards, asked_at, reply, "load"
             )
+            if request and not reply.coming:
+                link.daemon.check_answered(self.tenant, link.token, request)
             if reading is not None:
                 reading.request = request
             if earlier is not None:
@@ -688,6 +896,16 @@ class Client:
     def _release(self, link: Link, space: int, chance: random.Random) -> None:
         if link.reading:
             self._release_reading(link, link.reading[0], chance)
+
+    def _recheck(self, link: Link, space: int, chance: random.Random) -> None:
+        """Doubt blocks that are sound: none of them may be forgotten."""
+
+        def checked(reply: wire.Counted) -> None:
+            if reply.blocks:
+                self.machine.violate(f"a recheck has forgotten {reply.blocks} sound blocks")
+
+        if link.reading:
+            link.ask(wire.Recheck(0, chance.choice(link.reading).lease), checked)
 
     def _cancel(self, link: Link, space: int, chance: random.Random) -> None:
         link.ask(wire.Cancel(0, max(1, self.requests - chance.randrange(2))), lambda _: None)

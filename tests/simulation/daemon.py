@@ -3,6 +3,7 @@ killed."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -15,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from . import virtual  # first: it replaces the clocks
+from .clients import FIRST_READER
 from .loop import NumberedTask, SimulatedLoop
 from .machine import (
     MACHINE,
     Child,
     DiskWorker,
+    FaultyFiles,
     Index,
     KeptDescriptors,
     Listener,
@@ -36,6 +39,7 @@ from kvtier_daemon.app import App
 from kvtier_daemon.catalog import blocks, demotion, expiring, reading
 from kvtier_daemon.config.schema import ColdConfig, Config, LoadedConfig, TenantConfig, WarmConfig
 from kvtier_daemon.observing import loop_lag
+from kvtier_daemon.planning import recomputed
 from kvtier_daemon.serving import listing
 from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
@@ -43,6 +47,7 @@ from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
     attached,
     directory,
+    directory_lock,
     disk,
     encoder,
     flusher,
@@ -50,6 +55,7 @@ from kvtier_daemon.tiers.cold import (
     mover,
     read_queue,
     reclaimer,
+    recovery,
     scrub,
     segment_store,
     tier,
@@ -144,6 +150,14 @@ def install() -> None:
     directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
     encoder._started = lambda *_: MACHINE.now.make_threads()
     attached.threads_here = tier.threads_here = lambda: 1
+    # The user and the permissions of files are those of this process.
+    directory_lock.distrust_cold = lambda *_: ("", "")
+    directory_lock._warn_of_missing_index = lambda *_: None
+    directory._trusted = lambda _, fd: fd
+    directory.ColdDirectory.lacks_bytes = lambda _: 0
+    recomputed.NOTES_BYTES = 4096
+    recovery.os = FaultyFiles()
+    recovery.distrust = lambda *_, **__: ("", "")
     warm.Prefaulter = Prefaulter
     demotion.SWEEP_IDS = 512
     peer_module.Peer.of = classmethod(_peer_of)
@@ -159,6 +173,9 @@ def install() -> None:
         disk.DirectoryDisk,
     ):
         kind.__hash__ = lambda _: 0
+    # Nobody reads where a line was logged, and by which thread.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     log = logging.getLogger()
     log.handlers = [Failures()]
     log.setLevel(logging.WARNING)
@@ -213,6 +230,7 @@ def loaded(machine: Machine) -> LoadedConfig:
         tenants={
             name: TenantConfig(
                 uids=(FIRST_UID + at, FIRST_GUEST + at)[: 1 + how.has_guests],
+                readers=(FIRST_READER + at,),
                 quota_bytes=warm_bytes // how.tenants,
             )
             for at, name in enumerate(names)
@@ -235,6 +253,7 @@ class Daemon:
         machine.begin_daemon()
         set_portions(machine.config.is_portioned)
         machine.loop = self.loop = SimulatedLoop(machine)
+        asyncio._set_running_loop(self.loop)  # all the time: clients have no loop
         machine.has_left = False
         self.listener = Listener()
         secrets = {
@@ -259,6 +278,14 @@ class Daemon:
         client, connection = self.listener.connect(process, self.machine.config.send_buffer)
         self.connections.append(connection)
         return client
+
+    def check_answered(self, tenant: int, token: bytes, request: int) -> None:
+        """This request got all that it waited for: nothing is held for it any longer."""
+        if self.is_serving:
+            held = self.app.tenants[TENANTS[tenant]].catalog.holds.of
+            for session in self.app._server.sessions:
+                if session.token == token and (session.id, request) in held:
+                    self.machine.violate(f"blocks are held for the answered request {request}")
 
     def stop(self) -> None:
         """Ask it to stop."""
@@ -303,6 +330,7 @@ class Daemon:
             self.loop.remove_reader(fd)
         for fd in [*self.loop.writers]:
             self.loop.remove_writer(fd)
+        asyncio._set_running_loop(None)
         self.loop.close()
         machine.loop = None
         for connection in self.connections:
@@ -311,6 +339,4 @@ class Daemon:
 
 
 def _tasks_of(loop: SimulatedLoop) -> list[Any]:
-    import asyncio
-
     return sorted(asyncio.all_tasks(loop), key=lambda task: task.number)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
 from .virtual import CLOCK
@@ -27,6 +29,36 @@ class NumberedTask(asyncio.Task[Any]):
         return self.number
 
 
+class Handle(asyncio.Handle):
+    """A handle that is made without questions about debugging."""
+
+    def __init__(
+        self, call: Callable[..., object], args: Any, loop: Any, context: Context | None
+    ) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._cancelled = False
+        self._callback = call
+        self._args = args
+        self._repr = self._source_traceback = None
+
+
+class Timer(Handle):
+    def __init__(
+        self,
+        when: float,
+        call: Callable[..., object],
+        args: Any,
+        loop: Any,
+        context: Context | None,
+    ) -> None:
+        super().__init__(call, args, loop, context)
+        self._when = when
+
+    def when(self) -> float:
+        return self._when
+
+
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Runs callbacks in the order of `call_soon`, as asyncio promises. The machine says which descriptors are
     ready; their order is random."""
@@ -37,6 +69,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.readers: dict[int, asyncio.Handle] = {}
         self.writers: dict[int, asyncio.Handle] = {}
         self.signals: dict[int, asyncio.Handle] = {}
+        self.timers: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
         self.set_task_factory(self._make_task)
 
     @staticmethod
@@ -51,6 +85,25 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         pass
 
+    # --- callbacks ---------------------------------------------------------------------------
+
+    def call_soon(self, call: Any, *args: Any, context: Context | None = None) -> Any:
+        handle = Handle(call, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_at(self, when: float, call: Any, *args: Any, context: Context | None = None) -> Any:
+        timer = Timer(when, call, args, self, context)
+        heapq.heappush(self.timers, (when, next(self._numbers), timer))
+        return timer
+
+    def call_later(
+        self, delay: float, call: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(CLOCK.now + delay, call, *args, context=context)
+
     # --- what the machine asks ---------------------------------------------------------------
 
     @property
@@ -58,44 +111,33 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """When the loop has something to do, apart from descriptors."""
         if self._ready:
             return 0.0
-        while self._scheduled and self._scheduled[0]._cancelled:
-            self._timer_cancelled_count -= 1
-            heapq.heappop(self._scheduled)._scheduled = False
-        return self._scheduled[0]._when if self._scheduled else float("inf")
+        timers = self.timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        return timers[0][0] if timers else float("inf")
 
     def run_once(self, ready: list[asyncio.Handle]) -> None:
         """Run one iteration, with these callbacks of descriptors."""
-        queue = self._ready
+        queue, timers, now = self._ready, self.timers, CLOCK.now
         queue.extend(ready)
-        while self._scheduled and (
-            self._scheduled[0]._cancelled or self._scheduled[0]._when <= CLOCK.now
-        ):
-            timer = heapq.heappop(self._scheduled)
-            timer._scheduled = False
-            if timer._cancelled:
-                self._timer_cancelled_count -= 1
-            else:
-                queue.append(timer)
-        asyncio._set_running_loop(self)
-        try:
-            for _ in range(len(queue)):
-                handle = queue.popleft()
-                if not handle._cancelled:
-                    handle._run()
-        finally:
-            asyncio._set_running_loop(None)
+        while timers and timers[0][0] <= now:
+            queue.append(heapq.heappop(timers)[2])
+        for _ in range(len(queue)):
+            handle = queue.popleft()
+            if not handle._cancelled:
+                handle._run()
 
     # --- descriptors and signals -------------------------------------------------------------
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
-        self.readers[fd] = asyncio.Handle(callback, args, self)
+        self.readers[fd] = Handle(callback, args, self, None)
         self.machine.watch(fd)
 
     def remove_reader(self, fd: Any) -> bool:
         return self._removed(self.readers, fd)
 
     def add_writer(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
-        self.writers[fd] = asyncio.Handle(callback, args, self)
+        self.writers[fd] = Handle(callback, args, self, None)
         self.machine.watch(fd)
 
     def remove_writer(self, fd: Any) -> bool:
@@ -109,7 +151,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return handle is not None
 
     def add_signal_handler(self, number: int, callback: Callable[..., object], *args: Any) -> None:
-        self.signals[number] = asyncio.Handle(callback, args, self)
+        self.signals[number] = Handle(callback, args, self, None)
 
     def raise_signal(self, number: int) -> None:
         handle = self.signals[number]

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -46,13 +46,31 @@ class Process:
 
     def end(self) -> None:
         self.is_alive = False
-        os.eventfd_write(self.pidfd, 1)
+        notify(self.pidfd)
 
 
 class Connection(socket.socket):
     """The daemon's end of a connection, with the process at the other end."""
 
     process: Process
+
+    def send(self, *args: Any) -> int:
+        MACHINE.now.may_be_ready = True
+        return super().send(*args)
+
+    def sendmsg(self, *args: Any) -> int:
+        MACHINE.now.may_be_ready = True
+        return super().sendmsg(*args)
+
+    def close(self) -> None:
+        MACHINE.now.may_be_ready = True
+        super().close()
+
+
+def notify(fd: int) -> None:
+    """Make an eventfd readable."""
+    MACHINE.now.may_be_ready = True
+    os.eventfd_write(fd, 1)
 
 
 class Listener:
@@ -73,7 +91,7 @@ class Listener:
         if buffer_bytes:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         self._waiting.append(connection)
-        os.eventfd_write(self._fd, 1)
+        notify(self._fd)
         return client, connection
 
     def accept(self) -> tuple[Connection, None]:
@@ -86,6 +104,40 @@ class Listener:
         self._waiting.clear()
         os.close(self._fd)
         self._fd = -1
+
+
+class NoLock:
+    """Replaces the lock of a future: there is one thread."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
+
+
+class Job(Future[Any]):
+    def __init__(self) -> None:
+        self.__dict__.update(
+            _condition=NoLock(), _state="PENDING", _result=None, _exception=None, _waiters=[],
+            _done_callbacks=[],
+        )  # fmt: skip
+
+
+class FaultyFiles:
+    """Replaces `os` where segments are scanned: reads may fail."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def pread(self, fd: int, nbytes: int, at: int) -> bytes:
+        disk = MACHINE.now.disk
+        if disk.is_failing("read"):
+            raise OSError(disk.code, os.strerror(disk.code))
+        return os.pread(fd, nbytes, at)
 
 
 class Threads:
@@ -102,7 +154,7 @@ class Threads:
     def submit(self, work: Callable[..., Any], *args: Any, **named: Any) -> Future[Any]:
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        future: Future[Any] = Future()
+        future = Job()
         self._queue.append((future, lambda: work(*args, **named)))
         if self._running is None:
             self._next()
@@ -488,7 +540,7 @@ class DiskWorker:
                     self._start(sync)
         self._done.append((one.token, code, extra))
         if len(self._done) == 1:
-            os.eventfd_write(self._notify, 1)
+            notify(self._notify)
 
 
 class Index:
@@ -557,7 +609,7 @@ class Index:
         machine.trace("index", len(tokens), failing)
         self._done += [(token, self.failure) for token in tokens]
         if tokens:
-            os.eventfd_write(self.event_fd, 1)
+            notify(self.event_fd)
 
     def _apply(self, count: int) -> None:
         for one in self._queue[:count]:
@@ -612,7 +664,7 @@ class Prefaulter:
         fd, size = self._files[at]
         os.posix_fallocate(fd, 0, size)
         self._progress[at] = size, 0
-        os.eventfd_write(self._notify, 1)
+        notify(self._notify)
         self._is_busy = at + 1 < len(self._files)
         if self._is_busy:
             slow = self._machine.config.memory_s * self._machine.chance.random()
@@ -683,11 +735,13 @@ MACHINE = Current
 class Machine:
     """The time, and everything that happens outside of the daemon's code."""
 
-    def __init__(self, seed: object, config: Any, folder: Path) -> None:
+    def __init__(self, seed: object, config: Any, folder: Path, is_traced: bool) -> None:
         MACHINE.now = self
+        self.is_traced = is_traced
         self.config = config
         self.folder = folder
         self.chance = random.Random(f"schedule {seed}")
+        self._random = self.chance.random
         self.hash = blake2b(digest_size=16)
         self.lines: list[str] | None = None
         self.disk = Disk(self)
@@ -704,6 +758,7 @@ class Machine:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._poll = select.poll()
         self._watched: set[int] = set()
+        self.may_be_ready = True  # a descriptor, since none was
         self.client_readers: dict[int, Callable[[], None]] = {}
         self.begin_daemon()
 
@@ -722,6 +777,8 @@ class Machine:
         return threads
 
     def trace(self, *what: Any) -> None:
+        if not self.is_traced:
+            return
         text = f"{CLOCK.now:.9f} {what!r}".replace(str(self.folder), "FOLDER")
         self.hash.update(text.encode())
         if self.lines is not None:
@@ -743,6 +800,7 @@ class Machine:
         """Note that somebody waits for this descriptor, or no longer."""
         loop = self.loop
         wanted = 0
+        self.may_be_ready = True
         if fd in self.client_readers or (loop is not None and fd in loop.readers):
             wanted |= select.POLLIN
         if loop is not None and fd in loop.writers:
@@ -759,34 +817,33 @@ class Machine:
         if self.violations:
             raise ViolationError(self.violations[0])
         self.steps += 1
-        loop, chance, events = self.loop, self.chance, self._events
+        loop, events, now = self.loop, self._events, CLOCK.now
+        draw = self._random()
         due = events[0][0] if events else NEVER
-        loop_at = loop.next_at if loop is not None else NEVER
-        draw = chance.random()
-        if due <= CLOCK.now and draw < 0.5:
+        if due <= now and draw < 0.5:
             self._run_event()
             return True
-        if loop_at > 0.0 or draw < 0.8:
+        loop_at = loop.next_at if loop is not None else NEVER
+        is_idle = due > now and loop_at > now
+        for_daemon: Sequence[Any] = ()
+        if is_idle or (self.may_be_ready and (loop_at > 0.0 or draw < 0.8)):
             for_daemon, for_clients = self._ready()
             if for_clients and (not for_daemon or draw < 0.4):
-                chance.choice(for_clients)()
+                self.chance.choice(for_clients)()
                 return True
             if len(for_daemon) > 1:
-                chance.shuffle(for_daemon)
-        else:
-            for_daemon = ()
-        if for_daemon or loop_at <= CLOCK.now:
-            CLOCK.now += draw * self.config.iteration_s
+                self.chance.shuffle(for_daemon)
+        if for_daemon or loop_at <= now:
+            CLOCK.now = now + draw * self.config.iteration_s
             loop.run_once(for_daemon)
-            return True
-        if due <= CLOCK.now:
+        elif due <= now:
             self._run_event()
-            return True
-        then = min(due, loop_at)
-        if then > until:
-            CLOCK.now = max(CLOCK.now, until)
-            return False
-        CLOCK.now = max(CLOCK.now, then)
+        else:
+            then = min(due, loop_at)
+            if then > until:
+                CLOCK.now = max(now, until)
+                return False
+            CLOCK.now = then
         return True
 
     def _ready(self) -> tuple[list[Any], list[Callable[[], None]]]:
@@ -794,7 +851,9 @@ class Machine:
         loop = self.loop
         for_daemon: list[Any] = []
         for_clients: list[Callable[[], None]] = []
-        for fd, what in self._poll.poll(0):
+        found = self._poll.poll(0)
+        self.may_be_ready = bool(found)
+        for fd, what in found:
             if what & select.POLLNVAL:
                 self.violate(f"descriptor {fd} is watched and is closed")
             if (reader := self.client_readers.get(fd)) is not None:

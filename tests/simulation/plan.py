@@ -37,6 +37,7 @@ class SimulatedConfig:
     spaces: tuple[int, ...]  # that clients use
     chains: int  # of each space
     is_portioned: bool  # the daemon does its work in very small portions
+    resumes: float  # the share of connections that continue a lost one
     has_guests: bool  # each tenant has another user, which connects never and may leave
 
 
@@ -53,7 +54,7 @@ class Operation:
 OF_CLIENTS = {
     "save": 45, "load": 50, "match": 4, "prefetch": 2, "forget": 6, "pin": 3, "unpin": 1, "hint": 2,
     "release": 3, "cancel": 3, "bye": 2, "drop": 4, "die": 2, "stall": 1, "read_only": 1, "list": 1,
-    "stats": 1, "explain": 1, "grow": 1, "watch": 1, "adopt": 2, "purge": 1, "half": 1,
+    "stats": 1, "explain": 1, "grow": 1, "watch": 1, "adopt": 2, "purge": 1, "half": 1, "recheck": 2,
 }  # fmt: skip
 OF_OPERATORS = {"tier": 6, "reload": 2}
 OF_DISKS = {"slow": 4, "fail": 6, "hang": 3, "rot": 1}
@@ -90,6 +91,7 @@ def config_of(seed: int) -> SimulatedConfig:
         chains=pick((1, 2, 2, CHAINS)),
         is_portioned=chance.random() < 0.5,
         has_guests=chance.random() < 0.5,
+        resumes=pick((0.0, 0.5, 1.0)),
     )
 
 

@@ -35,6 +35,7 @@ from .plan import (
 # isort: split
 from kvtier import wire
 from kvtier_daemon.catalog.blocks import ID_BYTES
+from kvtier_daemon.catalog.leases import NOBODY
 
 from .clients import Client, Link
 from .daemon import FIRST_UID, Daemon
@@ -59,14 +60,14 @@ class Outcome:
 
 class Simulation:
     def __init__(
-        self, seed: int, plan: Sequence[Operation], folder: Path, keeps_lines: bool
+        self, seed: int, plan: Sequence[Operation], folder: Path, keeps_lines: bool, is_traced: bool
     ) -> None:
         self.seed = seed
         config = config_of(seed)
         virtual.reset(seed, config.tick_s)
         NumberedTask.made = 0
         self.base_fds = _descriptors()
-        self.machine = machine = Machine(seed, config, folder)
+        self.machine = machine = Machine(seed, config, folder, is_traced or keeps_lines)
         machine.lines = [] if keeps_lines else None
         machine.counts = self.counts = Counter()
         machine.client_fds = set()
@@ -170,6 +171,7 @@ class Simulation:
             machine.run(max(CLOCK.now, began + one.at))
             machine.trace("operation", one.kind, one.number)
             self.act(one.kind, random.Random(one.number))
+            self.check_holders()
             for client in self.clients:
                 if client.link is not None:
                     client.link.check_progress()
@@ -179,6 +181,10 @@ class Simulation:
         self.counts[kind] += 1
         if kind in OF_MACHINES:
             self.restart(kind, chance)
+            if machine.config.has_faults and chance.random() < 0.15:
+                self.counts["fail"] += 1
+                machine.disk.fails = {"read": chance.choice((0.1, 0.5))}  # during the scan
+                machine.after(0.2, self._heal, "fail")
         elif kind in OF_DISKS:
             self.harm(kind, chance)
         elif kind in OF_OPERATORS:
@@ -238,6 +244,20 @@ class Simulation:
                 for tenant in range(config.tenants):
                     self.oracle.unpins(tenant)
             link.ask(wire.Settings(0, "reload"), lambda _: None)
+
+    def check_holders(self) -> None:
+        """What is held for a session is held for one that is there."""
+        if self.daemon is None or not self.daemon.is_serving:
+            return
+        app = self.daemon.app
+        sessions = {NOBODY, *(one.id for one in app._server.sessions)}
+        for name, tenant in app.tenants.items():
+            reading = tenant.catalog._reading
+            ending = {session for session, _ in reading._left}  # in portions
+            holders = {session for lease in reading._of.values() for session in lease.holders}
+            holders |= {session for session, _ in tenant.catalog.holds.of}
+            if gone := holders - sessions - ending:
+                self.machine.violate(f"blocks of tenant {name} are held for ended sessions {gone}")
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -456,9 +476,11 @@ def _is_open(fd: int) -> bool:
 
 
 def simulate(
-    seed: int, plan: Sequence[Operation] | None = None, keeps_lines: bool = False
-) -> Outcome:
-    """Carry out the plan of this seed, or another one; return what happened."""
+    seed: int, plan: Sequence[Operation] | None = None, keeps_lines: bool = False,
+    is_traced: bool = False,
+) -> Outcome:  # fmt: skip
+    """Carry out the plan of this seed, or another one; return what happened. Without `is_traced`, the digest
+    of the trace is that of nothing."""
     plan = plan_of(seed) if plan is None else plan
     outcome = Outcome(seed)
     folder = Path(tempfile.mkdtemp(prefix="kvtier-simulation-", dir=FOLDERS))
@@ -466,7 +488,7 @@ def simulate(
     gc.disable()
     before = _descriptors()
     try:
-        simulation = Simulation(seed, plan, folder, keeps_lines)
+        simulation = Simulation(seed, plan, folder, keeps_lines, is_traced)
         try:
             simulation.carry_out()
             simulation.finish()

@@ -12,9 +12,8 @@ import pytest
 from support.effort import effort
 
 ROOT = Path(__file__).parent.parent.parent
-BATCHES = 5
-# 2,000 seeds would take two minutes of one processor.
-SEEDS = effort(450, 450, 450)
+BATCHES = 2
+SEEDS = effort(100, 450, 2000)  # 40 ms of one processor each
 EACH = SEEDS // BATCHES
 
 
@@ -36,10 +35,10 @@ def test_no_seed_violates_a_promise(batch: int) -> None:
 
 def test_a_seed_has_the_same_trace_in_each_process() -> None:
     first, second = (
-        run("--seeds", "0:25", "--digests", PYTHONHASHSEED=str(hash)) for hash in (1, 2)
+        run("--seeds", "0:10", "--digests", PYTHONHASHSEED=str(hash)) for hash in (1, 2)
     )
     assert first == second
-    assert len(set(first.split())) > 25, "the traces of different seeds are the same"
+    assert len(set(first.split())) > 10, "the traces of different seeds are the same"
 
 
 # An oracle that is wrong stands for a daemon that is: it believes that each forget forgets all blocks.
@@ -49,7 +48,7 @@ from tests.simulation.__main__ import main
 from tests.simulation.oracle import Oracle
 right = Oracle.forgotten
 Oracle.forgotten = lambda oracle, _: right(oracle, list(oracle._values.values()))
-sys.argv[1:] = ["--seeds", "0:50", "--shrink"]
+sys.argv[1:] = ["--seeds", "17:67", "--shrink"]
 sys.exit(main())
 """
 

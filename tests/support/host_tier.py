@@ -185,7 +185,7 @@ class HostTier:
             kept = self.groups.get(group, {}).get(page)
             copying = loop.run_in_executor(self._host.readers, self._host.copy, kept, slot)
             copying.add_done_callback(partial(self._read, number))
-        return max(0, coming - plan.left_out), 1.0, "faster"
+        return min(coming, plan.coming), 1.0, "faster"
 
     def _read(self, number: int, copying: asyncio.Future[str]) -> None:
         """Tell the catalog the outcome of a read, and the requests that wait for it."""

@@ -20,7 +20,6 @@ from kvtier_daemon.codec.frame import Identity
 
 FEW_VICTIMS = 64
 SWEEP_IDS, SWEEP_TURNS = 4096, 8  # ids per step, and steps per call of `sweep`: a millisecond
-LEAST_RECORD_BYTES = 32  # a block's record in the store takes more
 LOOK_BLOCKS = 4096  # most blocks to search for some that admission accepts
 MOST_VICTIMS = 16_384  # most victims to search in one call: a millisecond
 ALL_BYTES = 1 << 62
@@ -179,11 +178,11 @@ class Demotions:
         the plan; where to continue, 0 at the end; and blocks on the way that are being written already.
         Searches a bounded number of records."""
         store = self._blocks.store
-        most = store.memory_bytes() // LEAST_RECORD_BYTES
+        most = store.id_limit()
         found, writing, at = array("I"), array("I"), begin
         for _ in range(SWEEP_TURNS):
             step = min(SWEEP_IDS, max(1, limit_blocks - len(found)) * 8)
-            dirty = store.dirty(array("I", range(at, at + step)).tobytes())
+            dirty = store.dirty(array("I", range(at, min(at + step, most))).tobytes())
             new = array("I", self._lasting(dirty))
             fresh = [one for one in new if one not in self._writing][: limit_blocks - len(found)]
             found.extend(fresh)
@@ -199,7 +198,7 @@ class Demotions:
         those that would be evicted last, so the head of a chain comes before the blocks below it. Takes 0.1 s
         for 100,000 blocks: only for a daemon that serves no clients."""
         store, policy = self._blocks.store, self._blocks.policy
-        most = store.memory_bytes() // LEAST_RECORD_BYTES
+        most = store.id_limit()
         dirty = self._lasting(store.dirty(array("I", range(most)).tobytes()))
         victims = array("I", policy.victims(len(policy)))
         places = {one: at for at, one in enumerate(victims)}

@@ -25,15 +25,15 @@ Missing = tuple[int, int, bytes, bytes]  # group, shard, ids only in a tier belo
 class Promotion:
     """Blocks to read into their slots, in the order of the chain.
 
-    The blocks in `joined` are being read for an earlier plan. `left_out` more are on disk, and are not read:
-    because of limits, or because their segment cannot be read."""
+    The blocks in `joined` are being read for an earlier plan. `coming` is how many blocks the ready prefix
+    grows by when all of them have been read: each in all groups and shards."""
 
     ids: bytes = b""
     slots: bytes = b""
     frames: bytes = b""
     digests: bytes = b""
     joined: bytes = b""
-    left_out: int = 0
+    coming: int = 0
     sizes: Sequence[int] = ()  # of the blocks, in bytes
 
 
@@ -76,7 +76,6 @@ class Promotions:
         if ready == whole:
             return Promotion()
         wanted = store.missing(space.index, keys, whole)
-        asked = sum(len(below) + len(promoting) for _, _, below, promoting in wanted) // ID_BYTES
         limit_blocks = max(0, limit_blocks - self.reading)
         prefix, wanted = self._within(space, keys, whole, wanted, limit_blocks, out_of_reach)
         reads_any = any(below for _, _, below, _ in wanted)
@@ -84,7 +83,7 @@ class Promotions:
             on_disk = b"".join(below for _, _, below, _ in wanted)
             coming = b"".join(promoting for _, _, _, promoting in wanted)
             if (on_disk or coming) and not accept(Survey(store.frames(on_disk)[0], coming)):
-                return Promotion(left_out=asked)
+                return Promotion()
         present = self._present(space, keys[: prefix * KEY_BYTES]) if reads_any else []
         ids, joined, sizes = b"", b"", array("I")
         self._blocks.lease(present)
@@ -99,11 +98,14 @@ class Promotions:
         finally:
             for held in reversed(present):
                 self._blocks.unlease(held)
-        taken = len(ids) // ID_BYTES
-        self.reading += taken
+        if len(ids) < sum(len(below) for _, _, below, _ in wanted):  # there was no room for all
+            prefix, _ = self._longest(space, keys, prefix, _is_all_coming)
+        if prefix <= ready:
+            self._blocks.policy.demoted(store.unpromoted(ids)[1])
+            return Promotion()
+        self.reading += len(ids) // ID_BYTES
         frames, digests = store.frames(ids)
-        left_out = asked - taken - len(joined) // ID_BYTES
-        return Promotion(ids, store.slots(ids), frames, digests, joined, left_out, sizes)
+        return Promotion(ids, store.slots(ids), frames, digests, joined, prefix - ready, sizes)
 
     def _present(self, space: KnownSpace, keys: bytes) -> list[bytes]:
         """The READY blocks of this prefix, for each shard of each group."""
@@ -136,9 +138,22 @@ class Promotions:
 
         if fits(wanted):
             return prefix, wanted
+        enough = 1 if out_of_reach else 1 + limit_blocks // 8
+        return self._longest(space, keys, prefix, fits, enough)
+
+    def _longest(
+        self,
+        space: KnownSpace,
+        keys: bytes,
+        prefix: int,
+        fits: Callable[[list[Missing]], bool],
+        enough: int = 1,
+    ) -> tuple[int, list[Missing]]:
+        """The longest part of this prefix whose missing blocks fit, or one with `enough - 1` blocks less; and
+        those blocks."""
+        store = self._blocks.store
         best: tuple[int, list[Missing]] = (0, [])
         low, high = 0, prefix
-        enough = 1 if out_of_reach else 1 + limit_blocks // 8
         while high - low > enough:
             middle = (low + high) // 2
             shorter = store.match(space.index, keys[: middle * KEY_BYTES])[1]
@@ -184,3 +199,7 @@ class Promotions:
         self._blocks.reads.left(ids)
         self.failed[reason] += len(ids) // ID_BYTES
         self.reading -= len(ids) // ID_BYTES
+
+
+def _is_all_coming(parts: list[Missing]) -> bool:
+    return not any(below for _, _, below, _ in parts)

@@ -328,6 +328,14 @@ def test_a_plan_may_end_in_parts() -> None:
     tenant.check()
 
 
+def test_a_sweep_ends_after_the_last_id() -> None:
+    tenant = Tenant(8)
+    ids = tenant.save(chain(4))
+    tenant.write(tenant.catalog.demotions.plan_write_through(ids))
+    plan, at, _ = tenant.catalog.demotions.sweep(0, 1)
+    assert (plan.ids, at) == (b"", 0)
+
+
 def test_a_commit_is_written_through_once() -> None:
     tenant, keys = Tenant(8), chain(4)
     ids = tenant.save(keys)
@@ -364,7 +372,7 @@ def test_a_prefix_on_disk_is_promoted_and_ready() -> None:
     assert (found.ready, found.coming) == (2, 4)
     plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
     assert len(plan.ids) == 4 * 4 and len(plan.slots) == 4 * SLOT_BYTES
-    assert (plan.joined, plan.left_out, tenant.catalog.promotions.reading) == (b"", 0, 4)
+    assert (plan.joined, plan.coming, tenant.catalog.promotions.reading) == (b"", 4, 4)
     tenant.read(plan)
     again = tenant.catalog.promotions.plan(tenant.space, keys, 100)
     assert (again.ids, again.joined) == (b"", plan.ids)
@@ -419,11 +427,11 @@ def test_promotions_in_progress_are_limited() -> None:
     tenant.move_out(other)
     plan = tenant.catalog.promotions.plan(tenant.space, keys, 6)
     assert plan.ids == tenant.store.resident(tenant.space.index, keys[: 6 * 32])
-    assert plan.left_out == 10
+    assert plan.coming == 6
     none = tenant.catalog.promotions.plan(tenant.space, other, 6)
-    assert (none.ids, none.left_out) == (b"", 8)
+    assert (none.ids, none.coming) == (b"", 0)
     joins = tenant.catalog.promotions.plan(tenant.space, keys, 6)
-    assert (joins.ids, joins.joined, joins.left_out) == (b"", plan.ids, 10)
+    assert (joins.ids, joins.joined, joins.coming) == (b"", plan.ids, 6)
     tenant.catalog.promotions.promoted(plan.ids)
     assert tenant.found(keys) == (6, 10)
     assert len(tenant.catalog.promotions.plan(tenant.space, other, 6).ids) == 6 * 4
@@ -435,9 +443,46 @@ def test_a_limited_promotion_of_a_long_prefix_takes_its_head() -> None:
     tenant.save(keys)
     tenant.move_out(keys)
     plan = tenant.catalog.promotions.plan(tenant.space, keys, 2)
-    assert (len(plan.ids), plan.left_out) == (2 * 4, 298)
+    assert (len(plan.ids), plan.coming) == (2 * 4, 2)
     many = tenant.catalog.promotions.plan(tenant.space, keys, 202)
     assert 200 - 26 <= len(many.ids) // 4 <= 200
+
+
+def sharded_on_disk(blocks: int, memory: int, shards: int) -> tuple[Tenant, bytes]:
+    """A tenant with room for `memory` blocks, and a chain that is on disk in all shards."""
+    spec = KvSpec(
+        model="sharded", weights="rev:1", dtype="bfloat16", block_tokens=16,
+        cache_groups=(Group(layers=1, kv_heads=1, head_dim=64, shards=shards),),
+    ).checked()  # fmt: skip
+    tenant, keys = Tenant(memory, spec, spec.group_block_bytes(0)), chain(blocks)
+    for shard in range(shards):
+        granted = tenant.catalog.reserve(ME, tenant.space, 0, shard, b"", keys)
+        ids = tenant.catalog.commit(ME, granted.lease, 0, blocks)
+        assert tenant.write(tenant.catalog.demotions.plan_write_through(ids)) == 0
+        tenant.store.evict(ids)
+        tenant.policy.left(ids)
+    assert tenant.found(keys) == (0, blocks)
+    return tenant, keys
+
+
+def test_a_limited_promotion_says_how_many_blocks_come_in_all_shards() -> None:
+    tenant, keys = sharded_on_disk(16, 16 * 4, 4)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 6 * 4)
+    assert 4 <= plan.coming <= 6 and len(plan.ids) // 4 == 4 * plan.coming
+    tenant.catalog.promotions.promoted(plan.ids)
+    assert tenant.found(keys) == (plan.coming, 16 - plan.coming)
+
+
+def test_no_block_is_read_without_room_for_all_its_shards() -> None:
+    tenant, keys = sharded_on_disk(2, 4, 4)
+    granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", chain(1))
+    assert granted.slots
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert (plan.ids, plan.coming, tenant.catalog.promotions.reading) == (b"", 0, 0)
+    tenant.catalog.abort(ME, granted.lease)
+    tenant.check()
+    plan = tenant.catalog.promotions.plan(tenant.space, keys[:32], 100)
+    assert (len(plan.ids) // 4, plan.coming) == (4, 1)
 
 
 def test_a_promotion_with_little_room_takes_the_head() -> None:
@@ -448,7 +493,7 @@ def test_a_promotion_with_little_room_takes_the_head() -> None:
     tenant.save(held)
     lease = tenant.catalog.load(ME, tenant.space, held, 10.0, [0], now=0.0).lease
     plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
-    assert (len(plan.ids), plan.left_out) == (2 * 4, 2)
+    assert (len(plan.ids), plan.coming) == (2 * 4, 2)
     tenant.catalog.promotions.promoted(plan.ids)
     assert tenant.found(keys) == (2, 2)
     tenant.catalog.release(ME, lease)

@@ -129,7 +129,7 @@ class Promoter:
         elif not plan.joined:
             return 0, 0.0, "not_read"
         eta_ms = max(reads.planner.eta_s(request), verdict.load_s) * 1000
-        return max(0, coming - plan.left_out), eta_ms, verdict.why
+        return min(coming, plan.coming), eta_ms, verdict.why
 
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         count = min(coming, PROBE_BLOCKS)
