@@ -97,16 +97,7 @@ def test_a_host_hits_what_another_one_saved_also_after_that_one_died(host: Hosts
         assert shown["why"] == "in_memory"
 
 
-def test_a_load_of_many_groups_and_shards_comes_from_the_store(host: Hosts) -> None:
-    spec = spec_of("shards", tensor_parallel=2)
-    a, b = host("a"), host("b")
-    with a.connect() as client:
-        keys = share(a, client.open(spec), 1)
-    with b.connect() as client:
-        assert loaded(client.open(spec), keys) == PROMPT
-    assert b.stats()["tiers"]["remote"]["states"]["read"] == 2 * PROMPT
-
-
+@pytest.mark.slow
 def test_blocks_that_were_saved_once_stay_on_their_host_unless_all_are_shared(host: Hosts) -> None:
     a, b = host("a"), host("b", 'write = "all"\n')
     for daemon in (a, b):
@@ -133,6 +124,7 @@ def test_a_forgotten_block_is_deleted_in_the_store(host: Hosts, store: ObjectSto
         assert shown["why"] == "in_remote"
 
 
+@pytest.mark.slow
 def test_memory_disk_and_store_answer_one_request_together(host: Hosts, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     config = (

@@ -127,6 +127,7 @@ def test_objects_that_lie_are_misses_and_are_replaced(store: ObjectStore, host: 
         assert b.stats()["failures"].get("internal", 0) == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_ends_or_hangs_is_off_and_returns(store: ObjectStore, host: Hosts) -> None:
     a, b = host("a", store.config()), host("b", store.config(deadline_s=2))
     with a.connect() as first, b.connect() as second:
@@ -160,6 +161,7 @@ def test_a_store_that_ends_or_hangs_is_off_and_returns(store: ObjectStore, host:
         assert "Traceback" not in b.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_or_hangs_is_replaced(store: ObjectStore, host: Hosts) -> None:
     a = host("a", store.config(deadline_s=2))
     with a.connect() as client:
@@ -180,7 +182,14 @@ def test_a_process_that_ends_or_hangs_is_replaced(store: ObjectStore, host: Host
         assert remote_of(a.stats())["restarts"] == 2
 
 
-@pytest.mark.parametrize("wrong", ["credentials", "bucket", "certificate"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "credentials",
+        pytest.param("bucket", marks=pytest.mark.slow),
+        pytest.param("certificate", marks=pytest.mark.slow),
+    ],
+)
 def test_a_store_that_refuses_is_one_line_and_off(
     store: ObjectStore, host: Hosts, wrong: str
 ) -> None:
@@ -210,8 +219,11 @@ def test_a_store_that_refuses_is_one_line_and_off(
             wait_until_on(a)
 
 
-def test_a_store_that_is_slow_or_full_or_breaks_answers_is_survived(host: Hosts) -> None:
-    with FaultyStore() as store:
+@pytest.mark.slow
+def test_a_store_that_is_slow_or_full_or_breaks_answers_is_survived(
+    host: Hosts, tmp_path: Path
+) -> None:
+    with FaultyStore(tmp_path) as store:
         a, b = host("a", store.config), host("b", store.config)
         with a.connect() as first, b.connect() as second:
             ours, theirs = first.open(spec_of("faulty")), second.open(spec_of("faulty"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -17,7 +18,10 @@ class FaultyStore:
     """Its attributes are the faults: it refuses puts as a full store does, cuts the contents of objects,
     and waits before each answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.credentials = folder / "any-credentials"
+        self.credentials.touch(0o600)
+        self.credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
         self.objects: dict[str, bytes] = {}
         self.refuses_puts = False
         self.cuts_answers = False
@@ -81,7 +85,8 @@ class FaultyStore:
     def config(self) -> str:
         port = self._server.server_address[1]
         return (
-            f'[remote]\nbucket = "blocks"\nendpoint = "http://127.0.0.1:{port}"\ndeadline_s = 2\n'
+            f'[remote]\nbucket = "blocks"\nendpoint = "http://127.0.0.1:{port}"\ndeadline_s = 30\n'
+            f'credentials = "{self.credentials}"\n'
             'buffer = "16MiB"\nknown = "1MiB"\n'
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from kvtier.errors import FrameError
+from kvtier.errors import FrameError, Refused
 from kvtier.key import KEY_BYTES
 from kvtier.wire import GRANTED, PRESENT
 from kvtier_daemon.catalog import KnownSpace, LeaseId
@@ -225,9 +226,9 @@ class Fetcher:
                 flags[at] |= self._is_reading(names[at * NAME_BYTES : (at + 1) * NAME_BYTES])
         if space.index >= 0 and space.places > 1:
             store = self._tenant.catalog.blocks.store
-            outcomes = store.probe(space.index, place.group, place.shard, keys)
-            for at, code in enumerate(outcomes):
-                flags[at] |= code == PRESENT
+            with contextlib.suppress(ValueError):  # a key is given twice
+                for at, code in enumerate(store.probe(space.index, place.group, place.shard, keys)):
+                    flags[at] |= code == PRESENT
         return bytes(flags)
 
     # --- reads ---------------------------------------------------------------------------------
@@ -290,9 +291,13 @@ class Fetcher:
             begin = max(first, need.start)
             parent = keys[(begin - 1) * KEY_BYTES : begin * KEY_BYTES] if begin else b""
             wanted = keys[begin * KEY_BYTES : need.stop * KEY_BYTES]
-            taken, outcomes = self._tenant.catalog.arrivals.reserve(
-                space, place.group, place.shard, parent, wanted
-            )
+            try:
+                taken, outcomes = self._tenant.catalog.arrivals.reserve(
+                    space, place.group, place.shard, parent, wanted
+                )
+            except Refused:  # a limit of leases or spaces, or a key is given twice
+                coming = 0
+                break
             names = names_of(wanted, place.mask)
             for at, code in enumerate(outcomes):
                 name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
