@@ -56,9 +56,9 @@ def test_absence_is_forgotten_and_presence_is_not() -> None:
     here, gone, unknown = bytes([1]) * 32, bytes([2]) * 32, bytes([3]) * 32
     known.note(here, True)
     known.note(gone, False)
-    assert [known.is_unknown(one) for one in (here, gone, unknown)] == [False, False, True]
+    assert [known.is_present(one) for one in (here, gone, unknown)] == [True, False, None]
     clock.now += 2 * ABSENT_S
-    assert [known.is_unknown(one) for one in (here, gone, unknown)] == [False, True, True]
+    assert [known.is_present(one) for one in (here, gone, unknown)] == [True, None, None]
     assert known.present(here + gone) == 1
 
 
@@ -160,7 +160,8 @@ def test_a_window_needs_its_last_blocks_only() -> None:
         model="m", dtype="bfloat16", block_tokens=16, weights="w",
     )  # fmt: skip
     space = KnownSpace(0, SPACE, spec, spec.places, (256, 256))
-    places = Places().of(space)
+    assert Places(1000).of(space) == []
+    places = Places(1 << 20).of(space)
     assert restorable(space, places, [b"\1\1\1\1", b"\0\0\1\1"], 4) == 4
     assert restorable(space, places, [b"\1\1\1\1", b"\1\1\0\1"], 4) == 2
     assert restorable(space, places, [b"\1\1\0\1", b"\1\1\1\1"], 4) == 2

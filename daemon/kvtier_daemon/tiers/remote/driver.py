@@ -175,11 +175,6 @@ class StoreDriver:
         return self.child.pid if self.child is not None else 0
 
     @property
-    def object_bytes(self) -> int:
-        """The size of the largest object that the buffer has room for."""
-        return self._config.buffer_bytes // 2
-
-    @property
     def is_writable(self) -> bool:
         """Whether objects can be written now: a store may be readable only, or full."""
         return self.is_on and self._loop.time() >= self._paused_until

@@ -191,7 +191,7 @@ class Fetcher:
         return memoryview(self._memory[part.block.extent])[begin : begin + part.place.block_bytes]
 
     def _is_reading(self, name: bytes) -> bool:
-        return self.name_of(name) in self._queue.parts
+        return bool(self._queue.parts) and self.name_of(name) in self._queue.parts
 
     # --- what is there -------------------------------------------------------------------------
 
@@ -202,17 +202,19 @@ class Fetcher:
         if not (rest and self._queue.driver.is_on):
             return 0
         places, known = self._places.of(space), self._queue.known
-        if not self._places.fit(space, self._queue.driver.object_bytes):
+        if not places:
             return 0
-        head = names_of(rest[:KEY_BYTES], places[0].mask)
-        if places[0].kind.kind == "full" and not (known.present(head) or self._is_reading(head)):
-            if known.is_unknown(head):
-                self._questions.ask(space, rest)
-            return 0
+        if places[0].kind.kind == "full":  # fast path for blocks that no host has
+            head = names_of(rest[:KEY_BYTES], places[0].mask)
+            is_present = known.is_present(head)
+            if not (is_present or self._is_reading(head)):
+                if is_present is None:
+                    self._questions.ask(space, rest)
+                return 0
         has = [self._has(space, place, rest) for place in places]
         count = restorable(space, places, has, first)
         after = rest[count * KEY_BYTES :]
-        if after and known.is_unknown(names_of(after[:KEY_BYTES], places[0].mask)):
+        if after and known.is_present(names_of(after[:KEY_BYTES], places[0].mask)) is None:
             self._questions.ask(space, after)
         return count
 

@@ -58,12 +58,14 @@ class KnownObjects:
         """Return a byte for each object: 1 if it is known to exist."""
         return self._notes.codes(names).translate(ONLY_PRESENT)
 
-    def is_unknown(self, name: bytes) -> bool:
-        """Whether to ask about this object."""
+    def is_present(self, name: bytes) -> bool | None:
+        """Whether this object exists; None if that is unknown, or was asked too long ago."""
         (code,) = self._notes.codes(name)
-        if code < FIRST_EPOCH:
-            return not code
-        return (self._epoch() - (code - FIRST_EPOCH)) % EPOCHS > 1
+        if code == PRESENT:
+            return True
+        if not code or (self._epoch() - (code - FIRST_EPOCH)) % EPOCHS > 1:
+            return None
+        return False
 
 
 ONLY_PRESENT = bytes(code == PRESENT for code in range(256))

@@ -33,7 +33,11 @@ class Place:
 
 
 class Places:
-    def __init__(self) -> None:
+    """`object_bytes` is the size of the largest object. A space with larger ones has no places here: it is
+    not shared."""
+
+    def __init__(self, object_bytes: int) -> None:
+        self._object_bytes = object_bytes
         self._of: dict[bytes, list[Place]] = {}
 
     def of(self, space: KnownSpace) -> list[Place]:
@@ -41,7 +45,7 @@ class Places:
         if found is None:
             if len(self._of) >= LIMIT_SPACES:
                 del self._of[next(iter(self._of))]
-            found = self._of[space.identity] = [
+            found = [
                 Place(
                     group, shard, place_mask(space.identity, group, shard), kind,
                     Headers(space.spec, space.identity, group, shard), space.block_bytes[group],
@@ -49,11 +53,10 @@ class Places:
                 for group, kind in enumerate(space.spec.cache_groups)
                 for shard in range(kind.shards)
             ]  # fmt: skip
+            if max(place.headers.most_bytes for place in found) > self._object_bytes:
+                found = []
+            self._of[space.identity] = found
         return found
-
-    def fit(self, space: KnownSpace, nbytes: int) -> bool:
-        """Whether no object of this space is larger."""
-        return max(place.headers.most_bytes for place in self.of(space)) <= nbytes
 
 
 def restorable(space: KnownSpace, places: list[Place], has: list[bytes], first: int) -> int:

@@ -175,14 +175,14 @@ class Sharer:
         """Take room in the buffer for this block, unless it needs not be written."""
         space, of = plan.space, plan.identity
         places = self._places.of(space)
+        if not places:
+            return None
         place = places[space.place_of(of.group, of.shard)]
         name = names_of(of.key, place.mask)
         is_known = self._known.present(name) or name in self._sending
         if is_known or self._tenant.losses.of(of.space, space.spec, self._tenant.name) is not None:
             return None
         room = place.headers.most_bytes
-        if room > self._driver.object_bytes:
-            return None
         self._sending.add(name)
         while (at := child.writes.take(room)) is None:
             await asyncio.sleep(POLL_S / 10)

@@ -33,6 +33,7 @@ class SharedBlocks:
 
     def __init__(self, tenant: Tenant, remote: OpenRemote) -> None:
         self.memory: list[MappedExtent] = []
+        self._places = remote.places
         config = remote.config
         self.fetcher = Fetcher(tenant, remote.queue, remote.places, remote.questions, self.memory)
         self.sharer = Sharer(
@@ -54,6 +55,8 @@ class SharedBlocks:
         )  # fmt: skip
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+        if not self._places.of(space):
+            return False
         self.fetcher.forget(self.sharer.forget(space, keys, done))
         return True
 
@@ -65,7 +68,7 @@ class OpenRemote:
         loop = asyncio.get_running_loop()
         self.config = config
         self.known = KnownObjects(config.known_bytes, clock)
-        self.places = Places()
+        self.places = Places(config.buffer_bytes // 2)
         self.threads = ThreadPoolExecutor(THREADS, "kvtier-remote")
         self.driver = StoreDriver(config, self._changed)
         self.questions = Questions(self.driver, self.known, self.places)
