@@ -86,6 +86,8 @@ def test_a_host_hits_what_another_one_saved_also_after_that_one_died(host: Hosts
         keys, late = share(a, space, 1), share(a, space, 2)
     with b.connect() as client:
         space = client.open(spec_of("fleet"))
+        space.match(keys)  # asks for them, and for all objects of the space
+        b.wait_for(lambda stats: stats["tiers"]["remote"]["asking"] == 0)
         assert loaded(space, keys) == PROMPT
         a.process.send_signal(signal.SIGKILL)
         a.process.wait()

@@ -60,9 +60,9 @@ class Questions:
             name, (space, keys) = self._waiting.popitem()  # the newest: its request may still wait
             self._asked.add(name)
             try:
+                await self._find(space, keys)
                 if self._listed.get(space.identity) != self._driver.epoch:
                     await self._list(space)
-                await self._find(space, keys)
             finally:
                 self._asked.discard(name)
 
