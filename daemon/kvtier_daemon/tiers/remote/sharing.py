@@ -29,7 +29,7 @@ from kvtier_kernels import Mapping
 LIMIT_SAVED: Final = 1 << 16  # blocks that wait; the oldest are dropped
 LIMIT_USED: Final = 1024  # prefixes that wait
 LIMIT_USED_BYTES: Final = 4 << 20  # of their keys
-PORTION: Final = 16  # blocks that are encoded at once
+PORTION: Final = 4  # blocks that are encoded at once: a fraction of a millisecond of the loop
 POLL_S: Final = 0.2
 ALL, USED, NONE = "all", "used", "none"
 

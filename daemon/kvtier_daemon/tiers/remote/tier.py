@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,8 @@ from kvtier_daemon.tiers.remote.sharing import Sharer
 from kvtier_daemon.tiers.warm import Extent
 from kvtier_kernels import Mapping as MappedExtent
 
-THREADS: Final = 2  # that encode and decode
+DECODERS: Final = 2  # threads
+ENCODER_NICE: Final = 10  # saves and loads of engines go before writes to the store
 
 
 class SharedBlocks:
@@ -37,7 +40,7 @@ class SharedBlocks:
         config = remote.config
         self.fetcher = Fetcher(tenant, remote.queue, remote.places, remote.questions, self.memory)
         self.sharer = Sharer(
-            tenant, remote.driver, remote.known, remote.places, BY_NAME[config.codec], remote.threads,
+            tenant, remote.driver, remote.known, remote.places, BY_NAME[config.codec], remote.encoder,
             self.memory, config.write,
         )  # fmt: skip
         self.pending: PendingReads = remote.queue.pending
@@ -61,6 +64,10 @@ class SharedBlocks:
         return True
 
 
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENCODER_NICE)
+
+
 class OpenRemote:
     """The parts that all tenants share."""
 
@@ -69,10 +76,11 @@ class OpenRemote:
         self.config = config
         self.known = KnownObjects(config.known_bytes, clock)
         self.places = Places(config.buffer_bytes // 2)
-        self.threads = ThreadPoolExecutor(THREADS, "kvtier-remote")
+        self.decoders = ThreadPoolExecutor(DECODERS, "kvtier-remote")
+        self.encoder = ThreadPoolExecutor(1, "kvtier-share", _be_nice)
         self.driver = StoreDriver(config, self._changed)
         self.questions = Questions(self.driver, self.known, self.places)
-        self.queue = FetchQueue(loop, self.driver, self.known, self.threads, clock)
+        self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)
 
     def _changed(self) -> None:
         self.queue.pump()
@@ -132,7 +140,8 @@ class RemoteTier:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._remote is not None:
-            await asyncio.to_thread(self._remote.threads.shutdown)
+            await asyncio.to_thread(self._remote.decoders.shutdown)
+            await asyncio.to_thread(self._remote.encoder.shutdown)
 
     def summary(self) -> str:
         """Return a few words for `systemctl status`; empty without the tier."""
