@@ -48,7 +48,7 @@ MAY_FAIL = {"kvtier doctor": ("1", "2")}
 PIP = re.compile(r"(?:[\w./]*/)?pip install ((?:'[^']+'|[^\s`;|&\"(')]+)(?: '[^']+')*)")
 # tests/faults/test_package.py installs a checkout and a wheel; the others are on the package index.
 INSTALLED = {".", "dist/kvtier-*.whl", "'textual>=8'", "'torch>=2.6' 'transformers>=5' 'numpy>=2'",
-             "nvidia-cuda-nvrtc", "nvidia-cufile-cu12"}  # fmt: skip
+             "'obstore>=0.12'", "nvidia-cuda-nvrtc", "nvidia-cufile-cu12"}  # fmt: skip
 
 
 def elsewhere(page: Path, block: Block) -> tuple[str, str] | None:

@@ -51,6 +51,7 @@ from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.fd_store import fd_store
 from kvtier_daemon.tiers.kept_arena import KeptArena, clear, owner_of
 from kvtier_daemon.tiers.memory_check import check_memory
+from kvtier_daemon.tiers.remote.tier import RemoteTier
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Store
 
@@ -129,6 +130,7 @@ class App:
         self._audit.open(config.audit.path)
         self._unforeseen = InternalErrors(self._count_failure)
         self.lower = lower(self._settings, self.tenants, self.warm, self._unforeseen)
+        self.remote = RemoteTier(self._settings, self.tenants)
         self.tiers: Collection[str] = ("warm", self.lower.name)
         self._in_force = config
         self._renewing: dict[str, asyncio.Task[None]] = {}
@@ -137,7 +139,7 @@ class App:
         self._server: Server | None = None
         self._stand_in: shutdown.StandIn | None = None
         self._figures = StatusFigures(
-            self._settings, self.tenants, self.warm, self.lower, _address(self._port)
+            self._settings, self.tenants, self.warm, self.lower, self.remote, _address(self._port)
         )
         self._history = History(lambda: self._figures.of(None))
 
@@ -173,6 +175,7 @@ class App:
         gc.collect()
         gc.freeze()
         await self._open_lower(loop, stopped)
+        self.remote.open()
         recorder = Recorder(self.config.state, time.monotonic)
         self._server = Server(
             loop,
@@ -192,7 +195,7 @@ class App:
         taken_over: dict[str, bytes] = {}
         if self._kept is not None:
             taken_over = _take_over(
-                self._kept, self.warm, self.tenants, self.lower.map, self._server.writers
+                self._kept, self.warm, self.tenants, self._map, self._server.writers
             )
         loop.add_reader(self.warm.start(), self._extents_ready)
         self._update_growing()
@@ -218,6 +221,7 @@ class App:
             if self._notifier.is_heard:
                 running.append(tasks.create_task(self._replace_while_hung(), name="stand in"))
             self.lower.start(tasks)
+            self.remote.start(tasks)
             running += [
                 tasks.create_task(check_memory(self.tenants[name], ids), name=f"check {name}")
                 for name, ids in taken_over.items()
@@ -228,6 +232,7 @@ class App:
             self._figures.stopping = True
             log.info("stopping")
             self._server.disconnect("the daemon was told to stop")
+            await self.remote.end()
             await self._end_moving(hurried)
             for task in (*running, *self._renewing.values()):
                 task.cancel()
@@ -457,6 +462,7 @@ class App:
                 tried(f"leases of tenant {name}", tenant.catalog.expire_leases, now)
                 tried(f"expired blocks of tenant {name}", tenant.catalog.forget_expired, now)
             self.lower.run_periodic()
+            tried("remote tier", self.remote.run_periodic)
             tried("clients", self._server.check_clients)
             tried("events", events.sample, self.tenants.values(), self.lower)
             tried("audit log", self._audit.flush)
@@ -474,7 +480,7 @@ class App:
         for extent in self.warm.ready():
             tenant = self.tenants[extent.tenant]
             tenant.add(extent)
-            self.lower.map(extent)
+            self._map(extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         self._update_growing()
@@ -486,6 +492,10 @@ class App:
                 format_bytes(self.warm.allocated_bytes),
                 format_bytes(self.warm.huge_bytes),
             )
+
+    def _map(self, extent: Extent) -> None:
+        self.lower.map(extent)
+        self.remote.map(extent)
 
     def _update_growing(self) -> None:
         for tenant in self.tenants.values():

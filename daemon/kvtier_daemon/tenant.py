@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from kvtier.errors import SpecError
@@ -12,7 +12,14 @@ from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.codec.base import CACHEGEN, ECSQ
 from kvtier_daemon.codec.losses import Losses
-from kvtier_daemon.tiers.base import NullTier, TenantTier
+from kvtier_daemon.tiers.base import (
+    JoinedReads,
+    NullTier,
+    PendingReads,
+    SharedTier,
+    TenantTier,
+    forget_in,
+)
 from kvtier_daemon.tiers.warm import Extent
 
 CALIBRATED_NUMBERS = frozenset({ECSQ, CACHEGEN})
@@ -27,6 +34,7 @@ class Tenant:
     quota_bytes: int
     catalog: Catalog
     tier: TenantTier = field(default_factory=NullTier)  # below memory
+    shared: SharedTier = field(default_factory=NullTier)  # with other hosts
     extents: list[Extent] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     uses: DeferredPolicy | None = None  # events that its policy gets after the answer
@@ -39,6 +47,17 @@ class Tenant:
         assert index == len(self.extents)
         self.extents.append(extent)
         return index
+
+    @property
+    def pending(self) -> PendingReads:
+        """The requests that wait for reads of any tier."""
+        if isinstance(self.shared, NullTier):
+            return self.tier.pending
+        return JoinedReads(self.tier.pending, self.shared.pending)
+
+    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+        """Make durable that these blocks are forgotten, in all tiers, as `TierForgets.forget`."""
+        return forget_in((self.tier.forgets, self.shared), space, keys, done)
 
     def identity_of(self, spec: KvSpec) -> bytes:
         return self.losses.identity(spec, self.name)

@@ -245,6 +245,7 @@ class TierTests:
     capacity_bytes: int  # 16 to 80 blocks
     is_lower = True  # the tier that is tested is the one below memory
     config = ""
+    turns = effort(300, 600, 600)  # of the test of any order
 
     def make_lower(self) -> MakeLowerTier:
         raise NotImplementedError(type(self).__name__)
@@ -339,7 +340,7 @@ class TierTests:
     def test_any_order_of_operations_gives_right_bytes_or_none(self, tier: ServedTenant) -> None:
         chance = random.Random(4)
         put: dict[Identity, int] = {}
-        for turn in range(effort(300, 600, 600)):
+        for turn in range(self.turns):
             identity = Identity(
                 space=chance.choice(["space", "other"]),
                 key=name(chance.randrange(3 * self.blocks(tier))),

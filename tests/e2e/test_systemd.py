@@ -118,7 +118,7 @@ def test_an_uninstall_removes_installed_files_and_keeps_others(tmp_path: Path) -
     # Resources that the configuration needs are permitted, and files of the administrator are kept.
     config.write_text(
         '[warm]\nsize = "1GiB"\n[cold]\ndirectories = ["/mnt/a"]\nsize = "1TiB"\n'
-        '[http]\nlisten = "127.0.0.1:9410"\n'
+        '[http]\nlisten = "127.0.0.1:9410"\n[remote]\nbucket = "blocks"\n'
     )
     admin_file = tmp_path / install.UNITS / "kvtierd.service.d" / "mine.conf"
     admin_file.parent.mkdir()
@@ -127,6 +127,7 @@ def test_an_uninstall_removes_installed_files_and_keeps_others(tmp_path: Path) -
     assert "/install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
     assert "ReadWritePaths=-/mnt/a" in (admin_file.parent / "cold.conf").read_text()
     assert "IPAddressAllow=localhost" in (admin_file.parent / "http.conf").read_text()
+    assert "PrivateNetwork=no" in (admin_file.parent / "remote.conf").read_text()
     assert "1GiB" in config.read_text(), "a configuration that is there stays"
     assert kvtier("install-service", "--uninstall", *flags).returncode == 0
     left = {path for path in tmp_path.rglob("*") if path.is_file()}

@@ -21,6 +21,7 @@ from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
+from kvtier_daemon.catalog.arrivals import Arrivals
 from kvtier_daemon.catalog.blocks import (
     BELOW,
     ID_BYTES,
@@ -82,7 +83,7 @@ class Usage:
     def __init__(self, blocks: BlockTable) -> None:
         self._blocks = blocks
         self.lookup_tokens = 0
-        self.hit_tokens: Counter[str] = Counter(warm=0, cold=0)
+        self.hit_tokens: Counter[str] = Counter(warm=0, cold=0, remote=0)
         self.miss_tokens: Counter[str] = Counter()
         self.last_miss = ""  # why the last counted lookup did not find all blocks
         self.saved_tokens = 0
@@ -93,13 +94,17 @@ class Usage:
         self.avoided_s = 0.0  # time to compute the hits, if clients reported it
         self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
 
-    def count_lookup(self, space: KnownSpace, keys: bytes, ready: int, from_disk: int = 0) -> None:
-        """Count an answer: `ready` blocks of memory, and `from_disk` blocks that will be read."""
+    def count_lookup(
+        self, space: KnownSpace, keys: bytes, ready: int, from_disk: int = 0, shared: int = 0
+    ) -> None:
+        """Count an answer: `ready` blocks of memory, and `from_disk` blocks that will be read; `shared` of
+        these are not on a disk, but in the store that hosts share."""
         tokens = space.spec.block_tokens
         blocks = len(keys) // KEY_BYTES
         self.lookup_tokens += blocks * tokens
         self.hit_tokens["warm"] += ready * tokens
-        self.hit_tokens["cold"] += from_disk * tokens
+        self.hit_tokens["cold"] += (from_disk - shared) * tokens
+        self.hit_tokens["remote"] += shared * tokens
         if space.prefill is not None:
             self.count_avoided(space, ready)
         found = ready + from_disk
@@ -110,12 +115,15 @@ class Usage:
             self.last_miss = self._why_missing(space, keys, found)
             self.miss_tokens[self.last_miss] += (blocks - found) * tokens
 
-    def count_lost(self, space: KnownSpace, blocks: int, why: str = "not_read") -> None:
+    def count_lost(
+        self, space: KnownSpace, blocks: int, why: str = "not_read", shared: int = 0
+    ) -> None:
         """Count blocks as missed that were counted as coming and will not come."""
         if not blocks:
             return
         tokens = blocks * space.spec.block_tokens
-        self.hit_tokens["cold"] -= tokens
+        self.hit_tokens["cold"] -= tokens - shared * space.spec.block_tokens
+        self.hit_tokens["remote"] -= shared * space.spec.block_tokens
         self.miss_tokens[why] += tokens
 
     def count_avoided(self, space: KnownSpace, blocks: int, before: int = 0) -> None:
@@ -166,6 +174,7 @@ class Catalog:
         self.kept = KeptBlocks(self.blocks, self.spaces, self._writing, self.pins)
         self.holds = Holds(self.blocks)
         self.promotions = Promotions(self.blocks, self.holds)
+        self.arrivals = Arrivals(self.blocks, self._writing, self.holds)
         self.demotions = Demotions(self.blocks, self.spaces)
         self.segments = SegmentFrames(self.blocks, self.spaces, self.demotions)
         self.usage = Usage(self.blocks)

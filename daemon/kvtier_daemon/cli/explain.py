@@ -17,6 +17,7 @@ WHY = {
     "on_disk": "it is on disk",
     "tier_off": "it is on disk, but the disk is off: `kvtier status` says why",
     "unasked": "it is on disk, stored with another cold.codecs setting: no request can find it",
+    "in_remote": "it is in the remote store, and a request reads it from there",
     "in_progress": "a client is writing it",
     "incomplete": "some of its groups or shards are here, others are not",
     "never_stored": "it was never stored, or so long ago that it is not known any more",

@@ -238,6 +238,8 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
     lines |= {f"{name} blocks": counts for name, counts in states.items()}
     if cold := stats.get("tiers", {}).get("cold"):
         lines |= _cold_notes(cold)
+    if remote := stats.get("tiers", {}).get("remote"):
+        lines |= _remote_notes(remote)
     for label, counts in lines.items():
         if counts:
             row(table, label, ", ".join(counts))
@@ -276,6 +278,26 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
         "cold, older copy": list(cold.get("older_copies", ())),
         "cold forgets": [failure] if (failure := cold.get("not_counted")) else [],
         "cold faults": _faults(cold),
+    }
+
+
+def _remote_notes(remote: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what the remote store is, what was moved, and the failures."""
+    from kvtier.units import format_bytes
+
+    moved = [f"{way} {format_bytes(n)}" for way, n in remote.get("bytes", {}).items() if n]
+    measured = f"{format_bytes(remote.get('read_bytes_s', 0))}/s"
+    measured += f", first byte after {1000 * remote.get('latency_s', 0):.1f} ms"
+    faults = remote.get("faults", 0)
+    return {
+        "remote store": [str(remote.get("store", "")), *moved, measured],
+        "remote loads": [f"{why} {n:,}" for why, n in falling(remote.get("loads", {}))],
+        "remote objects known": [f"{remote.get('known_objects', 0):,}"],
+        "remote failure": [f"off: {failure}; the daemon retries"]
+        if (failure := remote.get("failure"))
+        else [f"{faults:,} requests failed, works again"]
+        if faults
+        else [],
     }
 
 

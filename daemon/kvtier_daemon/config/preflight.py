@@ -12,6 +12,7 @@ import resource
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +65,7 @@ def look(loaded: LoadedConfig) -> list[MachineFinding]:
         socket_directory(config.socket.parent, is_default=loaded.origins["socket"] == "default"),
         state_directory(config.state),
         calibration(config),
+        *remote_store(config),
     ]
 
 
@@ -81,6 +83,7 @@ def look_before_start(loaded: LoadedConfig, of_service: bool = False) -> list[Ma
         state_directory(config.state),
         *(cold_directory(place) for place in (config.cold.directories if config.cold else ())),
         calibration(config),
+        *remote_store(config),
     ]
 
 
@@ -372,6 +375,30 @@ def calibration(config: Config) -> MachineFinding:
         value, _, fix = str(error).rpartition("; ")
         return MachineFinding(False, what, value, fix)
     return MachineFinding(True, what, "all required profiles exist")
+
+
+def remote_store(config: Config) -> list[MachineFinding]:
+    """Check, if a remote store is configured, whether it can be used from here. Sends nothing."""
+    remote, what = config.remote, "remote store"
+    if remote is None:
+        return []
+    if find_spec("obstore") is None:
+        fix = "run `pip install 'obstore>=0.12'`, or remove [remote]"
+        return [MachineFinding(False, what, "the package obstore is not installed", fix)]
+    file = remote.credentials
+    if file is not None:
+        try:
+            mode = file.stat().st_mode
+        except OSError as error:
+            fix = "correct remote.credentials"
+            return [MachineFinding(False, what, f"{file}: {error.strerror}", fix)]
+        if stat.S_IMODE(mode) & 0o077:
+            value = f"{file}: other users can read the credentials"
+            return [MachineFinding(False, what, value, f"chmod 600 {file}")]
+        if not os.access(file, os.R_OK, effective_ids=True):
+            value = f"{file} is not readable for uid {os.geteuid()}"
+            return [MachineFinding(False, what, value, f"{_GIVE}correct remote.credentials")]
+    return [MachineFinding(True, what, f"bucket {remote.bucket}")]
 
 
 def _no_place_for(directory: Path) -> tuple[str, str]:

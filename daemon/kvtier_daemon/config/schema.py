@@ -61,6 +61,21 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     key_file: Annotated[Path | None, values.PATH] = None
 
 
+class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The remote tier: a bucket of an S3-compatible object store, which several hosts share."""
+
+    bucket: Annotated[str, values.BUCKET]
+    prefix: Annotated[str, values.PREFIX] = ""
+    endpoint: Annotated[str, values.ENDPOINT] = ""
+    region: Annotated[str, values.REGION] = "us-east-1"
+    credentials: Annotated[Path | None, values.PATH] = None
+    write: Annotated[str, values.SHARE_WRITES] = "used"
+    codec: Annotated[str, values.SHARE_CODEC] = "r32"
+    deadline_s: Annotated[int, values.SOME_SECONDS] = 5
+    buffer_bytes: Annotated[int, values.BUFFER] = msgspec.field(name="buffer", default=128 * MIB)
+    known_bytes: Annotated[int, values.SIZE] = msgspec.field(name="known", default=64 * MIB)
+
+
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The read-only HTTP server. It has no passwords: every client that can connect can read everything."""
 
@@ -99,6 +114,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     history_bytes: Annotated[int, values.SIZE] = msgspec.field(name="history", default=MIB)
     warm: WarmConfig
     cold: ColdConfig | None
+    remote: RemoteConfig | None = None
     http: HttpConfig | None = None
     audit: AuditConfig = AuditConfig()
     tenants: dict[str, TenantConfig]
@@ -125,7 +141,7 @@ def settled(config: Config) -> dict[str, object]:
     return {
         dotted(path): value
         for path, value in sources.flatten(tree)
-        if path not in {("cold",), ("http",)}  # the section is absent
+        if path not in {("cold",), ("remote",), ("http",)}  # the section is absent
     }
 
 
@@ -249,6 +265,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
             "one for each tenant without it"
         )
     cold = _settled_cold(parsed, min(quotas.values()) / size_bytes, place)
+    remote = _settled_remote(parsed, place)
     http = _settled_http(parsed, place)
 
     warm = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("warm",)}
@@ -262,13 +279,14 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
         **top,
         warm=WarmConfig(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
         cold=cold,
+        remote=remote,
         http=http,
         audit=AuditConfig(**audit),
         tenants=tenants,
     )
     named = {name: f"tenants.{name}." for name in tenants}
     every = [key for key in dotted_keys() if "NAME" not in key]
-    for section, there in (("cold.", cold), ("http.", http)):
+    for section, there in (("cold.", cold), ("remote.", remote), ("http.", http)):
         if there is None:
             every = [key for key in every if not key.startswith(section)]
     every += [prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, "quota")]
@@ -366,6 +384,19 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> ColdConfig
     return ColdConfig(
         directories=directories, size_bytes=size, segment_bytes=segment, **amounts, **values_said
     )  # fmt: skip
+
+
+def _settled_remote(parsed: _Parsed, place: str) -> RemoteConfig | None:
+    """Return the remote tier, or None."""
+    said = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("remote",)}
+    if not said:
+        return None
+    if "bucket" not in said:
+        raise ConfigError(
+            f'{place}remote.bucket: is not set; write bucket = "kvtier-blocks" under [remote]'
+        )
+    renamed = {"buffer": "buffer_bytes", "known": "known_bytes"}
+    return RemoteConfig(**{renamed.get(key, key): value for key, value in said.items()})
 
 
 def _settled_http(parsed: _Parsed, place: str) -> HttpConfig | None:

@@ -25,6 +25,7 @@ MODELS_CODECS: Final = (*CHOICES, *LOSSY)
 WRITES: Final = ("back", "through")
 ADMISSIONS: Final = ("auto", "all", "second-touch")
 ENCRYPTIONS: Final = ("off", "aes-256-gcm")
+SHARED: Final = ("used", "all", "none")
 ENGINES: Final = ("auto", "io_uring", "threads")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 EVERYONE: Final = "*"
@@ -236,6 +237,29 @@ def _codecs(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+def _matching(pattern: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if not re.fullmatch(pattern, _text(value), re.ASCII):
+            raise ValueError
+        return str(value)
+
+    return parse
+
+
+BUCKET: Final = Key(_matching(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}"), "the name of a bucket")
+PREFIX: Final = Key(
+    _matching(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+){0,15}"), "a prefix such as fleet/a"
+)
+ENDPOINT: Final = Key(
+    _matching(r"https?://[^/?#@\s]+"), "an address such as https://s3.example:9000, without a path"
+)
+REGION: Final = Key(_matching(r"[A-Za-z0-9-]+"), "a region such as us-east-1")
+SHARE_WRITES: Final = Key(_one_of(SHARED), f"one of {', '.join(SHARED)}")
+SHARE_CODEC: Final = Key(
+    _one_of(CODECS[1:]), f"a known codec other than auto: {', '.join(CODECS[1:])}"
+)
+SOME_SECONDS: Final = Key(lambda value: _number(value, 1, 3600), "whole seconds from 1 to 3600")
+BUFFER: Final = Key(_bytes_from(8 * MIB), "a size such as 128MiB, at least 8 MiB")
 PATHS: Final = Key(_paths, "a list of absolute paths, each once")
 CODEC: Final = Key(_codec, f"a known codec: {', '.join(CODECS)}")
 MODEL_CODECS: Final = Key(

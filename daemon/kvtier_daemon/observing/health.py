@@ -48,6 +48,11 @@ def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
     if warm["failure"]:
         have, wanted = format_bytes(warm["allocated_bytes"]), format_bytes(warm["capacity_bytes"])
         yield f"the warm tier has {have} of {wanted}: {warm['failure']}"
+    remote = figures["tiers"].get("remote")
+    if remote is not None and not remote["on"]:
+        yield f"the remote tier is off, retrying: {remote['failure']}"
+    elif remote is not None and not remote["writable"]:
+        yield "the remote tier cannot be written, retrying: see the log"
     if cold is None:
         return
     failure = cold["failure"] or "its disks do not complete requests"

@@ -12,7 +12,7 @@ from kvtier_daemon.observing.metrics import ROUTES, hits, lookups, routes
 EVERY_S: Final = 2.0
 KEPT: Final = 450  # 15 minutes
 
-Point = tuple[float, int, int, int, tuple[int, ...], tuple[int, ...]]
+Point = tuple[float, int, int, int, tuple[int, ...], tuple[int, ...], int]
 
 
 class History:
@@ -31,12 +31,14 @@ class History:
                 figures["uptime_s"], lookups(figures), found["warm"], found["cold"],
                 tuple(misses.get(reason, 0) for reason in WHY_MISSED),
                 tuple(moved[route] for route in ROUTES),
+                found["remote"],
             )
         )  # fmt: skip
 
     def report(self, after_s: float) -> dict[str, Any]:
         """Return the samples since `after_s`. Each has its time, the tokens looked up, found in warm and in
-        cold, and missed by `reasons`, and the bytes by `routes`: counters, not rates."""
+        cold, missed by `reasons`, the bytes by `routes`, and the tokens found in remote: counters, not
+        rates."""
         return {
             "every_s": EVERY_S,
             "reasons": WHY_MISSED,

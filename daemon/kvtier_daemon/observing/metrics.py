@@ -29,6 +29,10 @@ Read = Callable[[Figures], Any]
 WARM_STATES: Final = ("ready", "writing", "promoting", "doomed", "quarantined")
 ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "cold_scrub")
 FRAMES: Final = ("written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key")
+HIT_TIERS: Final = (*TIERS, "remote")
+OBJECTS: Final = (
+    "written", "not_written", "dropped", "read", "absent", "spoilt", "not_read", "cancelled",
+)  # fmt: skip
 OTHER: Final = "other"  # a test fails if a daemon reports it
 
 
@@ -92,13 +96,21 @@ def _cold(figures: Figures) -> Mapping[str, Any]:
     return found
 
 
+def _remote(figures: Figures) -> Mapping[str, Any]:
+    """Return the figures of the remote tier; empty without one, so that its metrics are zero."""
+    found: Mapping[str, Any] = figures["tiers"].get("remote", {})
+    return found
+
+
 def lookups(figures: Figures) -> int:
     return int(figures["lookup_tokens"] - figures["coming_tokens"])
 
 
 def hits(figures: Figures) -> dict[str, int]:
     hits = dict(figures["hit_tokens"])
-    hits["cold"] = hits.get("cold", 0) - figures["coming_tokens"]
+    shared = figures["coming_remote_tokens"]
+    hits["cold"] = hits.get("cold", 0) - (figures["coming_tokens"] - shared)
+    hits["remote"] = hits.get("remote", 0) - shared
     return hits
 
 
@@ -140,6 +152,10 @@ def _of_cold(name: str) -> Read:
     return lambda figures: _cold(figures).get(name, 0)
 
 
+def _of_remote(name: str) -> Read:
+    return lambda figures: _remote(figures).get(name, 0)
+
+
 def _of_coding(name: str) -> Read:
     return lambda figures: _cold(figures).get("coding", {}).get(name, 0)
 
@@ -156,7 +172,7 @@ SERIES: Final[tuple[Metric, ...]] = (
     # Hits, misses and saves.
     Metric("kvtier_lookup_tokens", "counter", "Tokens looked up: the sum of all hits and misses.", lookups),
     Metric("kvtier_hit_tokens", "counter", "Tokens found, by the tier that held them.",
-           hits, "tier", TIERS),
+           hits, "tier", HIT_TIERS),
     Metric("kvtier_used_tokens", "counter", "Found tokens that clients reported as used, by the tier "
            "that held them. An engine does not load what its own cache holds.",
            lambda f: f["used_tokens"], "tier", TIERS),
@@ -245,6 +261,26 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_cold_day_limit_bytes", "gauge", "Limit for the last 24 hours (cold.daily_writes); 0 "
            "means no limit.",
            _of_cold("day_limit_bytes")),
+    # The remote tier.
+    Metric("kvtier_remote_on", "gauge", "1 if the remote store is used; 0 if it does not answer, or if there "
+           "is none.", lambda f: int(_remote(f).get("on", False))),
+    Metric("kvtier_remote_faults", "counter", "Failed requests to the remote store.", _of_remote("faults")),
+    Metric("kvtier_remote_restarts", "counter", "How often the process that talks to the remote store was "
+           "replaced because it or the store failed.", _of_remote("restarts")),
+    Metric("kvtier_remote_blocks", "counter", "Blocks written to and read from the remote store, by outcome: "
+           "dropped means that too many blocks waited to be written, absent that the object did not exist, "
+           "spoilt that it is damaged, not_read and cancelled that the read failed or was too late.",
+           lambda f: _remote(f).get("states", {}), "outcome", OBJECTS),
+    Metric("kvtier_remote_bytes", "counter", "Bytes of objects that were written and read.",
+           lambda f: _remote(f).get("bytes", {}), "way", ("written", "read")),
+    Metric("kvtier_remote_loads", "counter", "Requests for blocks in the remote store, by decision.",
+           lambda f: _remote(f).get("loads", {}), "verdict", WHY),
+    Metric("kvtier_remote_queued", "gauge", "Blocks and prefixes that wait to be written.",
+           _of_remote("queued")),
+    Metric("kvtier_remote_known_objects", "gauge", "Objects that are known to exist, or to have been absent "
+           "lately.", _of_remote("known_objects")),
+    Metric("kvtier_remote_latency_seconds", "gauge", "Time until the first byte of an object arrives, on "
+           "average.", _of_remote("latency_s")),
     Metric("kvtier_coding_failures", "counter", "Blocks that could not be encoded or decoded.",
            _of_coding("failures")),
     Metric("kvtier_staged_bytes", "gauge", "Memory in use for encoded blocks that wait to be written.",

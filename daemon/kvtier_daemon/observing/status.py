@@ -19,6 +19,7 @@ from kvtier_daemon.observing.loop_lag import LoopLag
 from kvtier_daemon.observing.metrics import WARM_STATES
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import LowerTier, summed
+from kvtier_daemon.tiers.remote.tier import RemoteTier
 from kvtier_daemon.tiers.warm import WarmTier
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class StatusFigures:
         tenants: Mapping[str, Tenant],
         warm: WarmTier,
         lower: LowerTier,
+        remote: RemoteTier,
         shown_at: str,
     ) -> None:
         self.stopping = False
@@ -46,6 +48,7 @@ class StatusFigures:
         self._tenants = tenants
         self._warm = warm
         self._lower = lower
+        self._remote = remote
         self._shown_at = shown_at
         self._server: Server | None = None
         self._lag: LoopLag | None = None
@@ -76,6 +79,8 @@ class StatusFigures:
                 parts[-1] += f" ({state})"
             if tier.failure:
                 parts.append(tier.failure)
+        if remote := self._remote.summary():
+            parts.append(remote)
         parts.append(f"clients {sum(session.greeted for session in self._server.sessions)}")
         return ", ".join(parts)
 
@@ -84,6 +89,7 @@ class StatusFigures:
         assert self._server is not None and self._lag is not None
         tenants = list(self._tenants.values()) if tenant is None else [tenant]
         sessions, waiting, coming = Counter[str](), Counter[str](), Counter[str]()
+        shared = Counter[str]()
         names = set()
         connections = Counter(one.tenant.name for one in self._server.sessions if one.tenant)
         for session in self._server.sessions:
@@ -91,6 +97,7 @@ class StatusFigures:
                 name, lookups = session.tenant.name, session.requests.lookups.counted
                 waiting[name] += lookups.waiting
                 coming[name] += lookups.pending_tokens
+                shared[name] += lookups.pending_shared_tokens
                 if session.requests.spaces.opened:
                     sessions[name] += 1
                     names.add((name, session.engine))
@@ -111,6 +118,7 @@ class StatusFigures:
             "miss_tokens": summed(catalog.usage.miss_tokens for catalog in catalogs),
             "used_tokens": summed(catalog.usage.used_tokens for catalog in catalogs),
             "coming_tokens": sum(coming[each.name] for each in tenants),
+            "coming_remote_tokens": sum(shared[each.name] for each in tenants),
             "waiting_lookups": sum(waiting[each.name] for each in tenants),
             "recompute_avoided_s": sum(catalog.usage.avoided_s for catalog in catalogs),
             "saved_tokens": sum(catalog.usage.saved_tokens for catalog in catalogs),
@@ -153,6 +161,8 @@ class StatusFigures:
         if self._lower.tier is not None:
             reported = [each.name for each in tenants]
             body["tiers"][self._lower.name] = self._lower.report(reported)
+        if self._remote.is_configured:
+            body["tiers"]["remote"] = self._remote.report([each.name for each in tenants])
         if tenant is None:
             body |= {
                 "connections": len(self._server.sessions),
@@ -165,7 +175,11 @@ class StatusFigures:
 
     def _hits(self, catalogs: Iterable[Catalog]) -> dict[str, int]:
         hits = summed(catalog.usage.hit_tokens for catalog in catalogs)
-        return hits if self._lower.tier is not None else {"warm": hits["warm"]}
+        if self._lower.tier is None:
+            del hits["cold"]
+        if not self._remote.is_configured:
+            del hits["remote"]
+        return hits
 
     def _warm_tier(
         self, tenants: Sequence[Tenant], counts: Sequence[Counts], allocated_bytes: int

@@ -44,7 +44,8 @@ class DiskLink:
     at least one was running. After the first urgent read, only times with urgent reads count, because writes
     are not limited while only prefetches run."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], guess_bytes_s: float = GUESS_BYTES_S) -> None:
+        self._guess_bytes_s = guess_bytes_s  # assumed without measurements
         self.reading = self.reading_bytes = 0  # submitted and not ended
         self._urgent = 0  # of these
         self._was_urgent = False  # ever
@@ -61,10 +62,10 @@ class DiskLink:
     @property
     def bytes_s(self) -> float:
         if not self._read_bytes or not self._busy_s:
-            return GUESS_BYTES_S
+            return self._guess_bytes_s
         rate = self._read_bytes / self._busy_s
         idle = not self.reading and self._clock() - self._last_at > STALE_S
-        return max(rate, GUESS_BYTES_S) if idle else rate
+        return max(rate, self._guess_bytes_s) if idle else rate
 
     @property
     def sure_bytes_s(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.catalog.explain import WHERE
 from kvtier_daemon.catalog.reading import Lookup
 from kvtier_daemon.tenant import Tenant
 
@@ -57,6 +58,11 @@ def _explained(
             found["why"] = "tier_off"
         elif not requestable(found["space"]):
             found["why"] = "unasked"
+    if found["why"] not in WHERE:
+        asked = [space] if space is not None else list(tenant.catalog.spaces)
+        for one in asked:
+            if tenant.shared.beyond(one, key, 0):
+                found |= {"why": "in_remote", "space": one.number}
     for near in found.get("near", ()):
         if space is not None and not near["differs"]:  # they differ only in the loss of the codec
             theirs = tenant.stored(tenant.catalog.space(near["space"]))

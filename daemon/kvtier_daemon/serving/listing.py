@@ -110,7 +110,7 @@ def purge(
     keys = b"".join(dict.fromkeys(each))
     eraser = SlotEraser(tenant.name, tenant.extents)
     blocks = tenant.catalog.purge(found, keys, eraser.erase)
-    waits = not after and tenant.tier.forgets.forget(found, keys, done)
+    waits = not after and tenant.forget(found, keys, done)
     return after, blocks, waits
 
 

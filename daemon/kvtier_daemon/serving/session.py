@@ -398,7 +398,7 @@ class Session:
             _tell_client(self, self._server, "went", why=why)
         if self.tenant is not None:
             try:
-                self.tenant.tier.pending.session_ended(self.id)
+                self.tenant.pending.session_ended(self.id)
             except Exception:
                 # Its leases must end.
                 self._server.failures["internal"] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvtier_daemon.catalog import KnownSpace
@@ -163,6 +163,32 @@ class TenantTier(Protocol):
     def stats(self) -> TierStats: ...
 
 
+class SharedTier(Protocol):
+    """One tenant's part of a store that hosts share. It is beside the tier below memory: the catalog has no
+    records of its blocks, and a block that is read from it is saved to memory by the daemon itself."""
+
+    @property
+    def pending(self) -> PendingReads: ...
+
+    def beyond(self, space: KnownSpace, keys: bytes, first: int) -> int:
+        """Return how many blocks of this prefix from `first` on can be read, or are being read."""
+
+    def fetch(
+        self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
+        urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+    ) -> Outlook:  # fmt: skip
+        """Start to read these blocks, as `TierReads.promote` does."""
+
+    def saved(self, ids: bytes) -> None:
+        """Note that clients committed these blocks to memory."""
+
+    def used(self, space: KnownSpace, keys: bytes) -> None:
+        """Note that a request found these blocks in memory."""
+
+    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+        """As `TierForgets.forget`."""
+
+
 class NullTier:
     """No tier, and all parts of it: it holds no blocks, and takes none."""
 
@@ -176,6 +202,11 @@ class NullTier:
     def promote(self, *_: Any, **__: Any) -> Outlook:
         return 0, 0.0, "off"
 
+    fetch = promote
+
+    def beyond(self, *_: Any) -> int:
+        return 0
+
     def stats(self) -> TierStats:
         return TierStats()
 
@@ -185,9 +216,61 @@ class NullTier:
     def refuse(self, *_: Any) -> bool:
         return False
 
-    release = recomputes = probe = cancel = released = session_ended = saved = begin = end = ignore
+    release = recomputes = probe = cancel = released = session_ended = ignore
+    saved = used = begin = end = ignore
     call_when_ended = cancel_calls = ignore
     call_when_read = forget = erase = refuse
+
+
+class JoinedReads:
+    """The pending reads of several tiers as one."""
+
+    def __init__(self, *parts: PendingReads) -> None:
+        self._parts = parts
+
+    def cancel(self, request: Request) -> None:
+        for part in self._parts:
+            part.cancel(request)
+
+    def released(self, request: Request) -> None:
+        for part in self._parts:
+            part.released(request)
+
+    def session_ended(self, session: int) -> None:
+        for part in self._parts:
+            part.session_ended(session)
+
+    def call_when_read(self, request: Request, then: Callable[[], None]) -> bool:
+        def ended() -> None:
+            if not self.call_when_read(request, then):
+                then()
+
+        return any(part.call_when_read(request, ended) for part in self._parts)
+
+    def cancel_calls(self, request: Request, /) -> None:
+        for part in self._parts:
+            part.cancel_calls(request)
+
+
+def forget_in(
+    parts: Sequence[TierForgets | SharedTier], space: KnownSpace, keys: bytes,
+    done: Callable[[str], None] | None,
+) -> bool:  # fmt: skip
+    """Forget these blocks in several tiers, as `TierForgets.forget`. `done` gets all failures."""
+    failures: list[str] = []
+    left = len(parts)
+
+    def ended(failure: str) -> None:
+        nonlocal left
+        left -= 1
+        if failure:
+            failures.append(failure)
+        if not left and done is not None:
+            done("; ".join(failures))
+
+    waits = [part.forget(space, keys, ended if done is not None else None) for part in parts]
+    left -= waits.count(False)
+    return any(waits)
 
 
 # --- the whole tier ------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ def examine(
             found.append(cold_engine(stats["tiers"]["cold"]))
             found.append(lost_unwritten(stats["tiers"]["cold"]))
             found += older_copies(stats["tiers"]["cold"])
+        if "remote" in stats.get("tiers", {}):
+            found.append(remote_store(stats["tiers"]["remote"]))
         found.append(lately(stats))
     if loaded is None:
         return found
@@ -176,6 +178,7 @@ def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
     if not serves:
         looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
     looks.append(preflight.state_directory(config.state))
+    looks += preflight.remote_store(config)
     return [
         ok(look.what, look.value) if look.ok else fail(look.what, look.value, look.fix)
         for look in looks
@@ -197,6 +200,20 @@ def cold_engine(cold: Mapping[str, Any]) -> Finding:
     if cold.get("failure"):
         return warn(name, f"{cold['failure']}", remedy(str(cold["failure"])))
     return ok(name, "uses io_uring")
+
+
+def remote_store(remote: Mapping[str, Any]) -> Finding:
+    """Report whether the daemon uses its remote store."""
+    name, store = "remote tier", remote.get("store", "")
+    if not remote.get("on"):
+        fix = "check the bucket, the credentials and the network; the daemon retries"
+        return warn(name, f"{store} is off: {remote.get('failure')}", fix)
+    if not remote.get("writable"):
+        return warn(name, f"{store} cannot be written", "the daemon's log says why; it retries")
+    if " at http://" in str(store):
+        fix = "use https, unless the network between the hosts and the store is trusted"
+        return warn(name, f"{store} is used without encryption", fix)
+    return ok(name, f"uses {store}")
 
 
 def lost_unwritten(cold: Mapping[str, Any]) -> Finding:

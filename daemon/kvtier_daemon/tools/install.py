@@ -128,6 +128,8 @@ def plan(
             files[dropins / "numa.conf"] = text
         if http or (config is not None and config.http is not None):
             files[dropins / "http.conf"] = (folder / "http.conf").read_text()
+        if config is not None and config.remote is not None:
+            files[dropins / "remote.conf"] = (folder / "remote.conf").read_text()
     below = {root / path: f"{MARK}\n{text}" for path, text in files.items()}
     commands = (
         f"{_tool('systemd-sysusers')} kvtier.conf",

@@ -423,7 +423,7 @@ def test_hits_and_misses_add_up_to_all_lookups() -> None:
     look_up(catalog, space, keys)
     catalog.abort(ME, pending.lease)
     assert catalog.usage.lookup_tokens == 12 * 16
-    assert catalog.usage.hit_tokens == {"warm": 4 * 16, "cold": 0}
+    assert catalog.usage.hit_tokens == {"warm": 4 * 16, "cold": 0, "remote": 0}
     assert catalog.usage.miss_tokens == {"absent": 6 * 16, "in_progress": 2 * 16}
 
 

@@ -77,6 +77,9 @@ def test_every_key_can_be_written(read):
         'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\nstop_s = 30\n'
         'admission = "second-touch"\nencryption = "aes-256-gcm"\nkey_file = "/k"\n'
+        '[remote]\nbucket = "blocks"\nprefix = "a/b"\nendpoint = "https://s3:9000"\nregion = "eu"\n'
+        'credentials = "/c"\nwrite = "all"\ncodec = "raw"\ndeadline_s = 2\nbuffer = "16MiB"\n'
+        'known = "4MiB"\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
@@ -114,6 +117,18 @@ def test_every_key_can_be_written(read):
             "stop_s": 30,
             "encryption": "aes-256-gcm",
             "key_file": "/k",
+        },
+        "remote": {
+            "bucket": "blocks",
+            "prefix": "a/b",
+            "endpoint": "https://s3:9000",
+            "region": "eu",
+            "credentials": "/c",
+            "write": "all",
+            "codec": "raw",
+            "deadline_s": 2,
+            "buffer": 16 * MIB,
+            "known": 4 * MIB,
         },
         "http": {"listen": ("0.0.0.0", 80), "allow_remote": True, "hosts": ("gpu7.example",)},
         "audit": {"path": "/var/log/a"},
@@ -161,11 +176,14 @@ def test_each_source_overrides_the_one_before_it(read):
 def test_every_settled_key_has_an_origin(read):
     loaded = read(WARM + '[tenants.a]\nuids = ["*"]', environ={"KVTIER_WARM__LOCK": "yes"})
     expected = {key.replace("NAME", "a") for key in dotted_keys()}
-    without = {key for key in expected if key.startswith(("cold.", "http."))}
+    without = {key for key in expected if key.startswith(("cold.", "remote.", "http."))}
     assert set(loaded.origins) == expected - without, (
         "there is none of these unless somebody says so"
     )
-    both = COLD + '[http]\nlisten = "127.0.0.1:1"\n[tenants.a]\nuids = ["*"]'
+    both = (
+        COLD
+        + '[remote]\nbucket = "blocks"\n[http]\nlisten = "127.0.0.1:1"\n[tenants.a]\nuids = ["*"]'
+    )
     assert set(read(WARM + both).origins) == expected
     assert loaded.origins["warm.lock"] == "environment KVTIER_WARM__LOCK"
     assert loaded.origins["warm.policy"] == loaded.origins["tenants.a.quota"] == "default"
@@ -241,8 +259,11 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
         ('size = "4GiB"', "size: unknown key; did you mean warm.size?"),
         ("lock = true", "lock: unknown key; did you mean warm.lock?"),
         ("[wram]\nsize = 1", "wram: unknown section; did you mean warm?"),
-        ("[hot]\nsize = '2TiB'", "hot: unknown section; known: audit, cold, http, tenants, warm"),
-        ("[remote]", "remote: unknown section; known: audit, cold, http, tenants, warm"),
+        (
+            "[hot]\nsize = '2TiB'",
+            "hot: unknown section; known: audit, cold, http, remote, tenants, warm",
+        ),
+        ("[disk]", "disk: unknown section; known: audit, cold, http, remote, tenants, warm"),
         ("[tenants.a]\nuid = [1]", "tenants.a.uid: unknown key; did you mean tenants.a.uids?"),
         ('"a\\nb" = 1', '"a\\nb": unknown key; known: '),
         ("warm = 5", "warm: expected a section, got 5"),
@@ -297,7 +318,7 @@ def test_an_error_names_the_file_the_key_and_what_was_expected(read, tmp_path, t
 def test_all_errors_are_reported_together_each_with_its_place(read, tmp_path):
     with pytest.raises(ConfigError) as caught:
         read(
-            "max_client = 3\nlog_level = 'loud'\n[warm]\nsise = '1GiB'\n[remote]\na = 1\nb = 2\n",
+            "max_client = 3\nlog_level = 'loud'\n[warm]\nsise = '1GiB'\n[disk]\na = 1\nb = 2\n",
             pieces={"1.toml": "=", "2.toml": "[warm]\nlok = true"},
             environ={"KVTIER_WARM_EXTENT": "1GiB"},
             flags={"warm.size": "64G"},
@@ -311,7 +332,7 @@ def test_all_errors_are_reported_together_each_with_its_place(read, tmp_path):
         f"{file}:1: max_client: unknown key; did you mean max_clients?",
         f"{file}:2: log_level: expected one of",
         f"{file}:4: warm.sise: unknown key; did you mean warm.size?",
-        f"{file}: remote: unknown section; known: audit, cold, http, tenants, warm",
+        f"{file}: disk: unknown section; known: audit, cold, http, remote, tenants, warm",
         f"{pieces}/2.toml:2: warm.lok: unknown key; did you mean warm.lock?",
         "environment KVTIER_WARM_EXTENT: warm_extent: unknown key; did you mean KVTIER_WARM__EXTENT?",
         "--warm-size: warm.size: '64G' is ambiguous",

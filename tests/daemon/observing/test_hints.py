@@ -14,6 +14,7 @@ def figures(at_s: float, looked: int = 0, found: int = 0, **cold: Any) -> dict[s
         "uptime_s": at_s,
         "lookup_tokens": looked,
         "coming_tokens": 0,
+        "coming_remote_tokens": 0,
         "hit_tokens": {"warm": found},
         "tiers": {"warm": {}, "cold": cold},
     }

@@ -496,8 +496,9 @@ def test_the_page_gets_only_values_it_does_not_have(monkeypatch: pytest.MonkeyPa
     def figures() -> dict[str, Any]:
         none = {"saved": 0, "loaded": 0}
         return {
-            "uptime_s": up, "lookup_tokens": 5, "coming_tokens": 1, "hit_tokens": {"warm": 2, "cold": 2},
-            "miss_tokens": {"absent": 1}, "bytes": none, "tiers": {"warm": {}},
+            "uptime_s": up, "lookup_tokens": 5, "coming_tokens": 1, "coming_remote_tokens": 0,
+            "hit_tokens": {"warm": 2, "cold": 1, "remote": 1}, "miss_tokens": {"absent": 1},
+            "bytes": none, "tiers": {"warm": {}},
         }  # fmt: skip
 
     history = History(figures)
@@ -507,6 +508,7 @@ def test_the_page_gets_only_values_it_does_not_have(monkeypatch: pytest.MonkeyPa
     report = history.report(-1.0)
     assert len(report["points"]) == KEPT
     assert len(history.report(up - 4)["points"]) == 2
-    time_s, lookups, warm, cold, misses, moved = report["points"][-1]
-    assert (time_s, lookups, warm, cold) == (up, 4, 2, 1) and lookups == warm + cold + sum(misses)
+    time_s, lookups, warm, cold, misses, moved, remote = report["points"][-1]
+    assert (time_s, lookups, warm, cold, remote) == (up, 4, 2, 0, 1)
+    assert lookups == warm + cold + remote + sum(misses)
     assert len(misses) == len(report["reasons"]) and len(moved) == len(report["routes"])

@@ -46,7 +46,13 @@ class Asking:
         self.catalog._reading.hold = lambda *_: hold  # type: ignore
         self.tier: Any = NullTier()
         self.tier.promote = lambda *_, **__: (self.told[0], 1.0, self.told[1])
-        tenant = SimpleNamespace(name="t", catalog=self.catalog, tier=self.tier)
+        tenant = SimpleNamespace(
+            name="t",
+            catalog=self.catalog,
+            tier=self.tier,
+            shared=NullTier(),
+            pending=self.tier.pending,
+        )
         self.tenant: Any = tenant
         server: Any = SimpleNamespace(
             clock=lambda: 0.0,
@@ -119,7 +125,11 @@ def test_blocks_that_were_ready_once_are_not_pending_hits_of_the_disk() -> None:
     gone = ("match", 1, BLOCKS, 0, 0, 0, "faster", True)
     for step in (everything, on_disk, gone):
         asking.do(step)
-    assert asking.catalog.usage.hit_tokens == {"warm": BLOCKS * asking.tokens, "cold": 0}
+    assert asking.catalog.usage.hit_tokens == {
+        "warm": BLOCKS * asking.tokens,
+        "cold": 0,
+        "remote": 0,
+    }
 
 
 def test_blocks_that_are_coming_count_when_they_are_ready() -> None:

@@ -36,6 +36,7 @@ class CountedLookup(msgspec.Struct):
     reported: int = 0  # blocks in the last answer, ready or coming
     coming: int = 0  # of these
     pending: int = 0  # blocks that count as hits and are not in memory yet
+    shared: int = 0  # of these, the last ones: from the remote store
     block_tokens: int = 0
     log_entry: Lookup | None = None
 
@@ -57,6 +58,7 @@ class CountedLookups:
         self.of: OrderedDict[int, CountedLookup] = OrderedDict()
         self.waiting = 0  # lookups with pending blocks
         self.pending_tokens = 0
+        self.pending_shared_tokens = 0
 
     def is_new(self, request: wire.MatchPrefix | wire.Load) -> bool:
         """Whether this request is a new lookup, and remember it. A repeated one is not counted again."""
@@ -83,7 +85,13 @@ class CountedLookups:
         if known is not None and known.pending:
             self._set_pending(known, 0)
 
+    def expect(self, lookup: CountedLookup, shared: int) -> None:
+        """This many of the blocks that were reported come from the remote store."""
+        self.pending_shared_tokens += (shared - lookup.shared) * lookup.block_tokens
+        lookup.shared = shared
+
     def _set_pending(self, lookup: CountedLookup, blocks: int) -> None:
+        self.expect(lookup, min(lookup.shared, blocks))
         self.waiting += (blocks > 0) - (lookup.pending > 0)
         self.pending_tokens += (blocks - lookup.pending) * lookup.block_tokens
         lookup.pending = blocks
@@ -96,7 +104,9 @@ class CountedLookups:
         # Blocks that were ready when they were counted, and are on disk now, are no hits of the disk.
         pending = lookup.reported - found.ready if is_new else lookup.pending
         lost = max(0, min(lookup.reported - found.ready - coming, pending))
-        catalog.usage.count_lost(space, lost, why if why in COMPUTE else "not_read")
+        shared = min(lost, lookup.shared)
+        self.expect(lookup, lookup.shared - shared)
+        catalog.usage.count_lost(space, lost, why if why in COMPUTE else "not_read", shared)
         self._set_pending(lookup, min(pending - lost, coming))
         read = pending - lost - lookup.pending
         catalog.usage.count_avoided(space, read, max(0, found.ready - read))
@@ -132,10 +142,12 @@ class LookupRequests:
         found = catalog.match(space, request.keys, is_new)
         if is_new and self._server.recorder.is_on:
             self._record(tenant, space, request.keys)
+        beyond, on_disk = self._beyond(tenant, space, request.keys, found), found.coming
         coming, eta_ms, why = 0, 0.0, ""
-        if found.coming:
-            coming, eta_ms, why = self._start_reads(tenant, space, request, found)
-        self._answered(tenant, space, request, found, is_new, why != "off", coming, why)
+        if found.coming or beyond:
+            coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
+        shared, reads = found.coming - on_disk, why != "off"
+        self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -143,12 +155,18 @@ class LookupRequests:
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
         found = tenant.catalog.match(space, request.keys, False)
+        beyond = self._beyond(tenant, space, request.keys, found)
         coming, eta_ms, why = 0, 0.0, ""
+        name = (self._session.id, ("prefetch", lookup_name(request)))
         if found.coming:
-            name = (self._session.id, ("prefetch", lookup_name(request)))
             coming, eta_ms, why = tenant.tier.reads.promote(
                 space, request.keys, found.coming, request=name, urgent=False
             )
+        if beyond and coming == found.coming:
+            more, shared_ms, why = tenant.shared.fetch(
+                space, request.keys, found.ready + found.coming, beyond, request=name, urgent=False
+            )
+            coming, eta_ms = coming + more, max(eta_ms, shared_ms)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
     def load(self, tenant: Tenant, request: wire.Load) -> wire.Reply | None:
@@ -166,8 +184,7 @@ class LookupRequests:
             )
         deferred = self._deferred
         if (
-            (request.wait_ms > 0 or deferred.pending)
-            and deferred.defers(tenant.tier.pending, request)
+            (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.pending, request)
         ) or (
             number and request.within_ms > 0 and self._waits_for_recovery(tenant, space, request)
         ):
@@ -181,15 +198,21 @@ class LookupRequests:
             self._server.clock(), is_new, request.first,
         )  # fmt: skip
         reads, coming, eta_ms, why = True, 0, 0.0, ""
-        if found.coming:
-            if request.bring and found.ready + found.coming > request.first:
-                coming, eta_ms, why = self._start_reads(tenant, space, request, found)
+        beyond, on_disk = 0, found.coming
+        if request.bring:
+            beyond = self._beyond(tenant, space, request.keys, found)
+        if found.coming or beyond:
+            if request.bring and found.ready + found.coming + beyond > request.first:
+                coming, eta_ms, why, found = self._start_reads(
+                    tenant, space, request, found, beyond
+                )
                 reads = why != "off"
             else:  # the client does not need them
                 reads, coming = tenant.tier.reads.is_on, found.coming
         if not coming and catalog.holds.of:
             catalog.holds.end(self._name(request))
-        self._answered(tenant, space, request, found, is_new, reads, coming, why)
+        shared = found.coming - on_disk
+        self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         if found.lease:
@@ -252,14 +275,14 @@ class LookupRequests:
         # A request that asks for progress gets its next lease before it releases the last one.
         if held.number and self._last_lease.get(held.number) == lease:
             del self._last_lease[held.number]
-            tenant.tier.pending.released((self._session.id, held.number))
+            tenant.pending.released((self._session.id, held.number))
         return wire.Done(request.id)
 
     def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
         self.counted.forget(request.request)
         self._deferred.cancel(request.request)
         tenant.catalog.holds.end((self._session.id, request.request))
-        tenant.tier.pending.cancel((self._session.id, request.request))
+        tenant.pending.cancel((self._session.id, request.request))
         return wire.Done(request.id)
 
     # --- reads from disk -----------------------------------------------------------------------
@@ -286,24 +309,43 @@ class LookupRequests:
         space: KnownSpace,
         request: wire.MatchPrefix | wire.Load,
         found: Found,
-    ) -> tuple[int, float, str]:
-        """Start to read the blocks on disk if that is faster than computing. Return how many blocks will
-        come, in how many milliseconds, and the reason."""
+        beyond: int,
+    ) -> tuple[int, float, str, Found]:
+        """Start to read the blocks on disk, and the `beyond` ones after them from the remote store, if that
+        is faster than computing. Return how many blocks will come, in how many milliseconds, the reason, and
+        the answer with the blocks that are read from the remote store."""
         keys = request.keys[found.skipped * KEY_BYTES :]
         within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
         queued_s = max(0, request.queued_ms) / 1000
-        outlook = tenant.tier.reads.promote(
-            space, keys, found.coming, request=self._name(request),
-            within_s=min(within_s, LONGEST_WAIT_S),
-            recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
-        )  # fmt: skip
-        counted, why = self.counted.of[request.request], outlook[2]
-        if not counted.has_verdict and why in ("slower", "unreliable"):
-            reads = tenant.tier.reads
-            note = reads.recomputes if why == "slower" else reads.probe
-            note(self._session.id, space, keys, found.ready - found.skipped, found.coming)
-        counted.has_verdict = True
-        return outlook
+        within_s = min(within_s, LONGEST_WAIT_S)
+        coming, eta_ms, why = 0, 0.0, ""
+        if found.coming:
+            coming, eta_ms, why = tenant.tier.reads.promote(
+                space, keys, found.coming, request=self._name(request), within_s=within_s,
+                recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
+            )  # fmt: skip
+            counted = self.counted.of[request.request]
+            if not counted.has_verdict and why in ("slower", "unreliable"):
+                reads = tenant.tier.reads
+                note = reads.recomputes if why == "slower" else reads.probe
+                note(self._session.id, space, keys, found.ready - found.skipped, found.coming)
+            counted.has_verdict = True
+        if beyond and coming == found.coming:
+            first = found.ready + found.coming
+            more, shared_ms, shared_why = tenant.shared.fetch(
+                space, request.keys, first, beyond, request=self._name(request), within_s=within_s,
+                recompute_s=queued_s + space.recompute_s(beyond, first),
+            )  # fmt: skip
+            coming, eta_ms, why = coming + more, max(eta_ms, shared_ms), why or shared_why
+            found = msgspec.structs.replace(found, coming=found.coming + more)
+        return coming, eta_ms, why, found
+
+    def _beyond(self, tenant: Tenant, space: KnownSpace, keys: bytes, found: Found) -> int:
+        """How many blocks after those of this host are in the remote store."""
+        first = found.ready + found.coming
+        if first * KEY_BYTES >= len(keys):
+            return 0
+        return tenant.shared.beyond(space, keys, first)
 
     def _name(self, request: wire.MatchPrefix | wire.Load) -> Request:
         """The name of this request, the same each time it asks."""
@@ -332,17 +374,22 @@ class LookupRequests:
 
     def _answered(
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
-        is_new: bool, reads: bool, coming: int, why: str,
+        is_new: bool, reads: bool, coming: int, why: str, shared: int,
     ) -> None:  # fmt: skip
         """Count the answer. `reads`: blocks on disk can be read, and are no miss. Those that were counted as
-        coming and are lost at the next answer become misses."""
+        coming and are lost at the next answer become misses. The last `shared` of the blocks that come are
+        read from the remote store."""
         lookup = self.counted.of[request.request]
         coming = found.coming if reads and coming else 0
         if is_new:
             from_disk = found.coming if reads else 0
-            tenant.catalog.usage.count_lookup(space, request.keys, found.ready, from_disk)
+            shared = min(shared, from_disk)
+            tenant.catalog.usage.count_lookup(space, request.keys, found.ready, from_disk, shared)
+            if found.ready:
+                tenant.shared.used(space, request.keys[: found.ready * KEY_BYTES])
             lookup.reported = found.ready + found.coming if reads else found.ready
             lookup.block_tokens = space.spec.block_tokens
+            self.counted.expect(lookup, shared)
         if lookup.reported > found.ready or lookup.pending:
             self.counted.settle(tenant.catalog, space, found, lookup, is_new, coming, why)
         if is_new:

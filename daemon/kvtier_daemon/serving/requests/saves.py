@@ -131,6 +131,7 @@ class SaveRequests:
             self._session.id, lease, request.first, request.count, request.checksums
         )
         tenant.tier.writes.saved(ids)
+        tenant.shared.saved(ids)
         save = self._open[lease]
         save.blocks -= request.count
         if not save.blocks:

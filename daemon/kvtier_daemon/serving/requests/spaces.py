@@ -85,5 +85,5 @@ class SpaceRequests:
             else:
                 self._session.send(wire.Counted(request.id, count))
 
-        waits = tenant.tier.forgets.forget(space, request.keys, done if request.id else None)
+        waits = tenant.forget(space, request.keys, done if request.id else None)
         return None if waits else wire.Counted(request.id, count)

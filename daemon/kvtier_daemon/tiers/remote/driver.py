@@ -1,0 +1,342 @@
+"""Runs the process that talks to the object store, and starts another one when it fails.
+
+The store is on or off. It is off from a failure on: a process that ends or hangs, a bucket that cannot be
+listed, several failed requests in a row. Then the process is killed, all pending requests fail, and after a
+delay another process opens the bucket. So one way back covers every failure, also new credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import configparser
+import contextlib
+import logging
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvtier.errors import TierError
+from kvtier_daemon.config.schema import RemoteConfig
+from kvtier_daemon.tiers.remote.messages import (
+    ABSENT,
+    DONE,
+    FAILED,
+    TOO_LARGE,
+    Answer,
+    ListObjects,
+    OpenStore,
+    PutObject,
+    Request,
+    packed,
+    received,
+)
+from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
+from kvtier_kernels import Mapping
+
+log = logging.getLogger(__name__)
+
+# -P: no module is taken from the working directory, which may be another user's.
+COMMAND: Final = (sys.executable, "-P", "-m", "kvtier_daemon.tiers.remote.child")
+CREDENTIAL: Final = "kvtier-remote"
+KEYS: Final = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+}
+RETRY_S, LONGEST_RETRY_S = 0.5, 15.0
+OPEN_S = 10.0  # for the process to start, and for the first answer of the store
+HANGS_S = 2.0  # after the deadline of a request, which the process should keep itself
+FAULTS_TO_OFF = 4  # failed requests in a row
+PAUSE_S = 15.0  # of the writes after as many failed writes
+CHECK_S = 0.5
+LOG_S = 60.0  # between messages about single failures
+
+Done = Callable[[Answer], None]
+
+
+def credentials(config: RemoteConfig) -> dict[str, str]:
+    """Return the credentials of a file in the format of AWS (`[default]`), or none: then the library looks
+    for those of the environment and of the machine. Raises TierError."""
+    file = config.credentials
+    if file is None:
+        folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
+        file = Path(folder) / CREDENTIAL
+        if not folder or not file.exists():
+            return {}
+    try:
+        with file.open() as source:
+            if stat.S_IMODE(os.fstat(source.fileno()).st_mode) & 0o077:
+                raise TierError(f"{file}: other users can read the credentials; chmod 600 it")
+            parser = configparser.ConfigParser(interpolation=None)
+            parser.read_file(source)
+    except OSError as error:
+        raise TierError(f"{file}: {error.strerror}") from error
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise TierError(f"{file}: is not a credentials file: {type(error).__name__}") from error
+    secrets = {
+        name: parser["default"][key]
+        for key, name in KEYS.items()
+        if parser.has_option("default", key)
+    }
+    if not {"access_key_id", "secret_access_key"} <= secrets.keys():
+        raise TierError(
+            f"{file}: needs aws_access_key_id and aws_secret_access_key under [default]"
+        )
+    return secrets
+
+
+def place_of(config: RemoteConfig) -> str:
+    """Return the name of the store for people."""
+    where = "/".join(part for part in (config.bucket, config.prefix) if part)
+    return f"s3://{where}" + (f" at {config.endpoint}" if config.endpoint else "")
+
+
+@dataclass(slots=True)
+class Pending:
+    request: Request
+    done: Done
+    until: float  # when the process should have answered
+
+
+class StoreProcess:
+    """The process, and the buffer that it shares with the daemon. Each process has a buffer of its own, so
+    that a late one changes nothing."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        fd = os.memfd_create("kvtier-remote", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, buffer_bytes)
+            self.buffer = Mapping(fd, buffer_bytes, True)
+            self.end, child_end = socket.socketpair()
+            with child_end:
+                inherited = [child_end.fileno(), fd]
+                # In its own group: a terminal's Ctrl-C is for the daemon.
+                self._process = subprocess.Popen(
+                    [*COMMAND, *map(str, inherited)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=inherited,
+                    process_group=0,
+                )
+        finally:
+            os.close(fd)
+        # Writes are never kept from memory by reads, nor reads by writes.
+        self.writes = BufferSpace(0, buffer_bytes // 2)
+        self.reads = BufferSpace(buffer_bytes // 2, buffer_bytes - buffer_bytes // 2)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> int:
+        """Kill the process, and wait for its end; return how it ended."""
+        ended = self._process.poll()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return ended if ended is not None else 0
+
+
+class StoreDriver:
+    """`changed` is called after the store went on or off."""
+
+    def __init__(self, config: RemoteConfig, changed: Callable[[], None]) -> None:
+        self.is_on = False
+        self.failure = "it is being opened"
+        self.faults = 0
+        self.counts: Counter[str] = Counter()  # of requests, by kind and outcome
+        self.restarts = 0
+        self.child: StoreProcess | None = None
+        self.epoch = 0  # counts the processes
+        self._config = config
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._pending: dict[int, Pending] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._last = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._in_a_row = 0
+        self._puts_in_a_row = 0
+        self._paused_until = 0.0
+        self._sick: asyncio.Future[str] = self._loop.create_future()  # why the store fails
+        self._logged_at = -LOG_S
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid if self.child is not None else 0
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether objects can be written now: a store may be readable only, or full."""
+        return self.is_on and self._loop.time() >= self._paused_until
+
+    def next_id(self) -> int:
+        self._last += 1
+        return self._last
+
+    def ask(self, request: Request, done: Done) -> None:
+        """Send a request; `done` is called once, later, also if it fails."""
+        number = 0 if isinstance(request, OpenStore) else request.id
+        if self._writer is None:
+            self._loop.call_soon(done, Answer(number, FAILED, self.failure))
+            return
+        # A list has many pages, each with a time limit of its own.
+        limit_s = self._config.deadline_s + HANGS_S
+        self._pending[number] = Pending(request, done, self._loop.time() + limit_s)
+        self._writer.write(packed(request))
+
+    async def run(self) -> None:
+        """Keep a process running until the task is cancelled."""
+        retry_s, told = RETRY_S, ""
+        while True:
+            why = "its process failed"
+            try:
+                await self._open()
+                if told:
+                    log.info("remote: %s works again", place_of(self._config))
+                else:
+                    log.info("remote: uses %s", place_of(self._config))
+                retry_s, told = RETRY_S, ""
+                self.is_on, self.failure = True, ""
+                self._changed()
+                why = await self._serve()
+            except (TierError, EOFError) as error:
+                why = str(error)
+            except OSError as error:
+                why = f"cannot start its process: {error.strerror}"
+            finally:
+                why = await self._end(why)
+            if why != told:
+                log.error(
+                    "remote: %s is off: %s; blocks there are misses, retrying in the background",
+                    place_of(self._config), why,
+                )  # fmt: skip
+            told = why
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+
+    async def _open(self) -> None:
+        """Start a process that opens the bucket. Raises TierError."""
+        config = self._config
+        self.epoch += 1
+        secrets = await asyncio.to_thread(credentials, config)
+        starting = asyncio.create_task(asyncio.to_thread(StoreProcess, config.buffer_bytes))
+        try:
+            self.child = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(lambda task: task.result().kill())
+            raise
+        reader, self._writer = await asyncio.open_connection(sock=self.child.end)
+        self._in_a_row, self._sick = 0, self._loop.create_future()
+        opened = asyncio.get_running_loop().create_future()
+        request = OpenStore(
+            config.bucket, config.prefix, config.endpoint, config.region, secrets, config.deadline_s
+        )  # fmt: skip
+        self._reading = asyncio.create_task(self._receive(reader))
+        self._writer.write(packed(request))
+        self._pending[0] = Pending(request, opened.set_result, self._loop.time() + OPEN_S)
+        await asyncio.wait(
+            [opened, self._reading], timeout=OPEN_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not opened.done():
+            raise TierError("its process ended" if self._reading.done() else "it does not answer")
+        if opened.result().outcome:
+            raise TierError(opened.result().text)
+
+    async def _serve(self) -> str:
+        """Wait until the store fails; return why."""
+        reading = self._reading
+        assert reading is not None
+        while not reading.done() and not self._sick.done():
+            either: list[asyncio.Future[Any]] = [self._sick, reading]
+            await asyncio.wait(either, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+            now = self._loop.time()
+            if any(one.until < now for one in self._pending.values()):
+                return "its process hangs"
+        return self._sick.result() if self._sick.done() else "its process ended"
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        """Take the answers until the process ends."""
+        try:
+            while True:
+                answer = msgspec.msgpack.decode(await received(reader), type=Answer)
+                pending = self._pending.get(answer.id)
+                if pending is None:
+                    continue
+                if answer.names:  # of a list, which continues
+                    pending.until = self._loop.time() + self._config.deadline_s + HANGS_S
+                else:
+                    del self._pending[answer.id]
+                    self._judge(pending.request, answer)
+                pending.done(answer)
+        except (EOFError, msgspec.MsgspecError):
+            return
+
+    def _judge(self, request: Request, answer: Answer) -> None:
+        """Note whether the store works."""
+        if isinstance(request, OpenStore):
+            return
+        self.counts[f"{type(request).__name__}{answer.outcome and '_'}{answer.outcome}"] += 1
+        if answer.outcome in (DONE, ABSENT, TOO_LARGE):
+            self._in_a_row = 0
+            if isinstance(request, PutObject):
+                self._puts_in_a_row = 0
+            return
+        self.faults += 1
+        now = self._loop.time()
+        if isinstance(request, PutObject):
+            self._puts_in_a_row += 1
+            if self._puts_in_a_row >= FAULTS_TO_OFF and self._in_a_row < FAULTS_TO_OFF - 1:
+                if now >= self._paused_until:
+                    text = "remote: %s: cannot write: %s; trying again in %.0f s"
+                    log.error(text, place_of(self._config), answer.text, PAUSE_S)
+                self._paused_until = now + PAUSE_S
+                self._check_reads()
+            return
+        self._in_a_row += 1
+        if now >= self._logged_at + LOG_S:
+            self._logged_at = now
+            log.warning("remote: %s: a request failed: %s", place_of(self._config), answer.text)
+        if self._in_a_row >= FAULTS_TO_OFF:
+            self._fail(answer.text)
+
+    def _fail(self, why: str) -> None:
+        """The store has failed."""
+        if not self._sick.done():
+            self._sick.set_result(why)
+
+    def _check_reads(self) -> None:
+        """Writes fail: find out whether reads do too."""
+        for _ in range(FAULTS_TO_OFF):
+            self.ask(ListObjects(self.next_id(), "", 1), lambda answer: None)
+
+    async def _end(self, why: str) -> str:
+        """End the process and its requests; return why it failed."""
+        was_on, self.is_on, self.failure = self.is_on, False, why
+        child, self.child = self.child, None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if child is not None:
+            if self._reading is not None:
+                self._reading.cancel()
+            code = await asyncio.shield(asyncio.to_thread(child.kill))
+            if code:
+                why = self.failure = f"{why}, with code {code}"
+            self.restarts += was_on
+        pending, self._pending = self._pending, {}
+        for number, one in pending.items():
+            if number:
+                one.done(Answer(number, FAILED, why))
+        if was_on:
+            self._changed()
+        return why

@@ -1,0 +1,351 @@
+"""Reads objects into memory for requests, in the planner's order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+from kvtier.errors import FrameError, Refused
+from kvtier.key import KEY_BYTES
+from kvtier.wire import GRANTED, PRESENT
+from kvtier_daemon.catalog import KnownSpace, LeaseId
+from kvtier_daemon.catalog.arrivals import Arriving
+from kvtier_daemon.catalog.holds import Request
+from kvtier_daemon.codec.frame import Identity
+from kvtier_daemon.planning import PATIENCE_S, WHY, DiskLink, Planner
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Outlook
+from kvtier_daemon.tiers.cold.read_queue import Name, PendingRequests
+from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
+from kvtier_daemon.tiers.remote.known import NAME_BYTES, KnownObjects, names_of
+from kvtier_daemon.tiers.remote.messages import ABSENT, BROKEN, DONE, TOO_LARGE, Answer, GetObject
+from kvtier_daemon.tiers.remote.objects import decode, object_name
+from kvtier_daemon.tiers.remote.places import Place, Places, restorable
+from kvtier_daemon.tiers.remote.questions import Questions
+from kvtier_kernels import Mapping
+
+log = logging.getLogger(__name__)
+
+GUESS_BYTES_S = 1e8  # of a store, before the first read
+LATENCY_SHARE = 0.2  # weight of the last read in the average
+LOOK_BLOCKS = 1024  # of a prefix that are looked up at once
+LIMIT_PARTS = 512  # one request takes slots for at most as many parts of blocks: some milliseconds
+LIMIT_BYTES = 256 << 20  # in flight, of a tenant
+LOG_S = 10.0  # between messages about damaged objects
+SPOILT, CANCELLED, NOT_READ = "spoilt", "cancelled", "not_read"
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The parts of blocks that were taken together. Their leases end with the last one."""
+
+    leases: list[LeaseId] = field(default_factory=list)
+    left: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ArrivingPart:
+    """A part of a block that is read into its slot."""
+
+    fetcher: Fetcher
+    name: bytes
+    place: Place
+    of: Identity
+    dtype: str
+    block: Arriving
+    batch: Batch
+    is_forgotten: bool = False
+
+
+class FetchQueue:
+    """The reads of all tenants."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, driver: StoreDriver, known: KnownObjects,
+        threads: ThreadPoolExecutor, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.driver = driver
+        self.known = known
+        self.clock = clock
+        self.planner = Planner(clock)
+        self.link = DiskLink(clock, GUESS_BYTES_S)
+        self.pending = PendingRequests(loop, self.planner, self._cancelled)
+        self.parts: dict[Name, ArrivingPart] = {}
+        self.latency_s = 0.0  # until the first byte of an object arrives, on average
+        self._loop = loop
+        self._threads = threads
+        self._is_pumping = False
+        self._logged_at = float("-inf")
+
+    def cost(self, nbytes: int) -> dict[DiskLink, int]:
+        """What a request for this many bytes costs: also the latency."""
+        return {self.link: nbytes + int(self.latency_s * self.link.bytes_s)} if nbytes else {}
+
+    def pump(self) -> None:
+        """Submit reads, or cancel them if the store is off, in the next iteration of the loop."""
+        if not self._is_pumping:
+            self._is_pumping = True
+            self._loop.call_soon(self._submit)
+
+    def _submit(self) -> None:
+        self._is_pumping = False
+        while (child := self.driver.child) is not None and self.driver.is_on and self.parts:
+            room = max((one.place.headers.most_bytes for one in self.parts.values()), default=0)
+            at = child.reads.take(room)
+            if at is None:
+                return
+            names = self.planner.order.take(self.link, 1)
+            if not names:
+                child.reads.give(at, room)
+                return
+            part = self.parts[cast(Name, names[0])]
+            request = GetObject(self.driver.next_id(), object_name(part.of), at, room)
+            self.driver.ask(request, partial(self._answered, child, part, at, room))
+        while names := self.planner.order.take(self.link):
+            for name in names:
+                self._end(self.parts[cast(Name, name)], NOT_READ)
+
+    def _answered(
+        self, child: StoreProcess, part: ArrivingPart, at: int, room: int, answer: Answer
+    ) -> None:
+        def give() -> None:
+            child.reads.give(at, room)
+
+        if answer.outcome != DONE:
+            give()
+            outcomes = {ABSENT: ABSENT, TOO_LARGE: SPOILT, BROKEN: SPOILT}
+            self._end(part, outcomes.get(answer.outcome, NOT_READ))
+            return
+        self.latency_s += LATENCY_SHARE * (answer.first_s - self.latency_s)
+        text = memoryview(child.buffer)[at : at + answer.nbytes]
+        work = self._loop.run_in_executor(
+            self._threads, decode, part.of, part.dtype, text, part.fetcher.slot(part)
+        )
+        work.add_done_callback(partial(self._decoded, part, give, answer.nbytes))
+
+    def _decoded(
+        self, part: ArrivingPart, give: Callable[[], None], nbytes: int, work: asyncio.Future[bytes]
+    ) -> None:
+        give()
+        error = work.exception()
+        if error is None:
+            self._end(part, DONE, work.result(), nbytes)
+            return
+        if not isinstance(error, FrameError):
+            self._loop.call_exception_handler({"message": "decoding", "exception": error})
+            self._end(part, NOT_READ)
+            return
+        if self.clock() >= self._logged_at + LOG_S:
+            self._logged_at = self.clock()
+            log.warning("remote: %s is damaged: %s; it is a miss", object_name(part.of), error)
+        self._end(part, SPOILT)
+
+    def _end(self, part: ArrivingPart, outcome: str, digest: bytes = b"", nbytes: int = 0) -> None:
+        name = part.fetcher.name_of(part.name)
+        del self.parts[name]
+        waited = cast(list[Request], self.planner.ended(name, outcome == DONE))
+        if outcome in (ABSENT, SPOILT):  # a spoilt one is replaced when its block is shared again
+            self.known.note(part.name, False)
+        try:
+            part.fetcher.ended(part, outcome, digest, nbytes, waited)
+        finally:
+            self.pending.notify()
+            self.pump()
+
+    def _cancelled(self, names: list[Name]) -> None:
+        for name in names:
+            part = self.parts.pop(name)
+            part.fetcher.ended(part, CANCELLED, b"", 0, ())
+
+
+class Fetcher:
+    """The reads of one tenant. `memory` has its extents, in their order."""
+
+    def __init__(
+        self, tenant: Tenant, queue: FetchQueue, places: Places, questions: Questions,
+        memory: Sequence[Mapping],
+    ) -> None:  # fmt: skip
+        self.counts: Counter[str] = Counter(read=0, absent=0, spoilt=0, not_read=0, cancelled=0)
+        self.bytes_read = 0
+        self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
+        self._tenant = tenant
+        self._queue = queue
+        self._places = places
+        self._questions = questions
+        self._memory = memory
+        self._reading_bytes = 0
+
+    def name_of(self, name: bytes) -> Name:
+        """The planner's name of a part."""
+        return self._tenant.name, int.from_bytes(name, "little")
+
+    def slot(self, part: ArrivingPart) -> memoryview:
+        begin = part.block.offset
+        return memoryview(self._memory[part.block.extent])[begin : begin + part.place.block_bytes]
+
+    def _is_reading(self, name: bytes) -> bool:
+        return bool(self._queue.parts) and self.name_of(name) in self._queue.parts
+
+    # --- what is there -------------------------------------------------------------------------
+
+    def beyond(self, space: KnownSpace, keys: bytes, first: int) -> int:
+        """Return how many blocks of this prefix from `first` on are known to be in the store, or are being
+        read from it. Asks in the background about those of which nothing is known."""
+        rest = keys[first * KEY_BYTES : (first + LOOK_BLOCKS) * KEY_BYTES]
+        if not (rest and self._queue.driver.is_on):
+            return 0
+        places, known = self._places.of(space), self._queue.known
+        if not places:
+            return 0
+        if places[0].kind.kind == "full":  # fast path for blocks that no host has
+            head = names_of(rest[:KEY_BYTES], places[0].mask)
+            is_present = known.is_present(head)
+            if not (is_present or self._is_reading(head)):
+                if is_present is None:
+                    self._questions.ask(space, rest)
+                return 0
+        has = [self._has(space, place, rest) for place in places]
+        count = restorable(space, places, has, first)
+        after = rest[count * KEY_BYTES :]
+        if after and known.is_present(names_of(after[:KEY_BYTES], places[0].mask)) is None:
+            self._questions.ask(space, after)
+        return count
+
+    def _has(self, space: KnownSpace, place: Place, keys: bytes) -> bytes:
+        """Return a byte for each block: whether this part of it exists in the store or in memory, or is being
+        read."""
+        names = names_of(keys, place.mask)
+        flags = bytearray(self._queue.known.which(names))
+        if self._queue.parts:
+            for at in range(len(flags)):
+                flags[at] |= self._is_reading(names[at * NAME_BYTES : (at + 1) * NAME_BYTES])
+        if space.index >= 0 and space.places > 1:
+            store = self._tenant.catalog.blocks.store
+            with contextlib.suppress(ValueError):  # a key is given twice
+                for at, code in enumerate(store.probe(space.index, place.group, place.shard, keys)):
+                    flags[at] |= code == PRESENT
+        return bytes(flags)
+
+    # --- reads ---------------------------------------------------------------------------------
+
+    def fetch(
+        self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
+        urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+    ) -> Outlook:  # fmt: skip
+        """Start to read `count` blocks from `first` on, if the planner expects that to be faster than
+        computing. Return how many of them to expect, in how many milliseconds, and the reason."""
+        queue, places = self._queue, self._places.of(space)
+        if request is None:
+            request = (0, (self._tenant.name, space.number, keys))
+        room = max(0, LIMIT_BYTES - self._reading_bytes) // sum(space.block_bytes)
+        count = min(count, max(1, LIMIT_PARTS // space.places), room)
+        if not count:
+            return 0, 0.0, "too_many"
+        fresh, joined = 0, list[Name]()
+        for place in places:
+            for name in self._names(space, place, keys, first, count):
+                if self._is_reading(name):
+                    joined.append(self.name_of(name))
+                elif queue.known.present(name):
+                    fresh += place.block_bytes
+        if not queue.pending.has_room(request):
+            return 0, 0.0, "too_many"
+        verdict = queue.planner.weigh(
+            request, queue.cost(fresh), joined, urgent=urgent, within_s=within_s,
+            recompute_s=recompute_s,
+        )  # fmt: skip
+        if verdict.first:
+            self.verdicts[verdict.why] += 1
+            if verdict.load:
+                queue.pending.add(request)
+        if verdict.load:
+            coming = self._start(request, space, keys, first, count, joined)
+        else:
+            coming = count if not verdict.first and queue.planner.eta_s(request) else 0
+        if not coming:
+            return 0, 0.0, verdict.why if not verdict.load else "not_read"
+        return coming, max(queue.planner.eta_s(request), verdict.load_s) * 1000, verdict.why
+
+    def _names(
+        self, space: KnownSpace, place: Place, keys: bytes, first: int, count: int
+    ) -> list[bytes]:
+        need = place.needed(space, first + count)
+        begin = max(first, need.start)
+        names = names_of(keys[begin * KEY_BYTES : need.stop * KEY_BYTES], place.mask)
+        return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+
+    def _start(
+        self, request: Request, space: KnownSpace, keys: bytes, first: int, count: int,
+        joined: Sequence[Name],
+    ) -> int:  # fmt: skip
+        """Take slots and queue the reads; return how many of the leading blocks will be there."""
+        queue, batch, coming = self._queue, Batch(), count
+        new: list[tuple[Hashable, DiskLink, int]] = []
+        for place in self._places.of(space):
+            need = place.needed(space, first + count)
+            begin = max(first, need.start)
+            parent = keys[(begin - 1) * KEY_BYTES : begin * KEY_BYTES] if begin else b""
+            wanted = keys[begin * KEY_BYTES : need.stop * KEY_BYTES]
+            try:
+                taken, outcomes = self._tenant.catalog.arrivals.reserve(
+                    space, place.group, place.shard, parent, wanted
+                )
+            except Refused:  # a limit of leases or spaces, or a key is given twice
+                coming = 0
+                break
+            names = names_of(wanted, place.mask)
+            for at, code in enumerate(outcomes):
+                name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+                if code not in (GRANTED, PRESENT) and not self._is_reading(name):
+                    coming = min(coming, begin + at - first)
+                    break
+            for block in taken:
+                name = names_of(block.key, place.mask)
+                of = place.identity(space, block.key)
+                part = ArrivingPart(self, name, place, of, space.spec.dtype, block, batch)
+                queue.parts[self.name_of(name)] = part
+                self._reading_bytes += place.block_bytes
+                new.append((self.name_of(name), queue.link, place.block_bytes))
+            batch.left += len(taken)
+            if taken:
+                batch.leases.append(taken[0].lease)
+        queue.planner.add(request, new, joined)
+        queue.pump()
+        return coming
+
+    def forget(self, names: bytes) -> None:
+        """These objects were forgotten: what is read of them is dropped."""
+        for at in range(0, len(names), NAME_BYTES):
+            part = self._queue.parts.get(self.name_of(names[at : at + NAME_BYTES]))
+            if part is not None:
+                part.is_forgotten = True
+
+    def ended(
+        self,
+        part: ArrivingPart,
+        outcome: str,
+        digest: bytes,
+        nbytes: int,
+        waited: Sequence[Request],
+    ) -> None:
+        """The read of this part has ended."""
+        catalog, batch = self._tenant.catalog, part.batch
+        self._reading_bytes -= part.place.block_bytes
+        try:
+            self.counts[outcome or "read"] += 1
+            if outcome == DONE and not part.is_forgotten:
+                self.bytes_read += nbytes
+                ids = catalog.arrivals.arrived(part.block, digest, waited, self._queue.clock())
+                self._tenant.tier.writes.saved(ids)
+        finally:
+            batch.left -= 1
+            if not batch.left:
+                for lease in batch.leases:
+                    catalog.arrivals.end(lease)

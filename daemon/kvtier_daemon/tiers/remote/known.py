@@ -1,0 +1,71 @@
+"""What is known about objects: that they exist, or that they did not exist lately. Bounded, 16 bytes a block.
+
+An object is known by 64 bits of its name. Of a full set of four the oldest entry is replaced: then the
+object is unknown, and asked about again. Two names with the same 64 bits cost one read that finds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.key import KEY_BYTES
+from kvtier_kernels import Notes, blake3
+
+ABSENT_S = 60.0  # an object that was absent is asked about again after one to two times this long
+PRESENT, FIRST_EPOCH, EPOCHS = 1, 2, 250
+NAME_BYTES = KEY_BYTES
+PLACE_DOMAIN = b"kvtier.remote-place.1\0"
+
+
+def place_mask(space: bytes, group: int, shard: int) -> bytes:
+    """Return what distinguishes the names of this place's objects from those of other places."""
+    return blake3(PLACE_DOMAIN + space + bytes([group, shard]))
+
+
+def names_of(keys: bytes, mask: bytes) -> bytes:
+    """Return the names of the objects of these keys, 32 bytes each."""
+    count = len(keys) // KEY_BYTES
+    both = int.from_bytes(keys, "little") ^ int.from_bytes(mask * count, "little")
+    return both.to_bytes(len(keys), "little")
+
+
+class KnownObjects:
+    """Of all tenants; their names differ. `clock` returns seconds."""
+
+    def __init__(self, nbytes: int, clock: Callable[[], float]) -> None:
+        self._notes = Notes(nbytes)
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def memory_bytes(self) -> int:
+        return self._notes.memory_bytes()
+
+    def _epoch(self) -> int:
+        return int(self._clock() / ABSENT_S) % EPOCHS
+
+    def note(self, names: bytes, present: bool) -> None:
+        code = PRESENT if present else FIRST_EPOCH + self._epoch()
+        self._notes.note(names, code, int(self._clock()))
+
+    def present(self, names: bytes) -> int:
+        """Return how many of the leading objects are known to exist."""
+        codes = self._notes.codes(names)
+        return len(codes) - len(codes.lstrip(bytes([PRESENT])))
+
+    def which(self, names: bytes) -> bytes:
+        """Return a byte for each object: 1 if it is known to exist."""
+        return self._notes.codes(names).translate(ONLY_PRESENT)
+
+    def is_present(self, name: bytes) -> bool | None:
+        """Whether this object exists; None if that is unknown, or was asked too long ago."""
+        (code,) = self._notes.codes(name)
+        if code == PRESENT:
+            return True
+        if not code or (self._epoch() - (code - FIRST_EPOCH)) % EPOCHS > 1:
+            return None
+        return False
+
+
+ONLY_PRESENT = bytes(code == PRESENT for code in range(256))

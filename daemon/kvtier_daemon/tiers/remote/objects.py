@@ -1,0 +1,112 @@
+"""An object: the frame of one block, as on disk, without the padding of the payload.
+
+     header pages │ payload
+
+Its name is `v1/SPACE/KEY-GROUP-SHARD` in hexadecimal and decimal digits, so two hosts that put the same block
+put the same object. The bucket is not trusted: what an object says is checked against the block that was
+asked for, and its bytes against the digests of the frame. These detect damage and mistakes, not intent:
+whoever can write to the bucket can write a frame with correct digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier.errors import FrameError
+from kvtier.layout import KvSpec
+from kvtier_daemon.codec import frame, framing
+from kvtier_daemon.codec.base import ELEMENTS, Codec
+from kvtier_daemon.codec.block_parts import entries
+from kvtier_daemon.codec.frame import HEADER, RAW, Identity, Template
+from kvtier_daemon.codec.table import BY_NUMBER
+from kvtier_kernels import copy, decode_frame, seal_frame, xxh3_128
+
+VERSION = "v1"
+
+
+def object_name(of: Identity) -> str:
+    return f"{folder_of(of.space)}{of.key.hex()}-{of.group}-{of.shard}"
+
+
+def folder_of(space: bytes) -> str:
+    return f"{VERSION}/{space.hex()}/"
+
+
+def identity_of(name: str) -> Identity | None:
+    """Return the block of an object with this name; None if it is no name of a block."""
+    try:
+        version, space, last = name.split("/")[-3:]
+        key, group, shard = last.split("-")
+        one = Identity(bytes.fromhex(space), int(group), int(shard), bytes.fromhex(key))
+    except ValueError:
+        return None
+    is_name = version == VERSION and len(one.space) == len(one.key) == 32
+    return one if is_name and max(one.group, one.shard) < 256 else None
+
+
+class Headers:
+    """The headers of the frames of one place of a space."""
+
+    def __init__(self, spec: KvSpec, space: bytes, group: int, shard: int) -> None:
+        self.template = Template(space, group, shard, RAW, entries(spec, group))
+        self.dtype = spec.dtype
+
+    @property
+    def most_bytes(self) -> int:
+        """The size of the largest object."""
+        return self.template.header_bytes + self.template.raw_bytes
+
+
+def encode(
+    headers: Headers, codec: Codec, key: bytes, parent: bytes, digest: bytes, block: memoryview,
+    into: memoryview,
+) -> int:  # fmt: skip
+    """Write the object of a block to `into`; return its size, or 0 if the block is not the one that was
+    saved."""
+    template = headers.template
+    size = template.header_bytes
+    payload, nbytes, header = into[size:], len(block), template.blank(digest)
+    if codec.number != RAW and framing.suits(codec, headers.dtype):
+        nbytes = framing.encode(codec, headers.dtype, header, block, payload[: len(block)])
+    if nbytes >= len(block):
+        nbytes, header = len(block), template.blank(digest)
+        if copy(payload[:nbytes], block, checksum=True) != digest and digest:
+            return 0
+    elif digest and xxh3_128(block) != digest:
+        return 0
+    frame.stamp(header, key, parent, 0, 0)
+    seal_frame(header, payload[:nbytes])
+    into[:size] = header
+    # An encrypted object replaces this range by `seal(frame, object_name)`.
+    return size + nbytes
+
+
+def decode(of: Identity, dtype: str, text: memoryview, into: memoryview) -> bytes:
+    """Write the block of an object to `into`; return the block's digest. Raises FrameError if the object is
+    not a good frame of that block; `into` is then undefined."""
+    # An encrypted object is first replaced by `unseal(text, object_name)`; None is a FrameError.
+    header = bytes(text[: frame.peek(bytes(text[: HEADER.size]))])
+    one = frame.decode(header)
+    payload = text[len(header) :]
+    if one.identity != of or one.lossy_generation:
+        raise FrameError("the object contains another block")
+    if one.payload_bytes != len(payload) or one.raw_bytes != len(into):
+        raise FrameError(f"{len(payload)} bytes of a payload of {one.payload_bytes}")
+    codec = BY_NUMBER.get(one.codec)
+    if codec is None or codec.lossy:
+        raise FrameError(f"the frame has codec {one.codec}")
+    if codec.number == RAW:
+        is_good = copy(into, payload, checksum=True) == one.payload_digest == one.raw_digest
+    elif codec.native and dtype in ELEMENTS:
+        is_good = decode_frame(
+            ELEMENTS[dtype], bytearray(header), payload, one.payload_digest, into
+        )
+    else:
+        framing.decode(text, len(header), one.payload_digest, dtype, into)
+        is_good = True
+    if not is_good:
+        raise FrameError("the payload is damaged")
+    return one.raw_digest
+
+
+HeadersOf = Mapping[tuple[int, int], Headers]

@@ -1,0 +1,192 @@
+"""The remote tier in a daemon: its parts, its life and its figures. A failure disables nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.catalog.holds import Request
+from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.config.current import CurrentConfig
+from kvtier_daemon.config.schema import RemoteConfig
+from kvtier_daemon.planning import PATIENCE_S
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
+from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
+from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
+from kvtier_daemon.tiers.remote.known import KnownObjects
+from kvtier_daemon.tiers.remote.places import Places
+from kvtier_daemon.tiers.remote.questions import Questions
+from kvtier_daemon.tiers.remote.sharing import Sharer
+from kvtier_daemon.tiers.warm import Extent
+from kvtier_kernels import Mapping as MappedExtent
+
+DECODERS: Final = 2  # threads
+ENCODER_NICE: Final = 10  # saves and loads of engines go before writes to the store
+
+
+class SharedBlocks:
+    """The `SharedTier` of one tenant."""
+
+    def __init__(self, tenant: Tenant, remote: OpenRemote) -> None:
+        self.memory: list[MappedExtent] = []
+        self._places = remote.places
+        config = remote.config
+        self.fetcher = Fetcher(tenant, remote.queue, remote.places, remote.questions, self.memory)
+        self.sharer = Sharer(
+            tenant, remote.driver, remote.known, remote.places, BY_NAME[config.codec], remote.encoder,
+            self.memory, config.write,
+        )  # fmt: skip
+        self.pending: PendingReads = remote.queue.pending
+        self.saved = self.sharer.saved
+        self.used = self.sharer.used
+        self.beyond = self.fetcher.beyond
+
+    def fetch(
+        self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
+        urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+    ) -> Outlook:  # fmt: skip
+        return self.fetcher.fetch(
+            space, keys, first, count, request=request, urgent=urgent, within_s=within_s,
+            recompute_s=recompute_s,
+        )  # fmt: skip
+
+    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+        if not self._places.of(space):
+            return False
+        self.fetcher.forget(self.sharer.forget(space, keys, done))
+        return True
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENCODER_NICE)
+
+
+class OpenRemote:
+    """The parts that all tenants share."""
+
+    def __init__(self, config: RemoteConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        loop = asyncio.get_running_loop()
+        self.config = config
+        self.known = KnownObjects(config.known_bytes, clock)
+        self.places = Places(config.buffer_bytes // 2)
+        self.decoders = ThreadPoolExecutor(DECODERS, "kvtier-remote")
+        self.encoder = ThreadPoolExecutor(1, "kvtier-share", _be_nice)
+        self.driver = StoreDriver(config, self._changed)
+        self.questions = Questions(self.driver, self.known, self.places)
+        self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)
+
+    def _changed(self) -> None:
+        self.queue.pump()
+
+
+class RemoteTier:
+    """The life of the remote tier. Without a configuration it does nothing."""
+
+    def __init__(self, settings: CurrentConfig, tenants: Mapping[str, Tenant]) -> None:
+        self._settings = settings
+        self._tenants = tenants
+        self._remote: OpenRemote | None = None
+        self._of: dict[str, SharedBlocks] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_configured(self) -> bool:
+        return self._remote is not None
+
+    def open(self) -> None:
+        """Set `Tenant.shared` of each tenant, if the tier is configured. Waits for nothing."""
+        config = self._settings.config.remote
+        if config is None:
+            return
+        self._remote = OpenRemote(config)
+        for name, tenant in self._tenants.items():
+            tenant.shared = self._of[name] = SharedBlocks(tenant, self._remote)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Use the store until `end`."""
+        if self._remote is not None:
+            self._tasks = [
+                tasks.create_task(self._remote.driver.run(), name="remote"),
+                tasks.create_task(self._remote.questions.run(), name="remote questions"),
+                *(
+                    tasks.create_task(one.sharer.run(), name=f"remote writes {name}")
+                    for name, one in self._of.items()
+                ),
+            ]
+
+    def map(self, extent: Extent) -> None:
+        """Use this extent of a tenant's memory. It is called once for each, in their order."""
+        if self._remote is not None:
+            mapping = MappedExtent(extent.fd, extent.nbytes, True)
+            mapping.guard()
+            self._of[extent.tenant].memory.append(mapping)
+
+    def run_periodic(self) -> None:
+        """Cancel reads that are too late."""
+        if self._remote is not None:
+            self._remote.queue.pending.expire()
+
+    async def end(self) -> None:
+        """Stop to use the store. What waits to be written is not written."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._remote is not None:
+            await asyncio.to_thread(self._remote.decoders.shutdown)
+            await asyncio.to_thread(self._remote.encoder.shutdown)
+
+    def summary(self) -> str:
+        """Return a few words for `systemctl status`; empty without the tier."""
+        if self._remote is None:
+            return ""
+        return "remote on" if self._remote.driver.is_on else f"remote off: {self.failure}"
+
+    @property
+    def failure(self) -> str:
+        return self._remote.driver.failure if self._remote is not None else ""
+
+    def report(self, tenants: Collection[str]) -> dict[str, Any]:
+        """Return the status of the tier, with the figures of these tenants."""
+        remote = self._remote
+        assert remote is not None
+        driver, queue = remote.driver, remote.queue
+        child = driver.child
+        parts = [self._of[name] for name in tenants]
+        return {
+            "store": place_of(remote.config),
+            "on": driver.is_on,
+            "writable": driver.is_writable,
+            "state": "on" if driver.is_on else "off",
+            "failure": driver.failure,
+            "faults": driver.faults,
+            "restarts": driver.restarts,
+            "pid": driver.pid,
+            "write": remote.config.write,
+            "codec": remote.config.codec,
+            "states": summed(
+                counter for one in parts for counter in (one.sharer.counts, one.fetcher.counts)
+            ),
+            "bytes": {
+                "written": sum(one.sharer.bytes_written for one in parts),
+                "read": sum(one.fetcher.bytes_read for one in parts),
+            },
+            "loads": summed(one.fetcher.verdicts for one in parts),
+            "queued": sum(one.sharer.queued for one in parts),
+            "writing": sum(one.sharer.sending for one in parts),
+            "reading": len(queue.parts),
+            "asking": len(remote.questions),
+            "known_objects": len(remote.known),
+            "known_bytes": remote.known.memory_bytes(),
+            "buffer_bytes": remote.config.buffer_bytes,
+            "buffer_used_bytes": child.reads.used + child.writes.used if child else 0,
+            "read_bytes_s": round(queue.link.bytes_s),
+            "latency_s": round(queue.latency_s, 6),
+        }

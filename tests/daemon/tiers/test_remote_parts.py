@@ -1,0 +1,222 @@
+"""Parts of the remote tier, alone: what is known, objects, the places of a prefix, credentials."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtier import Group, KvSpec
+from kvtier.errors import FrameError, TierError
+from kvtier_daemon.catalog.spaces import KnownSpace
+from kvtier_daemon.codec.frame import Identity
+from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.config.schema import RemoteConfig
+from kvtier_daemon.tiers.remote.driver import credentials
+from kvtier_daemon.tiers.remote.known import ABSENT_S, KnownObjects, names_of, place_mask
+from kvtier_daemon.tiers.remote.objects import Headers, decode, encode, identity_of, object_name
+from kvtier_daemon.tiers.remote.places import Places, restorable
+from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
+from kvtier_kernels import xxh3_128
+from support.effort import effort
+from support.specs import spec_of
+
+SPACE = bytes(range(32))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- what is known ---------------------------------------------------------------------------------
+
+
+def test_what_is_known_takes_16_bytes_a_block_and_is_bounded() -> None:
+    known, blocks = KnownObjects(1 << 20, Clock()), 1 << 16
+    assert known.memory_bytes() == 16 * blocks
+    keys = random.Random(1).randbytes(32 * 4 * blocks)
+    known.note(keys, True)
+    assert known.memory_bytes() == 16 * blocks
+    kept = sum(known.which(keys))
+    assert kept == len(known) <= blocks
+    assert kept > 0.9 * blocks
+    few = KnownObjects(1 << 20, Clock())
+    few.note(keys[: 32 * blocks // 2], True)
+    assert sum(few.which(keys[: 32 * blocks // 2])) > 0.9 * blocks // 2
+
+
+def test_absence_is_forgotten_and_presence_is_not() -> None:
+    clock = Clock()
+    known = KnownObjects(1 << 20, clock)
+    here, gone, unknown = bytes([1]) * 32, bytes([2]) * 32, bytes([3]) * 32
+    known.note(here, True)
+    known.note(gone, False)
+    assert [known.is_present(one) for one in (here, gone, unknown)] == [True, False, None]
+    clock.now += 2 * ABSENT_S
+    assert [known.is_present(one) for one in (here, gone, unknown)] == [True, None, None]
+    assert known.present(here + gone) == 1
+
+
+def test_names_of_a_key_differ_by_space_group_and_shard() -> None:
+    places = {(SPACE, 0, 0), (SPACE, 0, 1), (SPACE, 1, 0), (SPACE[::-1], 0, 0)}
+    keys = os.urandom(3 * 32)
+    names = {names_of(keys, place_mask(*place)) for place in places}
+    assert len(names) == len(places)
+    for name in names:
+        assert names_of(keys[32:64], bytes(a ^ b for a, b in zip(keys, name, strict=True))[:32])
+
+
+# --- objects ---------------------------------------------------------------------------------------
+
+
+def block_of(spec: KvSpec, seed: int) -> bytes:
+    """Numbers near zero, as a model has, so that codecs shrink them."""
+    chance = random.Random(seed)
+    return b"".join(
+        bytes([chance.randrange(256), 0x3C + chance.randrange(2)])
+        for _ in range(spec.block_bytes // 2)
+    )
+
+
+@pytest.mark.parametrize("codec", ["raw", "fix4", "r32", "zstd"])
+def test_an_object_gives_back_its_block(codec: str) -> None:
+    spec = spec_of(layers=2, kv_heads=1)
+    headers, block = Headers(spec, SPACE, 0, 0), block_of(spec, 1)
+    into = memoryview(bytearray(headers.most_bytes))
+    of, digest = Identity(SPACE, 0, 0, bytes([9]) * 32), xxh3_128(block)
+    nbytes = encode(headers, BY_NAME[codec], of.key, bytes(32), digest, memoryview(block), into)
+    assert (nbytes < headers.most_bytes) == (codec != "raw")
+    out = memoryview(bytearray(len(block)))
+    assert decode(of, spec.dtype, into[:nbytes], out) == digest
+    assert out == block
+
+
+@pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
+def test_no_changed_object_is_accepted(codec: str) -> None:
+    spec = spec_of(layers=1, kv_heads=1)
+    headers, block, chance = Headers(spec, SPACE, 0, 0), block_of(spec, 2), random.Random(3)
+    into = memoryview(bytearray(headers.most_bytes))
+    of, digest = Identity(SPACE, 0, 0, bytes([9]) * 32), xxh3_128(block)
+    nbytes = encode(headers, BY_NAME[codec], of.key, b"", digest, memoryview(block), into)
+    good, out = bytes(into[:nbytes]), memoryview(bytearray(len(block)))
+
+    def refused(text: bytes, identity: Identity = of) -> None:
+        with pytest.raises(FrameError):
+            decode(identity, spec.dtype, memoryview(text), out)
+
+    for _ in range(effort(200, 2000, 20_000)):
+        bad = bytearray(good)
+        bad[chance.randrange(nbytes)] ^= 1 << chance.randrange(8)
+        refused(bytes(bad))
+    for size in (0, 1, 100, 4095, 4096, nbytes - 1):
+        refused(good[:size])
+    refused(good + b"\0")
+    refused(bytes(nbytes))
+    for other in (
+        Identity(SPACE[::-1], 0, 0, of.key), Identity(SPACE, 1, 0, of.key),
+        Identity(SPACE, 0, 1, of.key), Identity(SPACE, 0, 0, bytes(32)),
+    ):  # fmt: skip
+        refused(good, other)
+
+
+def test_a_block_that_was_overwritten_in_memory_is_not_shared() -> None:
+    spec = spec_of(layers=1, kv_heads=1)
+    headers, block = Headers(spec, SPACE, 0, 0), block_of(spec, 2)
+    into = memoryview(bytearray(headers.most_bytes))
+    for codec in ("raw", "r32"):
+        for digest in (bytes(16), xxh3_128(block[::-1])):
+            args = (bytes(32), b"", digest, memoryview(block), into)
+            assert encode(headers, BY_NAME[codec], *args) == 0
+
+
+def test_names_of_objects_are_parsed_and_others_are_refused() -> None:
+    of = Identity(SPACE, 3, 7, bytes([5]) * 32)
+    assert identity_of(object_name(of)) == of
+    for name in (
+        "",
+        "v1",
+        "v1/ab/cd-0-0",
+        "x/y/z",
+        object_name(of) + "x",
+        "v2" + object_name(of)[2:],
+    ):
+        assert identity_of(name) is None
+
+
+# --- which blocks a prefix needs -------------------------------------------------------------------
+
+
+def test_a_window_needs_its_last_blocks_only() -> None:
+    spec = KvSpec.groups(
+        [
+            Group(layers=1, kv_heads=1, head_dim=8),
+            Group(kind="window", layers=1, kv_heads=1, head_dim=8, window_tokens=32),
+        ],
+        model="m", dtype="bfloat16", block_tokens=16, weights="w",
+    )  # fmt: skip
+    space = KnownSpace(0, SPACE, spec, spec.places, (256, 256))
+    assert Places(1000).of(space) == []
+    places = Places(1 << 20).of(space)
+    assert restorable(space, places, [b"\1\1\1\1", b"\0\0\1\1"], 4) == 4
+    assert restorable(space, places, [b"\1\1\1\1", b"\1\1\0\1"], 4) == 2
+    assert restorable(space, places, [b"\1\1\0\1", b"\1\1\1\1"], 4) == 2
+    assert restorable(space, places, [b"\1\1\1\1", b"\0\1\0\0"], 4) == 0
+    assert restorable(space, places, [b"\0\1", b"\1\1"], 0) == 0
+
+
+def test_the_buffer_is_divided_without_overlap_and_becomes_one_hole_again() -> None:
+    space, chance, taken = BufferSpace(8192, 1 << 20), random.Random(5), dict[int, int]()
+    for _ in range(2000):
+        if taken and chance.random() < 0.5:
+            at = chance.choice(list(taken))
+            space.give(at, taken.pop(at))
+        elif (at := space.take(size := chance.randrange(1, 100_000))) is not None:
+            end = at + -(-size // 4096) * 4096
+            assert at >= 8192 and end <= 8192 + (1 << 20)
+            for other, nbytes in taken.items():
+                assert end <= other or other + -(-nbytes // 4096) * 4096 <= at
+            taken[at] = size
+    for at, size in taken.items():
+        space.give(at, size)
+    assert (space.used, space.take(1 << 20)) == (0, 8192)
+
+
+# --- credentials -----------------------------------------------------------------------------------
+
+
+def test_credentials_come_from_a_file_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    file = tmp_path / "credentials"
+    config = RemoteConfig(bucket="b", credentials=file)
+    for text, problem in (
+        (None, "No such file"),
+        ("[default]\naws_access_key_id = a\n", "needs aws_access_key_id and"),
+        ("nothing", "not a credentials file"),
+        ("[default]\naws_access_key_id = a\naws_secret_access_key = s%\n", ""),
+    ):
+        if text is not None:
+            file.write_text(text)
+            file.chmod(0o600)
+        if problem:
+            with pytest.raises(TierError, match=problem):
+                credentials(config)
+    assert credentials(config) == {"access_key_id": "a", "secret_access_key": "s%"}
+    file.chmod(0o640)
+    with pytest.raises(TierError, match="chmod 600"):
+        credentials(config)
+
+
+def test_credentials_of_the_service_manager_are_used_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RemoteConfig(bucket="b")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert credentials(config) == {}
+    file = tmp_path / "kvtier-remote"
+    file.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    file.chmod(0o400)
+    assert credentials(config)["access_key_id"] == "a"

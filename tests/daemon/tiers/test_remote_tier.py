@@ -1,0 +1,175 @@
+"""The remote tier fulfils the contract of tiers, with a real store. The store itself bounds what it holds,
+and the daemon evicts nothing there: the tests of that do not apply."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.tier_tests import (
+    BLOCK_BYTES,
+    LEASE_S,
+    ME,
+    MEMORY_BYTES,
+    PART_BYTES,
+    SHARDS,
+    Identity,
+    ServedTenant,
+    TierTests,
+)
+from kvtier_daemon.app import MakeLowerTier
+from kvtier_daemon.catalog import Found
+from kvtier_daemon.config.current import CurrentConfig
+from kvtier_daemon.config.schema import Config
+from kvtier_daemon.internal_errors import InternalErrors
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import NullTier
+from kvtier_daemon.tiers.remote.known import names_of
+from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
+from kvtier_daemon.tiers.warm import Extent, WarmTier
+from kvtier_kernels import Mapping as MappedExtent
+from support.effort import effort
+from support.object_store import ObjectStore
+
+
+class Below(NullTier):
+    """The remote tier of one tenant in the place of the tier below memory."""
+
+    def __init__(self, shared: SharedBlocks) -> None:
+        super().__init__()
+        self.forget = shared.forget  # type: ignore[assignment]
+        self.saved = shared.saved  # type: ignore[assignment]
+
+
+class OnlyRemote:
+    """A `LowerTier` that starts and ends the remote tier."""
+
+    name = "remote"
+    tier = None
+    hangs = False
+
+    def __init__(
+        self, settings: CurrentConfig, tenants: Mapping[str, Tenant], warm: WarmTier,
+        unforeseen: InternalErrors,
+    ) -> None:  # fmt: skip
+        self.remote = RemoteTier(settings, tenants)
+        self._tenants = tenants
+
+    async def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.remote.open()
+        for tenant in self._tenants.values():
+            assert isinstance(tenant.shared, SharedBlocks)
+            tenant.tier = Below(tenant.shared)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self.remote.start(tasks)
+
+    def map(self, extent: Extent) -> None:
+        self.remote.map(extent)
+
+    def run_periodic(self) -> None:
+        self.remote.run_periodic()
+
+    def probe(self) -> None: ...
+    def reconfigure(self, config: Config) -> None: ...
+
+    def order(self, tier: str, order: str) -> dict[str, Any]:
+        return {}
+
+    def state(self, tier: str) -> str:
+        return "on"
+
+    def report(self, tenants: Collection[str]) -> dict[str, Any]:
+        return self.remote.report(tenants)
+
+    async def end_moving(self, told: Callable[[str], None]) -> None:
+        await self.remote.end()
+
+    async def close(self) -> bool:
+        return True
+
+    def mappings(self) -> list[MappedExtent]:
+        return []
+
+
+class ServedShared(ServedTenant):
+    """The blocks of a tenant, as one host shares them: they are evicted before each load."""
+
+    def __init__(self, folder: Path, config: str, capacity_bytes: int) -> None:
+        super().__init__(folder, OnlyRemote, config, capacity_bytes, False)
+        shared = self.tenant.shared
+        assert isinstance(shared, SharedBlocks)
+        self.shared = shared
+        self.driver = shared.fetcher._queue.driver
+        self._until(lambda: self.driver.is_on)
+
+    def names(self, identity: Identity) -> bytes:
+        places = self.shared.fetcher._places.of(self._space(identity))
+        return b"".join(names_of(identity.key, place.mask) for place in places)
+
+    def put(self, identity: Identity, data: bytes) -> bool:
+        """Save a block, and wait until the store has it."""
+        known, names = self.shared.fetcher._queue.known, self.names(identity)
+        if not super().put(identity, data):
+            return False
+        self._until(lambda: known.present(names) == len(names) // 32)
+        return True
+
+    async def _loaded(self, identity: Identity) -> Found:
+        catalog, space, shared = self.tenant.catalog, self._space(identity), self.shared
+        for group in range(len(space.spec.cache_groups)):
+            catalog.blocks.make_room(space.index, group, MEMORY_BYTES // PART_BYTES)
+        self._requests += 1
+        request = (int(ME), self._requests)
+        while True:
+            found = catalog.load(ME, space, identity.key, LEASE_S, range(SHARDS), time.monotonic())
+            if found.ready or not (count := shared.beyond(space, identity.key, 0)):
+                break
+            coming, _, why = shared.fetch(
+                space, identity.key, 0, count, request=request, within_s=60.0
+            )
+            if not coming:
+                assert why == "not_read", why
+                break
+            read = asyncio.Event()
+            if shared.pending.call_when_read(request, read.set):
+                async with asyncio.timeout(60):
+                    await read.wait()
+        catalog.holds.end(request)
+        return found
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    store = ObjectStore(tmp_path_factory.mktemp("store"))
+    yield store
+    store.stop()
+
+
+class TestRemoteTier(TierTests):
+    capacity_bytes = 16 * BLOCK_BYTES
+    turns = effort(40, 300, 600)
+    test_a_full_tier_evicts_old_blocks_for_new_ones = None  # type: ignore[assignment]
+    test_a_held_block_stays_under_pressure = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path, store: ObjectStore) -> Iterator[ServedTenant]:
+        # Each test has a prefix of its own.
+        config = store.config(more='write = "all"\n').replace('"fleet"', f'"{tmp_path.name}"')
+        tier = ServedShared(tmp_path, config, self.capacity_bytes)
+        yield tier
+        tier.close()
+
+    def make_lower(self) -> MakeLowerTier:
+        return OnlyRemote
+
+    def test_a_block_that_memory_lost_comes_from_the_store(self, tier: ServedShared) -> None:
+        identity = Identity(key=bytes([7]) * 32)
+        assert tier.put(identity, self.data(tier, 7))
+        assert tier.get(identity) == self.data(tier, 7)
+        assert tier.shared.fetcher.counts["read"] == 4

@@ -1,0 +1,184 @@
+"""Two hosts, each with a daemon and a state directory of its own, share blocks through an object store."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.key import Keys
+from kvtier.space import Space
+from support.daemons import Daemon, kvtier
+from support.object_store import BUCKET, KEY, ObjectStore
+from support.specs import pattern, spec_of
+
+PROMPT = 8  # blocks
+WAIT_S = 60.0
+Hosts = Callable[..., Daemon]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    store = ObjectStore(tmp_path_factory.mktemp("store"))
+    yield store
+    store.stop()
+
+
+@pytest.fixture
+def host(tmp_path: Path, daemon_of: Hosts, store: ObjectStore) -> Hosts:
+    """Start the daemon of a host. All have the same secret, as docs/remote.md says."""
+
+    def start(name: str, more: str = "", config: str = "") -> Daemon:
+        folder = tmp_path / name
+        secrets = folder / "state" / "secrets"
+        secrets.mkdir(parents=True, mode=0o700)
+        secrets.parent.chmod(0o700)
+        (secrets / "default").write_bytes(b"of the fleet".ljust(32))
+        (secrets / "default").chmod(0o600)
+        daemon = daemon_of(folder=folder, config=config + store.config(more=more))
+        daemon.wait_for(lambda stats: stats["tiers"]["remote"]["on"])
+        return daemon
+
+    return start
+
+
+def save(space: Space, number: int) -> Keys:
+    keys = space.keys([number] * PROMPT * space.spec.block_tokens)
+    for group, kind in enumerate(space.spec.cache_groups):
+        for shard in range(kind.shards):
+            blocks = [pattern(key, space.spec.group_block_bytes(group)) for key in keys]
+            space.save(keys, blocks, group=group, shard=shard)
+    return keys
+
+
+def share(daemon: Daemon, space: Space, number: int) -> Keys:
+    """Save a prompt, request it again, and wait until it is in the store."""
+    before = daemon.stats()["tiers"]["remote"]["states"]["written"]
+    keys = save(space, number)
+    assert space.match(keys).ready == PROMPT
+    wanted = before + PROMPT * space.spec.places
+    daemon.wait_for(lambda stats: stats["tiers"]["remote"]["states"]["written"] >= wanted)
+    return keys
+
+
+def loaded(space: Space, keys: Keys, blocks: int = PROMPT) -> int:
+    """Load until as many blocks are there; return how many came. Their bytes must be those saved."""
+    until = time.monotonic() + WAIT_S
+    while (found := space.match(keys)).ready < blocks and time.monotonic() < until:
+        time.sleep(0.01)
+    with space.load(keys[: found.ready]) as ready:
+        for key, block in zip(keys, ready, strict=False):
+            assert bytes(block) == pattern(key, space.spec.block_bytes)
+        return len(ready)
+
+
+def test_a_host_hits_what_another_one_saved_also_after_that_one_died(host: Hosts) -> None:
+    a, b = host("a"), host("b")
+    with a.connect() as client:
+        space = client.open(spec_of("fleet"))
+        keys, late = share(a, space, 1), share(a, space, 2)
+    with b.connect() as client:
+        space = client.open(spec_of("fleet"))
+        space.match(keys)  # asks for them, and for all objects of the space
+        b.wait_for(lambda stats: stats["tiers"]["remote"]["asking"] == 0)
+        assert loaded(space, keys) == PROMPT
+        a.process.send_signal(signal.SIGKILL)
+        a.process.wait()
+        assert loaded(space, late) == PROMPT
+        stats = b.stats()
+        assert stats["hit_tokens"]["remote"] == 2 * PROMPT * space.spec.block_tokens
+        assert stats["tiers"]["remote"]["states"]["read"] == 2 * PROMPT
+        shown = client.explain(keys=bytes(keys[0]))["keys"][0]
+        assert shown["why"] == "in_memory"
+
+
+@pytest.mark.slow
+def test_blocks_that_were_saved_once_stay_on_their_host_unless_all_are_shared(host: Hosts) -> None:
+    a, b = host("a"), host("b", 'write = "all"\n')
+    for daemon in (a, b):
+        with daemon.connect() as client:
+            save(client.open(spec_of("once")), 1)
+    b.wait_for(lambda stats: stats["tiers"]["remote"]["states"]["written"] == PROMPT)
+    assert a.stats()["tiers"]["remote"]["states"]["written"] == 0
+
+
+def test_a_forgotten_block_is_deleted_in_the_store(host: Hosts, store: ObjectStore) -> None:
+    a, b = host("a"), host("b")
+    with a.connect() as client:
+        space = client.open(spec_of("forget"))
+        keys = share(a, space, 1)
+        before = len(store.objects())
+        assert space.forget(keys[:1]) == 1
+        assert len(store.objects()) == before - 1
+    with b.connect() as client:
+        space = client.open(spec_of("forget"))
+        space.match(keys)
+        b.wait_for(lambda stats: stats["tiers"]["remote"]["asking"] == 0)
+        assert space.match(keys).coming == 0
+        shown = client.explain(keys=keys[1])["keys"][0]
+        assert shown["why"] == "in_remote"
+
+
+@pytest.mark.slow
+def test_memory_disk_and_store_answer_one_request_together(host: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    config = (
+        f'[warm]\nsize = "8MiB"\n[cold]\ndirectories = ["{tmp_path}/disk"]\nsize = "256MiB"\n'
+        'segment = "1MiB"\n'
+    )
+    a, b = host("a"), host("b", config=config)
+    with a.connect() as client:
+        keys = share(a, client.open(spec_of("mixed")), 1)
+    with b.connect() as client:
+        space = client.open(spec_of("mixed"))
+        few = keys[: PROMPT // 2]
+        space.save(few, [pattern(key, space.spec.block_bytes) for key in few])
+        space.match(keys)  # asks for the others
+        b.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == len(few))
+        b.wait_for(lambda stats: stats["tiers"]["remote"]["known_objects"] >= PROMPT)
+        for number in range(100, 120):  # evict them from memory
+            save(space, number)
+        assert space.match(few).ready < len(few)
+        assert loaded(space, keys) == PROMPT
+        hits = b.stats()["hit_tokens"]
+        assert hits["cold"] >= space.spec.block_tokens
+        assert hits["remote"] == PROMPT // 2 * space.spec.block_tokens
+
+
+def test_the_steps_of_the_page_work(tmp_path: Path, daemon_of: Hosts, store: ObjectStore) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
+    blocks = re.findall(r"^ +```(\w+)\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    (made,) = (text for _, text in blocks if "fleet-secret" in text)
+    subprocess.run(["sh", "-c", made], cwd=tmp_path, check=True)
+    assert len((tmp_path / "fleet-secret").read_bytes()) == 32
+    (config,) = (textwrap.dedent(text) for kind, text in blocks if kind == "toml")
+    (credentials,) = (textwrap.dedent(text) for kind, text in blocks if kind == "ini")
+    file = tmp_path / "s3-credentials"
+    file.touch(0o600)
+    named = credentials.replace("AKIAEXAMPLE", KEY).replace("wJalrXUtnFEMI", store.secret)
+    file.write_text(named)
+    for before, after in (
+        ("kvtier-blocks", BUCKET), ("https://s3.example:9000", store.endpoint),
+        ("/etc/kvtier/s3-credentials", str(file)),
+    ):  # fmt: skip
+        assert before in config
+        config = config.replace(before, after)
+    daemon = daemon_of(folder=tmp_path / "it", config=config)
+    daemon.wait_for(lambda stats: stats["tiers"]["remote"]["on"])
+    (steps,) = (text for _, text in blocks if "kvtier doctor" in text)
+    shown = {}
+    for line in textwrap.dedent(steps).splitlines():
+        here = line.replace("/etc/kvtier/kvtier.toml", str(tmp_path / "it" / "kvtier.toml"))
+        arguments = shlex.split(here)[1:]
+        done = kvtier(*arguments, KVTIER_SOCKET=daemon.socket, COLUMNS="300")
+        assert done.returncode == 0 or arguments == ["doctor"], done.stdout + done.stderr
+        shown[arguments[0]] = " ".join(done.stdout.split())
+    assert f"s3://{BUCKET}/fleet-a at {store.endpoint}" in shown["status"]
+    assert "used without encryption" in shown["doctor"]

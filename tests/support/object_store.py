@@ -1,0 +1,96 @@
+"""A real S3-compatible server on loopback for tests: `nanio`, which keeps objects as files and checks
+signatures. It is ended by its pid."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvtier_daemon.tiers.remote.objects import VERSION
+
+START_S = 60.0
+BUCKET = "blocks"
+KEY, SECRET = "kvtier", secrets.token_hex(16)
+
+
+class ObjectStore:
+    """Keeps its objects below `folder`. Starts on a free port, and again on the same one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "data" / BUCKET).mkdir(parents=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        self.credentials = self.write_credentials("credentials", SECRET)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable, "-m", "nanio", "serve", "--data-dir", str(self.folder / "data"),
+                "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error", "--no-access-log",
+            ],
+            env={**os.environ, "NANIO_ACCESS_KEY": KEY, "NANIO_SECRET_KEY": SECRET},
+        )  # fmt: skip
+        until = time.monotonic() + START_S
+        while True:
+            assert self._process.poll() is None and time.monotonic() < until, "the server must run"
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Let it accept connections and answer none."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def secret(self) -> str:
+        return SECRET
+
+    def write_credentials(self, name: str, secret: str) -> Path:
+        file = self.folder / name
+        file.touch(0o600)
+        file.write_text(f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {secret}\n")
+        return file
+
+    def objects(self) -> dict[str, Path]:
+        """The files of all objects of blocks, by name."""
+        root = self.folder / "data" / BUCKET
+        named = re.compile(rf"/{VERSION}/[0-9a-f]{{64}}/[0-9a-f]{{64}}-\d+-\d+$")
+        return {path.name: path for path in root.rglob("*") if named.search(str(path))}
+
+    def config(
+        self, credentials: Path | None = None, bucket: str = BUCKET, more: str = "", deadline_s: int = 30
+    ) -> str:  # fmt: skip
+        """The section of a daemon's configuration. The deadline is long: the machine may be busy."""
+        return (
+            f'[remote]\nbucket = "{bucket}"\nprefix = "fleet"\nendpoint = "{self.endpoint}"\n'
+            f'credentials = "{credentials or self.credentials}"\ndeadline_s = {deadline_s}\n'
+            f'buffer = "16MiB"\nknown = "1MiB"\n{more}'
+        )
