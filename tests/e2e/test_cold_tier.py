@@ -205,6 +205,23 @@ def test_blocks_on_disk_are_found_after_a_restart(
         daemon.process.wait(60)
 
 
+def test_a_stop_right_after_a_save_keeps_its_blocks(
+    daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path
+) -> None:
+    """Their writes are planned already, but not all of them are submitted."""
+    chains = 0
+    for turn in range(4):
+        daemon = cold_daemon(daemon_of, disk, folder=tmp_path / "daemon")
+        with daemon.connect() as client:
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= chains * CHAIN)  # noqa: B023
+            assert all(whole(client, chain) == CHAIN for chain in range(chains)), turn
+            for _ in range(turn + 1):
+                save(client, chains)
+                chains += 1
+        assert daemon.stop() == 0
+        assert "lost 0" in daemon.log.read_text()
+
+
 @pytest.mark.parametrize(("way", "after_s"), [(signal.SIGTERM, 0.0), (signal.SIGKILL, 2.5)])
 def test_the_index_keeps_requests_across_a_restart(
     daemon_of: Callable[..., Daemon], disk: Path, way: signal.Signals, after_s: float

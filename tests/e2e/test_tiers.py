@@ -166,7 +166,8 @@ def test_a_warm_tier_is_drained_although_the_cold_one_was_off_meanwhile(
         for which, order in (("warm", "drain"), ("cold", "off")):
             client.link.ask(wire.Tier(client.link.new_id(), which, order), wire.Report)
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "off")
-        assert daemon.stats()["tiers"]["warm"]["state"] == "draining"
+        # All blocks may have been written before the cold tier was off.
+        assert daemon.stats()["tiers"]["warm"]["state"] in ("draining", "drained")
         assert tier(daemon, "on", "cold")["state"] in ("on", "recovering")
         daemon.wait_for(lambda stats: stats["tiers"]["warm"]["state"] == "drained")
         wait_for_disk(daemon, sum(map(len, prompts)))

@@ -44,8 +44,15 @@ class LastWrites:
     @property
     def _left(self) -> int:
         return sum(
-            one.demotions.in_memory_alone - one.demotions.writing - len(one.blocks.expiring)
-            for one in self._catalogs
+            one.demotions.in_memory_alone - len(one.blocks.expiring) for one in self._catalogs
+        )
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether no write is left, not even one that is planned and not submitted: a stop would drop it."""
+        drains = (mover.writes.drain for mover in self._movers.values())
+        return all(drain.is_done for drain in drains) and not any(
+            one.demotions.writing for one in self._catalogs
         )
 
     async def run(self, most_s: float, otherwise: str, told: Callable[[str], None]) -> None:
@@ -55,10 +62,8 @@ class LastWrites:
         try:
             why = await self._write(most_s, told)
         finally:
-            # The stop completes the writes in flight.
-            kept = (
-                self._written - self._before + sum(one.demotions.writing for one in self._catalogs)
-            )
+            # The stop also completes the writes that are submitted; they count as left.
+            kept = self._written - self._before
             nbytes = sum(self._new_bytes(name) for name in self._movers)
             left = max(0, self._left)
             log.log(
@@ -83,7 +88,7 @@ class LastWrites:
 
     async def _round(self, most_s: float, told: Callable[[str], None]) -> str:
         told_at, written = -TOLD_S, self._written
-        while not all(mover.writes.drain.is_done for mover in self._movers.values()):
+        while not self._is_done:
             now = self._clock()
             if self._written > written:
                 written, self._wrote_at = self._written, now
