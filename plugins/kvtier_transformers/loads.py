@@ -28,11 +28,13 @@ def copy_threads(nbytes: int) -> int:
 
 @dataclass(slots=True)
 class Row:
-    """A row of a batch: `pad` tokens, then those of `keys`. `lease`: of the blocks to load."""
+    """A row of a batch: `pad` tokens, then those of `keys`. `lease`: of the blocks to load, of which the first
+    `warm` were in memory."""
 
     pad: int
     keys: Keys
     lease: Lease | None = None
+    warm: int = 0
 
     @property
     def ready(self) -> int:
@@ -42,9 +44,9 @@ class Row:
         """How many blocks have tokens before this place."""
         return max(0, -(-(end - self.pad) // block_tokens))
 
-    def release(self, tokens: int = 0, nbytes: int = 0) -> None:
+    def release(self, warm_tokens: int = 0, nbytes: int = 0, cold_tokens: int = 0) -> None:
         if self.lease is not None:
-            self.lease.release(tokens, nbytes)
+            self.lease.release(warm_tokens, nbytes, cold_tokens)
             self.lease = None
 
 
@@ -64,20 +66,29 @@ class Load:
             end = self._find(most)
             if end:
                 self._copy(layers, end)
-        except (SpoiltBlocks, StaleLease) as error:
-            self._store.counts[type(error).__name__] += 1
+        except SpoiltBlocks:
+            self._store.counts["spoilt"] += 1
+            end = 0
+            for row in self._rows:
+                if row.lease is not None:
+                    row.lease.recheck()
+        except StaleLease:
+            self._store.counts["stale"] += 1
             end = 0
         finally:
             for row in self._rows:
                 used = row.blocks(end, self._tokens) if end else 0
-                row.release(used * self._tokens, used * self._space.block_bytes)
+                cold = max(0, used - row.warm) * self._tokens
+                nbytes = used * self._space.block_bytes
+                row.release(used * self._tokens - cold, nbytes, cold)
+                self._store.counts["disk_tokens"] += cold
         return end
 
     def _find(self, most: int) -> int:
         """Lease a prefix of each row, so that all rows end at the same place; return it, 0 for nothing."""
         size, layout = self._tokens, self._store.layout
         for row in self._rows:
-            row.lease = self._lease(row.keys)
+            row.lease = self._lease(row)
         while True:
             end = min([most, *(row.pad + row.ready * size for row in self._rows)])
             if layout.has_states:
@@ -96,20 +107,23 @@ class Load:
             if not is_short:
                 return end
 
-    def _lease(self, keys: Keys) -> Lease | None:
+    def _lease(self, row: Row) -> Lease | None:
         """Hold the longest prefix. Waits for blocks from disk, at most `patience_ms`."""
         space, options = self._space, self._store.options
-        keys, request = keys[: space.most_keys()], next(REQUESTS)
+        keys, request = row.keys[: space.most_keys()], next(REQUESTS)
         if not keys:
             return None
         until = time.monotonic() + options.patience_ms / 1000
-        while (match := space.match(keys, request=request, within_ms=options.patience_ms)).coming:
+        match = space.match(keys, request=request, within_ms=options.patience_ms)
+        row.warm = match.ready
+        while match.coming:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 self._store.counts["late"] += 1
                 space.cancel(request)
                 break
             time.sleep(min(POLL_S, left_s))
+            match = space.match(keys, request=request, within_ms=options.patience_ms)
         return space.lease(keys[: match.ready], options.lease_ms) if match.ready else None
 
     def _copy(self, layers: Sequence[Any], end: int) -> None:
