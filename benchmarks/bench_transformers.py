@@ -1,11 +1,11 @@
-"""Time to the first token of a transformers model whose prompt is in memory or on disk, relative to having its
-cache in the process, and to recomputing it.
+"""Time to the first token of a transformers model whose prompt is in memory or on disk, relative to having
+its cache in the process, and to recomputing it.
 
 A random Llama of 135M parameters (30 layers, 3 KV heads), on the CPU. Each prompt has 4,096 tokens that are
 kept, and 16 new ones. In each round a prompt is loaded from disk, then from memory, and generated with a
-cache that the process has; the order changes. Memory has room for 1.5 prompts, so the prompt of the next round
-is on disk alone. A request counts if all its kept tokens were loaded from the expected tier, and if its logits
-are those of the process's own cache.
+cache that the process has; the order changes. Memory has room for 1.5 prompts, so the prompt of the next
+round is on disk alone. A request counts if all its kept tokens were loaded from the expected tier, and if its
+logits are those of the process's own cache.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Scene:
             self.prompt(number if arm != "recomputed" else 0), max_new_tokens=1, do_sample=False,
             return_dict_in_generate=True, output_logits=True, **more,
         )  # fmt: skip
-        self.times.setdefault(arm, []).append(time.perf_counter() - began)
+        took = time.perf_counter() - began
+        self.times.setdefault(arm, []).append(took)
+        print(f"{arm}: {took * 1e3:.0f} ms", file=sys.stderr, flush=True)
         logits = output.logits[0]
         if self.wanted is None:
             self.wanted = logits
@@ -126,7 +128,7 @@ def measure(folder: Path, dtype: str, rounds: int) -> list[Row]:
                     arms.insert(number % 3, ("own", 0))
                     for arm, is_cold in arms:
                         before = attached.counts.copy()
-                        scene.run(arm, number % PROMPTS)
+                        scene.run(arm, (number + 1) % PROMPTS)
                         loaded = attached.counts - before
                         wanted = (0, 0) if arm == "own" else (PREFIX, PREFIX * is_cold)
                         found = loaded["loaded_tokens"], loaded["disk_tokens"]

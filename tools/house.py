@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "kvtier": "kvtier", "kvtier_daemon": "daemon", "kvtier_kernels": "kernels", "kvtier_vllm": "plugins",
+    "kvtier_transformers": "plugins",
 }  # fmt: skip
 NATIVE = (".cpp", ".h", ".cu")
 MOST_METHODS = 20

@@ -2,6 +2,6 @@
 
 from kvtier_transformers.attach import Attachment, attach
 from kvtier_transformers.cache import KvtierCache
-from kvtier_transformers.options import Unsupported
+from kvtier_transformers.options import UnsupportedModel
 
-__all__ = ["Attachment", "KvtierCache", "Unsupported", "attach"]
+__all__ = ["Attachment", "KvtierCache", "UnsupportedModel", "attach"]

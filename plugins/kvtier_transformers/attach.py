@@ -11,15 +11,15 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvtier.errors import InvalidArgument
-from kvtier_transformers.cache import KvtierCache, Prompt
-from kvtier_transformers.options import Options
+from kvtier_transformers.cache import KvtierCache, PromptBatch
+from kvtier_transformers.options import CacheOptions
 from kvtier_transformers.store import Store, Where
 
 # Arguments of `generate` with which it needs a cache of its own, or computes other values.
 OWN_CACHE = (
     "past_key_values", "cache_params", "inputs_embeds", "assistant_model", "custom_generate",
-    "cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens", "token_healing", "guidance_scale",
-    "assistant_early_exit", "use_mtp",
+    "cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens", "token_healing",
+    "guidance_scale", "assistant_early_exit", "use_mtp",
 )  # fmt: skip
 
 
@@ -61,10 +61,12 @@ class Attachment:
             return self._generate(*args, **kwargs)
         if call.repeats > 1 and cache.loaded_tokens:
             cache.batch_repeat_interleave(call.repeats)
-        watch = Watch(cache, self._store)
+        watch = GenerationWatch(cache, self._store)
         more = {
             "past_key_values": cache,
-            "stopping_criteria": StoppingCriteriaList([*(call.value("stopping_criteria") or ()), watch]),
+            "stopping_criteria": StoppingCriteriaList(
+                [*(call.value("stopping_criteria") or ()), watch]
+            ),
         }
         output = self._generate(*args, **kwargs | more)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -79,7 +81,7 @@ class Attachment:
         why = call.why_not(self._store)
         if not why:
             try:
-                prompt = Prompt.of(call.ids, call.value("attention_mask"))
+                prompt = PromptBatch.of(call.ids, call.value("attention_mask"))
                 return KvtierCache.loaded(self._model, self._store, prompt)
             except InvalidArgument:
                 why = "mask"
@@ -118,7 +120,8 @@ class Call:
         tensors = [
             name
             for name, value in self._kwargs.items()
-            if isinstance(value, torch.Tensor) and name not in ("inputs", "input_ids", "attention_mask")
+            if isinstance(value, torch.Tensor)
+            and name not in ("inputs", "input_ids", "attention_mask")
         ]
         own = [name for name in OWN_CACHE if self.value(name)]
         if len(self._args) > 1 or not isinstance(self.ids, torch.Tensor):
@@ -138,7 +141,7 @@ class Call:
         return pad is not None and pad not in ends and bool((self.ids == pad).any())
 
 
-class Watch(StoppingCriteria):  # type: ignore[misc]
+class GenerationWatch(StoppingCriteria):
     """Stops nothing. Measures the time of the prompt, and keeps the recurrent states at block ends."""
 
     def __init__(self, cache: KvtierCache, store: Store) -> None:
@@ -165,15 +168,15 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
 
 
 def attach(model: Any, client: Where = None, **options: Any) -> Attachment:
-    """Load the longest saved prefix at the beginning of each `generate` of this model, and save its prompt and
-    its answer at the end.
+    """Load the longest saved prefix at the beginning of each `generate` of this model, and save its prompt
+    and its answer at the end.
 
     `client`: a `kvtier.Client`, or the socket of a daemon; None: as `Client.connect`. `options`: see
-    `Options`. A model or a call that kvtier cannot serve generates without it, and so do all calls while the
-    daemon is away. Raises InvalidArgument for wrong options.
+    `CacheOptions`. A model or a call that kvtier cannot serve generates without it, and so do all calls while
+    the daemon is away. Raises InvalidArgument for wrong options.
     """
     try:
-        chosen = Options(**options).checked()
+        chosen = CacheOptions(**options).checked()
     except TypeError as error:
         raise InvalidArgument(str(error)) from error
     return Attachment(model, Store(model, client, chosen))

@@ -12,33 +12,37 @@ from kvtier.errors import InvalidArgument
 from kvtier.space import Space
 from kvtier_transformers.layers import replaced, states
 from kvtier_transformers.layout import text_config
-from kvtier_transformers.loads import Load, Row
-from kvtier_transformers.options import Options
-from kvtier_transformers.saves import Save, Snapshot
+from kvtier_transformers.loads import PrefixLoad, Row
+from kvtier_transformers.options import CacheOptions
+from kvtier_transformers.saves import PrefixSave, Snapshot
 from kvtier_transformers.store import Store, Where, store_of
 
 
 @dataclass(slots=True)
-class Prompt:
+class PromptBatch:
     """The prompts of a batch: token ids with padding on the left, as `pads` tokens of each row."""
 
     ids: torch.Tensor
     pads: list[int]
 
     @classmethod
-    def of(cls, ids: Any, attention_mask: torch.Tensor | None) -> Prompt:
+    def of(cls, ids: Any, attention_mask: torch.Tensor | None) -> PromptBatch:
         """Raises InvalidArgument unless the ids are a prompt, or several with padding on the left."""
         found = torch.as_tensor(ids).detach().to("cpu", torch.int64)
         found = found[None] if found.dim() == 1 else found
         if found.dim() != 2 or not found.numel():
-            raise InvalidArgument(f"ids: expected a batch of prompts, got the shape {tuple(found.shape)}")
+            raise InvalidArgument(
+                f"ids: expected a batch of prompts, got the shape {tuple(found.shape)}"
+            )
         if attention_mask is None:
             return cls(found, [0] * len(found))
         mask = attention_mask.to("cpu", torch.int64)
         pads = mask.shape[-1] - mask.sum(-1)
         places = torch.arange(mask.shape[-1])
         if mask.shape != found.shape or not torch.equal(mask, (places >= pads[:, None]).long()):
-            raise InvalidArgument("attention_mask: expected zeros for padding on the left, then ones")
+            raise InvalidArgument(
+                "attention_mask: expected zeros for padding on the left, then ones"
+            )
         return cls(found, [int(pad) for pad in pads])
 
 
@@ -49,7 +53,7 @@ class Source:
     store: Store
     space: Space
     extras: bytes
-    prompt: Prompt
+    prompt: PromptBatch
     kept: list[int]
     states: dict[int, Snapshot] = field(default_factory=dict)
 
@@ -65,7 +69,7 @@ class KvtierCache(DynamicCache):
 
     def __init__(self, model: Any, window_history: int = 0) -> None:
         super().__init__(config=text_config(model))
-        self.layers = [replaced(layer, window_history) for layer in self.layers]
+        self.layers: list[Any] = [replaced(layer, window_history) for layer in self.layers]
         self.loaded_tokens = 0
         self.source: Source | None = None
 
@@ -82,21 +86,23 @@ class KvtierCache(DynamicCache):
         """Return a cache with the longest saved prefix of these token ids: one prompt, or a batch with
         padding on the left and its `attention_mask`. It leaves at least the last token to compute.
 
-        `client`: a `kvtier.Client`, or the socket of a daemon. `options`: see `Options`. If the daemon fails,
-        or cannot keep the cache of this model, the cache is empty, and generation works without kvtier.
+        `client`: a `kvtier.Client`, or the socket of a daemon. `options`: see `CacheOptions`. If the daemon
+        fails, or cannot keep the cache of this model, the cache is empty, and generation works without kvtier.
         Raises InvalidArgument for wrong arguments.
 
         For a model with recurrent states, computes the prompt up to its last block end: a state can be saved
         only there.
         """
         try:
-            chosen = Options(**options)
+            chosen = CacheOptions(**options)
         except TypeError as error:
             raise InvalidArgument(str(error)) from error
-        return cls.loaded(model, store_of(model, client, chosen), Prompt.of(ids, attention_mask))
+        return cls.loaded(
+            model, store_of(model, client, chosen), PromptBatch.of(ids, attention_mask)
+        )
 
     @classmethod
-    def loaded(cls, model: Any, store: Store, prompt: Prompt) -> KvtierCache:
+    def loaded(cls, model: Any, store: Store, prompt: PromptBatch) -> KvtierCache:
         """Return a cache with the longest prefix of the prompts that is in this store."""
         cache = cls(model, store.options.window_history)
         found = store.space()
@@ -109,7 +115,7 @@ class KvtierCache(DynamicCache):
         source = Source(store, *found, prompt, [0] * len(prompt.pads))
         with store.failing("load"):
             rows = cache._rows(source, prompt.ids)
-            end = Load(store, source.space, rows).run(cache.layers, prompt.ids.shape[1] - 1)
+            end = PrefixLoad(store, source.space, rows).run(cache.layers, prompt.ids.shape[1] - 1)
             cache.loaded_tokens = end
             size = store.options.block_tokens
             source.kept = [max(0, end - pad) // size for pad in prompt.pads]
@@ -157,14 +163,14 @@ class KvtierCache(DynamicCache):
         if source is None:
             return 0
         prompt = source.prompt
-        found = Prompt.of(prompt.ids if ids is None else ids, None).ids
+        found = PromptBatch.of(prompt.ids if ids is None else ids, None).ids
         repeats, rest = divmod(len(found), len(prompt.pads))
         begin = prompt.ids.repeat_interleave(max(1, repeats), 0)
         if rest or not torch.equal(found[:, : begin.shape[1]], begin):
             raise InvalidArgument("ids: expected the prompts of this cache, followed by new tokens")
         if repeats > 1:
             source.kept = [one for one in source.kept for _ in range(repeats)]
-            source.prompt = Prompt(begin, [pad for pad in prompt.pads for _ in range(repeats)])
+            source.prompt = PromptBatch(begin, [pad for pad in prompt.pads for _ in range(repeats)])
         with source.store.failing("save"):
             self._save(source, found)
         return sum(source.kept) * source.store.options.block_tokens
@@ -173,7 +179,7 @@ class KvtierCache(DynamicCache):
         length = self.get_seq_length()
         if source.store.layout.has_states:
             self.keep_states(length)
-        save = Save(source.store, source.space, self.layers, length, source.states)
+        save = PrefixSave(source.store, source.space, self.layers, length, source.states)
         for index, row in enumerate(self._rows(source, ids[:, :length])):
             source.kept[index] = save.row(index, row.pad, row.keys, source.kept[index])
         source.states.clear()

@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from kvtier import KvSpec
-from kvtier_transformers.layout import Layout
-from kvtier_transformers.options import Options, Unsupported
+from kvtier_transformers.layout import CacheLayout
+from kvtier_transformers.options import CacheOptions, UnsupportedModel
 
 SAMPLES = 256  # elements of each tensor
 DIGEST_CHARS = 32
@@ -25,13 +25,11 @@ VOLATILE = ("_name_or_path", "transformers_version", "use_cache")
 UNIFORM = "layer,part,head,token,dim"
 
 
-def describe(model: Any, layout: Layout, options: Options) -> KvSpec:
+def describe(model: Any, layout: CacheLayout, options: CacheOptions) -> KvSpec:
     """The KvSpec of this model's cache."""
     groups = [group.described(options.block_tokens) for group in layout.groups]
     opaque = any(group.opaque_bytes for group in groups)
-    config = {
-        name: value for name, value in model.config.to_dict().items() if name not in VOLATILE
-    }
+    config = {name: value for name, value in model.config.to_dict().items() if name not in VOLATILE}
     return KvSpec.groups(
         groups,
         model=Path(str(model.config.name_or_path)).name or type(model).__name__,
@@ -63,7 +61,9 @@ def weights_digest(model: Any) -> str:
 
 def _add(digest: hashlib._Hash, name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
-        raise Unsupported(f"{name} is not in memory: set the option 'weights' to a name of the weights")
+        raise UnsupportedModel(
+            f"{name} is not in memory: set the option 'weights' to a name of the weights"
+        )
     digest.update(f"{name}\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
     count = tensor.numel()
     if count:
@@ -111,7 +111,7 @@ def _weights_of(tuner: Any) -> dict[str, torch.Tensor]:
     """The tensors of all adapters of a module."""
     found: dict[str, torch.Tensor] = {}
     for name in tuner.adapter_layer_names:
-        part = getattr(tuner, name, None)
+        part: Any = getattr(tuner, name, None)
         if hasattr(part, "named_parameters"):
             found |= {f"{name}.{inner}": one for inner, one in part.named_parameters()}
     return found

@@ -23,8 +23,8 @@ ROOM_TOKENS = 256
 
 
 class Room:
-    """A tensor [batch, heads, tokens, dim], of which `shown` are the tokens in use, from `first` on. A copy of
-    a layer has the same room, so only its `owner` appends to it."""
+    """A tensor [batch, heads, tokens, dim], of which `shown` are the tokens in use, from `first` on. A copy
+    of a layer has the same room, so only its `owner` appends to it."""
 
     __slots__ = ("first", "owner", "shown", "tensor")
 
@@ -72,9 +72,10 @@ class RoomyLayer:
         self.keys, self.values = self.key_room.shown, self.value_room.shown
 
     def _after(self, room: Room | None, tokens: torch.Tensor, more: torch.Tensor) -> Room:
-        if room is not None and room.owner == id(self) and room.shown is tokens:
-            if room.tensor.dtype == more.dtype and room.appended(more):
-                return room
+        if room is None or room.owner != id(self) or room.shown is not tokens:
+            return Room.of(tokens, more, id(self))
+        if room.tensor.dtype == more.dtype and room.appended(more):
+            return room
         return Room.of(tokens, more, id(self))
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvtier import Group
 from kvtier.layout import DTYPE_BYTES, Kind
 from kvtier_kernels import Pieces
-from kvtier_transformers.layers import RoomyLayer, replaced, states
-from kvtier_transformers.options import Unsupported
+from kvtier_transformers.layers import RoomyLayer, WindowLayer, replaced, states
+from kvtier_transformers.options import UnsupportedModel
 
 # The factors of these depend on the length of the prompt, so a token's K does too.
 UNSTABLE_ROPE = ("dynamic", "longrope")
@@ -30,7 +29,7 @@ CHECK_ERROR_SHORT = 0.05  # in shorter types
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CachedTensor:
     """A tensor of a layer, for each row of a batch: [heads, tokens, dim], or a state of this `shape`."""
 
     layer: int
@@ -41,7 +40,7 @@ class Part:
 
     def nbytes(self, tokens: int) -> int:
         """The bytes of this many tokens; of a state with tokens=1."""
-        return math.prod(self.shape) * self.dtype.itemsize * tokens
+        return math.prod(self.shape) * int(self.dtype.itemsize) * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class CachedGroup:
     """Layers that are cached in the same way. `window`: how many tokens before a token it sees."""
 
     kind: Kind
-    parts: tuple[Part, ...]
+    parts: tuple[CachedTensor, ...]
     window: int = 0
 
     def described(self, block_tokens: int) -> Group:
@@ -89,7 +88,7 @@ class CachedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CacheLayout:
     """The groups of a model's cache; the first one is full attention, or a window if there is none."""
 
     groups: tuple[CachedGroup, ...]
@@ -107,7 +106,11 @@ class Layout:
         """All that is cached, for the identity of the space."""
         return repr(
             [
-                (group.kind, group.window, [(p.layer, p.name, p.shape, p.dtype) for p in group.parts])
+                (
+                    group.kind,
+                    group.window,
+                    [(p.layer, p.name, p.shape, p.dtype) for p in group.parts],
+                )
                 for group in self.groups
             ]
         )
@@ -121,61 +124,71 @@ def library_cache(model: Any) -> DynamicCache:
     return DynamicCache(config=text_config(model))
 
 
-def find_layout(model: Any) -> Layout:
-    """Run the model on one token, and return what it caches. Raises Unsupported if kvtier cannot keep it."""
+def find_layout(model: Any) -> CacheLayout:
+    """Run the model on one token, and return what it caches. Raises UnsupportedModel if kvtier cannot keep
+    it."""
     _check_model(model)
     cache = library_cache(model)
     if not cache.layers:
-        raise Unsupported(f"{type(model).__name__}: the library does not know the layers of its cache")
+        raise UnsupportedModel(
+            f"{type(model).__name__}: the library does not know the layers of its cache"
+        )
     cache.layers = [replaced(layer, 0) for layer in cache.layers]
     _run(model, torch.zeros(1, 1, dtype=torch.long), cache)
-    full: list[Part] = []
-    state: list[Part] = []
-    windows: dict[int, list[Part]] = {}
+    full: list[CachedTensor] = []
+    state: list[CachedTensor] = []
+    windows: dict[int, list[CachedTensor]] = {}
     for index, layer in enumerate(cache.layers):
         found = states(layer)
         state += [_part(index, name, one, one.shape[1:]) for name, one in found.items()]
         if isinstance(layer, RoomyLayer):
             if layer.keys is None or layer.keys.numel() == 0:
                 continue  # it uses the cache of another layer
-            is_window = isinstance(layer, DynamicSlidingWindowLayer)
-            parts = windows.setdefault(layer.sliding_window - 1, []) if is_window else full
+            parts = full
+            if isinstance(layer, WindowLayer):
+                parts = windows.setdefault(layer.sliding_window - 1, [])
             for name in ("keys", "values"):
                 tensor = getattr(layer, name)
                 parts.append(_part(index, name, tensor, (tensor.shape[1], tensor.shape[3])))
         elif not found and getattr(layer, "keys", None) is not None:
-            raise Unsupported(f"layer {index} has a cache of type {type(layer).__name__}")
+            raise UnsupportedModel(f"layer {index} has a cache of type {type(layer).__name__}")
     groups = [CachedGroup("full", tuple(full))] if full else []
     groups += [CachedGroup("window", tuple(parts), size) for size, parts in sorted(windows.items())]
     if not groups:
-        raise Unsupported("no layer has attention")
+        raise UnsupportedModel("no layer has attention")
     dtypes = {part.dtype for group in groups for part in group.parts}
     dtype = str(dtypes.pop()).removeprefix("torch.")
     if dtypes or dtype not in DTYPE_BYTES:
-        raise Unsupported(f"K and V have the types {sorted(map(str, dtypes)) or dtype}")
+        raise UnsupportedModel(f"K and V have the types {sorted(map(str, dtypes)) or dtype}")
     if state:
         groups.append(CachedGroup("state", tuple(state)))
         _check_states(model, next(model.parameters()).dtype)
-    return Layout(tuple(groups), dtype)
+    return CacheLayout(tuple(groups), dtype)
 
 
-def _part(layer: int, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> Part:
-    return Part(layer, name, tuple(shape), tensor.dtype, tensor.device)
+def _part(layer: int, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> CachedTensor:
+    return CachedTensor(layer, name, tuple(shape), tensor.dtype, tensor.device)
 
 
 def _check_model(model: Any) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise Unsupported(f"{name} has an encoder and a decoder")
+        raise UnsupportedModel(f"{name} has an encoder and a decoder")
     if not model._supports_default_dynamic_cache():
-        raise Unsupported(f"{name} has a cache of its own")
+        raise UnsupportedModel(f"{name} has a cache of its own")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise Unsupported("the adapter puts tokens before the prompt")
+        raise UnsupportedModel("the adapter puts tokens before the prompt")
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "past_key_values" not in signature(inner.forward).parameters:
-        raise Unsupported(f"{name} has states only, which the library does not continue in `generate`")
-    if found := _rope_types(getattr(text_config(model), "rope_parameters", None)) & {*UNSTABLE_ROPE}:
-        raise Unsupported(f"with RoPE of type {found.pop()!r}, K depends on the length of the prompt")
+        raise UnsupportedModel(
+            f"{name} has states only, which the library does not continue in `generate`"
+        )
+    if found := _rope_types(getattr(text_config(model), "rope_parameters", None)) & {
+        *UNSTABLE_ROPE
+    }:
+        raise UnsupportedModel(
+            f"with RoPE of type {found.pop()!r}, K depends on the length of the prompt"
+        )
 
 
 def _rope_types(parameters: Any) -> set[str]:
@@ -194,7 +207,7 @@ def _run(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
 
 
 def _check_states(model: Any, dtype: torch.dtype) -> None:
-    """Raise Unsupported unless the model continues its states with several tokens, and computes the same."""
+    """Raise UnsupportedModel unless the model continues its states with several tokens exactly."""
     vocabulary = text_config(model).vocab_size
     ids = (torch.arange(CHECK_TOKENS)[None] * 7 + 1) % vocabulary
     whole = _run(model, ids, library_cache(model))
@@ -204,4 +217,4 @@ def _check_states(model: Any, dtype: torch.dtype) -> None:
     error = (whole - continued).abs().max() / whole.abs().max().clamp(min=1e-6)
     if not error <= (CHECK_ERROR if dtype == torch.float32 else CHECK_ERROR_SHORT):
         text = "the library does not continue the states of this model exactly"
-        raise Unsupported(f"{text}: the logits differ by {float(error):.2g}")
+        raise UnsupportedModel(f"{text}: the logits differ by {float(error):.2g}")

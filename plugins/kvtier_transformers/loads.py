@@ -14,7 +14,7 @@ from kvtier.errors import SpoiltBlocks, StaleLease
 from kvtier.loading import Lease
 from kvtier.space import Space
 from kvtier_transformers.layers import ROOM_TOKENS, WindowLayer, fill_state
-from kvtier_transformers.layout import CachedGroup, Part
+from kvtier_transformers.layout import CachedGroup, CachedTensor
 from kvtier_transformers.store import REQUESTS, Store
 
 POLL_S = 0.001
@@ -28,8 +28,8 @@ def copy_threads(nbytes: int) -> int:
 
 @dataclass(slots=True)
 class Row:
-    """A row of a batch: `pad` tokens, then those of `keys`. `lease`: of the blocks to load, of which the first
-    `warm` were in memory."""
+    """A row of a batch: `pad` tokens, then those of `keys`. `lease`: of the blocks to load, of which the
+    first `warm` were in memory."""
 
     pad: int
     keys: Keys
@@ -50,7 +50,7 @@ class Row:
             self.lease = None
 
 
-class Load:
+class PrefixLoad:
     """One load of the prompts of a batch."""
 
     def __init__(self, store: Store, space: Space, rows: Sequence[Row]) -> None:
@@ -102,7 +102,9 @@ class Load:
                     # Windows and states of a longer prefix are others.
                     row.release()
                     if blocks:
-                        row.lease = self._space.lease(row.keys[:blocks], self._store.options.lease_ms)
+                        row.lease = self._space.lease(
+                            row.keys[:blocks], self._store.options.lease_ms
+                        )
                     is_short |= row.ready < blocks
             if not is_short:
                 return end
@@ -145,9 +147,7 @@ class Load:
                 if isinstance(layer, WindowLayer):
                     layer.cumulative_length = end
 
-    def _tensors(
-        self, number: int, group: CachedGroup, end: int
-    ) -> tuple[int, list[torch.Tensor]]:
+    def _tensors(self, number: int, group: CachedGroup, end: int) -> tuple[int, list[torch.Tensor]]:
         """Copy the blocks of a group into new tensors in host memory, and return them and their first
         token."""
         size = self._tokens
@@ -175,20 +175,20 @@ class Load:
             digests = part.digests[: count * wire.DIGEST_BYTES]
             pieces = group.pieces([(one, -first) for one in tensors], index, begins[index], size)
             threads = copy_threads(pieces.block_bytes * count)
-            good = row.lease.reader().scatter(slots, pieces, list(range(count)), threads, digests=digests)
+            good = row.lease.reader().scatter(
+                slots, pieces, list(range(count)), threads, digests=digests
+            )
             if good < count:
                 raise StaleLease("the lease expired during the copy")
         return first, tensors
 
 
-def _empty(part: Part, group: CachedGroup, rows: int, room: int) -> torch.Tensor:
+def _empty(part: CachedTensor, group: CachedGroup, rows: int, room: int) -> torch.Tensor:
     shape = part.shape if group.kind == "state" else (part.shape[0], room, part.shape[1])
-    return torch.empty(
-        (rows, *shape), dtype=part.dtype, pin_memory=part.device.type == "cuda"
-    )
+    return torch.empty((rows, *shape), dtype=part.dtype, pin_memory=part.device.type == "cuda")
 
 
-def _moved(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, part: CachedTensor) -> torch.Tensor:
     """The tensor on the device of the layer. From pinned memory the copy runs in order with the device's
     work, and the memory is not used again before its end."""
     return tensor.to(part.device, non_blocking=True)

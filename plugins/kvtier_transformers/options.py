@@ -13,13 +13,13 @@ log = logging.getLogger("kvtier.transformers")
 LIMIT_MS = 24 * 3600 * 1000
 
 
-class Unsupported(ValueError):  # noqa: N818
+class UnsupportedModel(ValueError):  # noqa: N818
     """kvtier cannot keep the cache of this model. Generation works without kvtier, and one warning is
     logged."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CacheOptions:
     """`salt`: prompts with different salts share nothing. `block_tokens`: the tokens of a block.
     `patience_ms`: the longest wait for blocks from disk. `lease_ms`: the longest time of a copy.
     `window_history`: how many tokens before their window the layers with a window keep until they are saved.
@@ -32,7 +32,7 @@ class Options:
     window_history: int = 4096
     weights: str = ""
 
-    def checked(self) -> Options:
+    def checked(self) -> CacheOptions:
         """Return self if it is valid. Raises InvalidArgument otherwise."""
         whole("block_tokens", self.block_tokens, 1, LIMIT_BLOCK_TOKENS)
         whole("patience_ms", self.patience_ms, 0, LIMIT_MS)

@@ -20,7 +20,7 @@ ROOM_WAIT_S = 1.0  # how long a save waits while the daemon's memory grows
 Snapshot = Mapping[tuple[int, str], torch.Tensor]
 
 
-class Save:
+class PrefixSave:
     """One save of a cache of `length` tokens, with padding."""
 
     def __init__(
@@ -55,7 +55,9 @@ class Save:
     ) -> tuple[int, list[tuple[torch.Tensor, int]]]:
         """The first token that all layers of a group have, and their tensors in host memory."""
         if number not in self._sources:
-            found = [self._source(self._layers[part.layer], part.name, begin) for part in group.parts]
+            found = [
+                self._source(self._layers[part.layer], part.name, begin) for part in group.parts
+            ]
             first = max(first for first, _, _ in found)
             self._sources[number] = first, [(tensor, zero) for _, tensor, zero in found]
         return self._sources[number]

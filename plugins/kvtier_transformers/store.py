@@ -1,7 +1,7 @@
 """The blocks of one model in a daemon.
 
-A failure of kvtier is a miss: it is counted by its reason, the first one is logged, and the daemon is not used
-for a moment after it.
+A failure of kvtier is a miss: it is counted by its reason, the first one is logged, and the daemon is not
+used for a moment after it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvtier import Client, KvSpec
 from kvtier.recompute import Recompute
 from kvtier.space import Space
 from kvtier_transformers.identity import adapters_digest, describe, fingerprint, precision
-from kvtier_transformers.layout import Layout, find_layout
-from kvtier_transformers.options import Options, Unsupported, log
+from kvtier_transformers.layout import CacheLayout, find_layout
+from kvtier_transformers.options import CacheOptions, UnsupportedModel, log
 
 TIMEOUT_S = 1.0  # of the requests of a client that the store connects itself
 PAUSE_S = 5.0  # without the daemon after a failure
@@ -37,14 +37,14 @@ class Store:
     `counts`: tokens, blocks, and failures by their reason. `reason`: why the model cannot be kept, or empty.
     """
 
-    def __init__(self, model: Any, where: Where, options: Options) -> None:
+    def __init__(self, model: Any, where: Where, options: CacheOptions) -> None:
         self.options = options.checked()
         self.counts: Counter[str] = Counter()
         self.reason = ""
         self._model = weakref.ref(model)
         self._where = where
         self._client = where if isinstance(where, Client) else None
-        self._layout: Layout | None = None
+        self._layout: CacheLayout | None = None
         self._spec: KvSpec | None = None
         self._space: Space | None = None
         self._seen: tuple[Any, ...] = ()
@@ -56,7 +56,7 @@ class Store:
         self._lock = threading.Lock()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> CacheLayout:
         assert self._layout is not None
         return self._layout
 
@@ -66,18 +66,20 @@ class Store:
         if self.reason or time.monotonic() < self._retry_at:
             self.counts["unsupported" if self.reason else "away"] += 1
             return None
-        found = None
         with self.failing("connect"), self._lock:
             self._identify()
             assert self._spec is not None
             if self._client is None:
                 assert not isinstance(self._where, Client)
                 name = f"transformers {os.getpid()}"
-                self._client = Client.connect(self._where, timeout_s=TIMEOUT_S, name=name)
+                # Does not connect again by itself: the store does, for the first call after a pause.
+                self._client = Client.connect(
+                    self._where, timeout_s=TIMEOUT_S, name=name, reconnect_s=0
+                )
             if self._space is None:
                 self._space = self._client.open(self._spec)
-            found = self._space, self._extras + precision()
-        return found
+            return self._space, self._extras + precision()
+        return None
 
     def _identify(self) -> None:
         """Describe the model, again if its tensors or its adapters have changed."""
@@ -89,7 +91,7 @@ class Store:
                 self._layout = find_layout(model)
             spec = describe(model, self._layout, self.options)
             self._extras = adapters_digest(model)
-        except (Unsupported, ValueError) as error:
+        except (UnsupportedModel, ValueError) as error:
             self.reason = str(error)
             log.warning("kvtier: generating without kvtier: %s", error)
             raise
@@ -110,8 +112,17 @@ class Store:
             if not self._is_away:
                 self._is_away = True
                 log.warning("kvtier: generating without the daemon: %s: %s", what, error)
+            with self._lock:
+                client = self._client
+                if (
+                    client is not self._where
+                    and client is not None
+                    and client.link.connection.broken
+                ):
+                    client.close()
+                    self._client = self._space = None
         else:
-            if self._is_away:
+            if self._is_away and what != "connect":
                 self._is_away = False
                 log.warning("kvtier: the daemon answers again")
 
@@ -137,12 +148,12 @@ class Store:
                 client.close()
 
 
-_stores: weakref.WeakKeyDictionary[Any, dict[tuple[Any, Options], Store]] = (
+_stores: weakref.WeakKeyDictionary[Any, dict[tuple[Any, CacheOptions], Store]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def store_of(model: Any, where: Where, options: Options) -> Store:
+def store_of(model: Any, where: Where, options: CacheOptions) -> Store:
     """The store of this model, client and options: one for all calls."""
     stores = _stores.setdefault(model, {})
     place = where if isinstance(where, Client) else os.fspath(where) if where else None

@@ -23,7 +23,18 @@ DECLINED = {
     "jamba": "does not continue the states",
     "bamba": "does not continue the states",
 }
-FAST = ("llama", "qwen3", "mistral", "gemma3", "gpt2", "falcon", "mixtral", "llama4", "deepseek3", "lfm2")
+FAST = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma3",
+    "gpt2",
+    "falcon",
+    "mixtral",
+    "llama4",
+    "deepseek3",
+    "lfm2",
+)
 SERVED = [kind for kind in KINDS if kind not in DECLINED]
 STATES = ("qwen3_next", "falcon_h1", "lfm2", "granite_hybrid")
 kinds = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
@@ -40,7 +51,11 @@ def one_thread() -> Iterator[None]:
 
 def generated(model: Any, ids: Any, tokens: int = 20) -> Any:
     return model.generate(
-        ids, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
+        ids,
+        max_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
     )
 
 
@@ -79,7 +94,10 @@ class Chat:
 @pytest.mark.parametrize("kind", kinds)
 def test_a_restore_from_memory_generates_the_same(shared_daemon: Daemon, kind: str) -> None:
     chat = Chat(kind)
-    with shared_daemon.connect() as client, attach(chat.model, client, block_tokens=BLOCK) as attached:
+    with (
+        shared_daemon.connect() as client,
+        attach(chat.model, client, block_tokens=BLOCK) as attached,
+    ):
         chat.check(attached, chat.first, 0)
         chat.check(attached, chat.first, 96)
         # With the answer: the states at its last block end were kept while it was generated.
@@ -121,7 +139,11 @@ def test_a_declined_model_generates_without_kvtier(
 ) -> None:
     model, ids = tiny_model(kind), prompt(40)
     wanted = generated(model, ids)
-    with shared_daemon.connect() as client, caplog.at_level(logging.INFO), attach(model, client) as attached:
+    with (
+        shared_daemon.connect() as client,
+        caplog.at_level(logging.INFO),
+        attach(model, client) as attached,
+    ):
         for _ in range(2):
             assert_same(generated(model, ids), wanted)
         assert DECLINED[kind] in attached.reason
@@ -130,10 +152,10 @@ def test_a_declined_model_generates_without_kvtier(
     ) == 1
 
 
-@pytest.mark.parametrize(
-    ("rope", "why"), [("dynamic", "length of the prompt"), ("yarn", "")]
-)
-def test_a_rope_that_depends_on_the_length_is_declined(shared_daemon: Daemon, rope: str, why: str) -> None:
+@pytest.mark.parametrize(("rope", "why"), [("dynamic", "length of the prompt"), ("yarn", "")])
+def test_a_rope_that_depends_on_the_length_is_declined(
+    shared_daemon: Daemon, rope: str, why: str
+) -> None:
     parameters = {"rope_type": rope, "rope_theta": 10_000.0, "factor": 2.0}
     model, ids = tiny_model("llama", rope_parameters=parameters), prompt(40)
     wanted = generated(model, ids)

@@ -25,7 +25,13 @@ LATENTS = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
 }  # fmt: skip
-MAMBA = {"mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_conv": 4}
+MAMBA = {
+    "mamba_d_state": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "qwen2": ("Qwen2Config", {}),
@@ -55,14 +61,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("JambaConfig", {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2,
                               "mamba_d_state": 16, "use_mamba_kernels": False}),
     "bamba": ("BambaConfig", {"attn_layer_indices": [1], **MAMBA}),
-    "zamba2": ("Zamba2Config", {"num_hidden_layers": 4, "mamba_d_state": 16, "n_mamba_heads": 4, "mamba_ngroups": 1,
-                                "use_mem_rope": True,
-                                "layer_types": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4,
-                                "attention_head_dim": 24, "num_mem_blocks": 1}),
     "falcon_h1": ("FalconH1Config", {"head_dim": 16, "mamba_d_ssm": 96, **MAMBA}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 64}),
-    "granite_hybrid": ("GraniteMoeHybridConfig", {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 2,
-                                                  "num_experts_per_tok": 1, "shared_intermediate_size": 32, **MAMBA}),
+    "granite_hybrid": ("GraniteMoeHybridConfig", {
+        "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 2, "num_experts_per_tok": 1,
+        "shared_intermediate_size": 32, **MAMBA}),
     "mamba2": ("Mamba2Config", {"state_size": 16, "num_heads": 4, "head_dim": 24, "n_groups": 1}),
 }  # fmt: skip
 
