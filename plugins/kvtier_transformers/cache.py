@@ -87,7 +87,7 @@ class KvtierCache(DynamicCache):
         padding on the left and its `attention_mask`. It leaves at least the last token to compute.
 
         `client`: a `kvtier.Client`, or the socket of a daemon. `options`: see `CacheOptions`. If the daemon
-        fails, or cannot keep the cache of this model, the cache is empty, and generation works without kvtier.
+        fails, or cannot keep the cache of this model, the cache is empty: generation works without kvtier.
         Raises InvalidArgument for wrong arguments.
 
         For a model with recurrent states, computes the prompt up to its last block end: a state can be saved

@@ -32,7 +32,7 @@ def describe(model: Any, layout: CacheLayout, options: CacheOptions) -> KvSpec:
     config = {name: value for name, value in model.config.to_dict().items() if name not in VOLATILE}
     return KvSpec.groups(
         groups,
-        model=Path(str(model.config.name_or_path)).name or type(model).__name__,
+        model=Path(str(model.config.name_or_path)).name or str(model.config.model_type),
         dtype=layout.dtype,
         block_tokens=options.block_tokens,
         weights=options.weights or weights_digest(model),
@@ -52,10 +52,14 @@ def weights_digest(model: Any) -> str:
     Excludes adapters, which change from one call to the next."""
     digest = hashlib.sha256()
     adapters = {id(one) for tuner in _tuners(model) for one in _weights_of(tuner).values()}
-    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
-        if id(tensor) not in adapters:
-            # Adapters put their layers around those of the model.
-            _add(digest, name.replace(".base_layer.", "."), tensor)
+    # Adapters put their layers around the model and around its layers.
+    named = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if id(tensor) not in adapters
+    }
+    for name, tensor in sorted(named.items()):
+        _add(digest, name, tensor)
     return f"samples:{digest.hexdigest()[:DIGEST_CHARS]}"
 
 

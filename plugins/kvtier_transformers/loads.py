@@ -118,6 +118,8 @@ class PrefixLoad:
         until = time.monotonic() + options.patience_ms / 1000
         match = space.match(keys, request=request, within_ms=options.patience_ms)
         row.warm = match.ready
+        if match.why and not match.coming:
+            self._store.counts[f"disk:{match.why}"] += 1
         while match.coming:
             left_s = until - time.monotonic()
             if left_s <= 0:

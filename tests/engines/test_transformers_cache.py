@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import runpy
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -254,9 +255,9 @@ def test_the_programs_of_the_page_run(
     model = save_model(tmp_path / "model")
     monkeypatch.setenv("KVTIER_SOCKET", shared_daemon.socket)
     assert len(programs) == 2
-    names: dict[str, Any] = {}
-    for program in programs:
-        exec(program.replace("MODEL", str(model)), names)
+    program = tmp_path / "program.py"
+    program.write_text("".join(programs).replace("MODEL", str(model)))
+    names = runpy.run_path(str(program))
     assert int(capsys.readouterr().out.splitlines()[-1].split()[0]) > 500
     assert names["cache"].loaded_tokens > 500
 
