@@ -82,7 +82,7 @@ class Attachment:
         if not why:
             try:
                 prompt = PromptBatch.of(call.ids, call.value("attention_mask"))
-                return KvtierCache.loaded(self._model, self._store, prompt)
+                return KvtierCache.loaded(self._model, self._store, prompt, call.repeats)
             except InvalidArgument:
                 why = "mask"
         self._store.counts[f"declined:{why}"] += 1

@@ -102,15 +102,16 @@ class KvtierCache(DynamicCache):
         )
 
     @classmethod
-    def loaded(cls, model: Any, store: Store, prompt: PromptBatch) -> KvtierCache:
-        """Return a cache with the longest prefix of the prompts that is in this store."""
+    def loaded(cls, model: Any, store: Store, prompt: PromptBatch, repeats: int = 1) -> KvtierCache:
+        """Return a cache with the longest prefix of the prompts that is in this store. `repeats`: how many
+        answers each prompt gets, for which the library cannot copy recurrent states."""
         cache = cls(model, store.options.window_history)
         found = store.space()
         store.counts["prompt_tokens"] += prompt.ids.numel() - sum(prompt.pads)
         if found is None:
             return cache
-        if store.layout.has_states and any(prompt.pads):
-            store.counts["declined:padding"] += 1
+        if store.layout.has_states and (repeats > 1 or any(prompt.pads)):
+            store.counts["declined:states"] += 1
             return cache
         source = Source(store, *found, prompt, [0] * len(prompt.pads))
         with store.failing("load"):
@@ -139,9 +140,10 @@ class KvtierCache(DynamicCache):
         size = self.source.store.options.block_tokens
         end = (ids.shape[1] - 1) // size * size
         if end > self.loaded_tokens:
+            some = ids[:, self.loaded_tokens : end].to(model.device)
+            more = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
             with torch.no_grad():
-                some = ids[:, self.loaded_tokens : end].to(model.device)
-                model(input_ids=some, past_key_values=self, use_cache=True, logits_to_keep=1)
+                model(input_ids=some, past_key_values=self, use_cache=True, **more)
             self.keep_states(end)
 
     def keep_states(self, tokens: int) -> None:

@@ -91,9 +91,10 @@ class Store:
                 self._layout = find_layout(model)
             spec = describe(model, self._layout, self.options)
             self._extras = adapters_digest(model)
-        except (UnsupportedModel, ValueError) as error:
-            self.reason = str(error)
-            log.warning("kvtier: generating without kvtier: %s", error)
+        except Exception as error:
+            known = isinstance(error, (UnsupportedModel, ValueError))
+            self.reason = str(error) if known else f"{type(error).__name__}: {error}"
+            log.warning("kvtier: generating without kvtier: %s", self.reason)
             raise
         if spec != self._spec:
             self._spec, self._space = spec, None

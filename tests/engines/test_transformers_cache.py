@@ -190,6 +190,19 @@ def test_each_answer_to_a_prompt_is_saved(client: Client) -> None:
         assert attached.counts["loaded_tokens"] == 48
 
 
+def test_a_batch_with_states_is_served_without_padding(client: Client) -> None:
+    model, rows = tiny_model("lfm2"), [prompt(60, seed=40), prompt(60, seed=41)]
+    ids, mask = padded([*rows, prompt(50, seed=42)])
+    wanted = greedy(model, ids, attention_mask=mask)
+    with attach(model, client, block_tokens=BLOCK) as attached:
+        assert torch.equal(greedy(model, ids, attention_mask=mask), wanted)
+        greedy(model, rows[0], do_sample=True, num_return_sequences=2)
+        assert attached.counts["declined:states"] == 2
+        for _ in range(2):
+            greedy(model, torch.cat(rows))
+        assert attached.counts["loaded_tokens"] == 2 * 48
+
+
 @pytest.mark.parametrize(
     ("why", "more"),
     [
