@@ -13,7 +13,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo test test-all engines test-engines test-engines-all test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-gpu bench-writes \
+.PHONY: help venv demo test test-all engines test-engines test-engines-all test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
@@ -122,6 +122,9 @@ bench-ttft: $(ENGINES)/.ready  ## time to the first token of real vLLM engines, 
 
 bench-chats: $(ENGINES)/.ready  ## 28 chats over HTTP, with kvtier and without, on disks of three speeds; CHATS="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_chats.py $(CHATS)
+
+bench-transformers: $(ENGINES)/.ready  ## the first token of a transformers model, from memory and from disk; TRANSFORMERS="--folder DIR" selects the disk
+	$(ENGINES)/bin/python benchmarks/bench_transformers.py $(TRANSFORMERS)
 
 bench-restart: $(ENGINES)/.ready  ## the first token after a restart of the daemon, 10 minutes; RESTART="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_restart.py $(RESTART)

@@ -29,6 +29,9 @@ ELSEWHERE = {
     ("docs/vllm.md", "until curl"): "needs vLLM; tests/engines/test_vllm_warming.py",
     ("docs/operations.md", "podman build"): "needs a registry and a cluster; tests/daemon/test_chart.py",
     ("docs/vllm.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
+    ("docs/transformers.md", "pip install '.[transformers]'"): "needs torch; tests/engines",
+    ("docs/transformers.md", "from transformers"): "tests/engines/test_transformers_cache.py",
+    ("docs/transformers.md", "from kvtier_transformers"): "tests/engines/test_transformers_cache.py",
     ("CONTRIBUTING.md", "make venv"): "builds and runs everything; .ci/run",
     ("docs/gpu.md", "make venv"): "needs a GPU; make test-gpu",
     ("docs/gpu.md", "KVTIER_DEVICE=gpu compute-sanitizer"): "needs a GPU; make test-gpu",
@@ -47,8 +50,9 @@ ELSEWHERE = {
 MAY_FAIL = {"kvtier doctor": ("1", "2")}
 PIP = re.compile(r"(?:[\w./]*/)?pip install ((?:'[^']+'|[^\s`;|&\"(')]+)(?: '[^']+')*)")
 # tests/faults/test_package.py installs a checkout and a wheel; the others are on the package index.
-INSTALLED = {".", "dist/kvtier-*.whl", "'textual>=8'", "'torch>=2.6' 'transformers>=5' 'numpy>=2'",
-             "'obstore>=0.12'", "nvidia-cuda-nvrtc", "nvidia-cufile-cu12"}  # fmt: skip
+INSTALLED = {".", "'.[transformers]'", "dist/kvtier-*.whl", "'textual>=8'",
+             "'torch>=2.6' 'transformers>=5' 'numpy>=2'", "'obstore>=0.12'", "nvidia-cuda-nvrtc",
+             "nvidia-cufile-cu12"}  # fmt: skip
 
 
 def elsewhere(page: Path, block: Block) -> tuple[str, str] | None:

@@ -35,11 +35,12 @@ ENVIRONMENT = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if find_spec("vllm") is None:
-        skip = pytest.mark.skip(reason="needs vLLM: make test-engines")
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(skip)
+    for engine in ("vllm", "transformers"):
+        if find_spec(engine) is None:
+            skip = pytest.mark.skip(reason=f"needs {engine}: make test-engines")
+            for item in items:
+                if HERE in item.path.parents and item.path.name.startswith(f"test_{engine}"):
+                    item.add_marker(skip)
 
 
 @dataclass(eq=False)

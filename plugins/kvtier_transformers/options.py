@@ -1,0 +1,41 @@
+"""The options of `KvtierCache.from_prompt` and `attach`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvtier.arguments import whole
+from kvtier.layout import LIMIT_BLOCK_TOKENS
+
+log = logging.getLogger("kvtier.transformers")
+
+LIMIT_MS = 24 * 3600 * 1000
+
+
+class UnsupportedModel(ValueError):  # noqa: N818
+    """kvtier cannot keep the cache of this model. Generation works without kvtier, and one warning is
+    logged."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """`salt`: prompts with different salts share nothing. `block_tokens`: the tokens of a block.
+    `patience_ms`: the longest wait for blocks from disk. `lease_ms`: the longest time of a copy.
+    `window_history`: how many tokens before their window the layers with a window keep until they are saved.
+    `weights`: a name of the weights, if kvtier cannot identify them."""
+
+    salt: bytes = b""
+    block_tokens: int = 32
+    patience_ms: int = 1000
+    lease_ms: int = 60_000
+    window_history: int = 4096
+    weights: str = ""
+
+    def checked(self) -> CacheOptions:
+        """Return self if it is valid. Raises InvalidArgument otherwise."""
+        whole("block_tokens", self.block_tokens, 1, LIMIT_BLOCK_TOKENS)
+        whole("patience_ms", self.patience_ms, 0, LIMIT_MS)
+        whole("lease_ms", self.lease_ms, 1, LIMIT_MS)
+        whole("window_history", self.window_history, 0, 1 << 30)
+        return self

@@ -1,0 +1,105 @@
+"""Saves: copy the new whole blocks of a cache into the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvtier import Keys, wire
+from kvtier.space import GOES_ON, Space
+from kvtier_transformers.layers import Room
+from kvtier_transformers.layout import CachedGroup
+from kvtier_transformers.loads import copy_threads
+from kvtier_transformers.store import Store
+
+ROOM_WAIT_S = 1.0  # how long a save waits while the daemon's memory grows
+
+# The states of all layers by layer and name, after a number of tokens.
+Snapshot = Mapping[tuple[int, str], torch.Tensor]
+
+
+class PrefixSave:
+    """One save of a cache of `length` tokens, with padding."""
+
+    def __init__(
+        self, store: Store, space: Space, layers: Sequence[Any], length: int, states: Mapping[int, Snapshot]
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._space = space
+        self._layers = layers
+        self._length = length
+        self._states = states
+        self._sources: dict[int, tuple[int, list[tuple[torch.Tensor, int]]]] = {}
+
+    def row(self, index: int, pad: int, keys: Keys, first: int) -> int:
+        """Save the blocks of a row from `first` on; return how many leading blocks are kept now."""
+        kept = len(keys)
+        for number, group in enumerate(self._store.layout.groups):
+            if group.kind == "state":
+                self._save_states(number, group, index, keys[:kept])
+            elif first < kept:
+                begin, tensors = self._tensors(number, group, pad + first * self._tokens)
+                at = max(first, -(-(begin - pad) // self._tokens))
+                end = self._save(number, group, tensors, index, pad, keys[:kept], at)
+                kept = end if group.kind == "full" else kept
+        return kept
+
+    @property
+    def _tokens(self) -> int:
+        return self._store.options.block_tokens
+
+    def _tensors(
+        self, number: int, group: CachedGroup, begin: int
+    ) -> tuple[int, list[tuple[torch.Tensor, int]]]:
+        """The first token that all layers of a group have, and their tensors in host memory."""
+        if number not in self._sources:
+            found = [
+                self._source(self._layers[part.layer], part.name, begin) for part in group.parts
+            ]
+            first = max(first for first, _, _ in found)
+            self._sources[number] = first, [(tensor, zero) for _, tensor, zero in found]
+        return self._sources[number]
+
+    def _source(self, layer: Any, name: str, begin: int) -> tuple[int, torch.Tensor, int]:
+        """The first token in a layer's tensor, a dense tensor in host memory, and the place of token 0."""
+        shown = getattr(layer, name)
+        first = self._length - shown.shape[-2]
+        room: Room | None = layer.key_room if name == "keys" else layer.value_room
+        if shown.device.type != "cpu":
+            new = shown[:, :, max(0, begin - first) :].to("cpu")
+            return max(first, begin), new.contiguous(), -max(first, begin)
+        if room is not None and room.shown is shown:
+            return first, room.tensor, room.first - first
+        return first, shown.contiguous(), -first
+
+    def _save(
+        self, number: int, group: CachedGroup, tensors: Sequence[tuple[torch.Tensor, int]], index: int,
+        pad: int, keys: Keys, first: int,
+    ) -> int:  # fmt: skip
+        """Save blocks of one group; return how many leading blocks are kept."""
+        if first >= len(keys):
+            return len(keys)
+        pieces = group.pieces(tensors, index, pad + first * self._tokens, self._tokens)
+        for at in range(first, len(keys), wire.LIMIT_RESERVED):
+            some = keys[at : at + wire.LIMIT_RESERVED]
+            with self._space.reserve(some, number, wait_s=ROOM_WAIT_S) as saving:
+                if saving.slots:
+                    ids = list(range(at - first, at - first + len(some)))
+                    saving.gather(pieces, ids, copy_threads(pieces.block_bytes * len(saving)))
+                    saving.commit(len(saving))
+            self._store.counts["saved_blocks"] += len(saving)
+            for place, outcome in enumerate(saving.outcomes):
+                if outcome not in GOES_ON:
+                    self._store.counts[f"refused:{wire.OUTCOMES[outcome]}"] += 1
+                    return at + place
+        return len(keys)
+
+    def _save_states(self, number: int, group: CachedGroup, index: int, keys: Keys) -> None:
+        for tokens, snapshot in self._states.items():
+            blocks = tokens // self._tokens
+            if tokens and tokens % self._tokens == 0 and blocks <= len(keys):
+                found = [snapshot[part.layer, part.name] for part in group.parts]
+                tensors = [(one.to("cpu").contiguous(), 0) for one in found]
+                self._save(number, group, tensors, index, 0, keys[:blocks], blocks - 1)
