@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
-    "kvtier": "kvtier", "kvtier_daemon": "daemon", "kvtier_kernels": "kernels", "kvtier_vllm": "plugins",
+    "kvtier": "kvtier", "kvtier_daemon": "daemon", "kvtier_kernels": "kernels",
+    "kvtier_plugins": "plugins", "kvtier_sglang": "plugins", "kvtier_vllm": "plugins",
 }  # fmt: skip
 NATIVE = (".cpp", ".h", ".cu")
 MOST_METHODS = 20

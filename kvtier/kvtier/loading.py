@@ -99,6 +99,10 @@ class Lease:
         slots = (slot for part in self.parts for slot in wire.SLOT.iter_unpack(part.slots))
         return 1 + max((extent for extent, *_ in slots), default=-1)
 
+    def reader(self) -> Reader:
+        """Return a reader for the slots of this lease, for copies by other code."""
+        return Reader((self._extents, self._tables), self._link.welcome.daemon)
+
     def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
         """Return read-only views of the slots of a part. `nbytes` is the size of a block. Call `fresh`
         after reading. Verifies nothing: `matching` does."""
