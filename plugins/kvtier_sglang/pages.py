@@ -58,6 +58,10 @@ def find_pages(pool: Any) -> PoolPages:
             raise ValueError("it has fewer than two pages")
         if getattr(pool, "shared_allocation_domain", None) is not None:
             raise ValueError("SGLang moves them")
+        if getattr(pool, "logical_size", pool.size) != pool.size or getattr(
+            pool, "_layer_shard_enabled", False
+        ):
+            raise ValueError("its ranks hold different pages or layers")
         (first, sizes), (second, _), (end, _) = (
             _addresses(pool, at * size, size) for at in (0, 1, last)
         )

@@ -243,6 +243,7 @@ def test_a_daemon_that_ends_or_hangs_costs_one_deadline_and_is_used_again(
 def test_a_load_waits_for_pages_on_disk(
     store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
+    (tmp_path / "disk").mkdir()
     cold = f'[cold]\ndirectories = ["{tmp_path / "disk"}"]\nsize = "96MiB"\nsegment = "1MiB"\n'
     daemon = daemon_of(folder=tmp_path, config=cold)
     daemon.wait_for_disks()
@@ -250,7 +251,10 @@ def test_a_load_waits_for_pages_on_disk(
     content = pool.fill([0, 1, 2, 3], 7)
     store = store_of(daemon.socket, {KV: pool})
     assert store.save(KV, keys, indices_of([0, 1, 2, 3])) == [True] * 4
-    daemon.stop()  # writes what is only in memory
+    space = store.keeper.space
+    assert space is not None
+    until(lambda: space.kept() == (4, 4))
+    daemon.stop()
     daemon = daemon_of(folder=tmp_path, config=cold)
     daemon.wait_for_disks()
     until(lambda: store.keeper.space is not None)
