@@ -112,6 +112,7 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py
 	$(BIN)/python benchmarks/bench_operator.py
+	$(BIN)/python benchmarks/bench_sglang.py
 
 bench-cold: venv  ## the cold tier relative to fio, 12 minutes; COLD="--folder DIR --trace FILE" selects the disk and the trace
 	$(BIN)/python benchmarks/bench_cold.py $(COLD)

@@ -22,7 +22,7 @@ from kvtier_plugins import Unsupported
 from kvtier_sglang.identity import GROUPS, KV, ModelFacts, Place, describe
 from kvtier_sglang.options import read_options
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import Cache, Moved, PageStore
+from kvtier_sglang.store import RankCache, Moved, PageStore
 
 log = logging.getLogger("sglang.kvtier")
 
@@ -58,9 +58,6 @@ class KvtierStorage(HiCacheStorage):
 
     # --- pools ---------------------------------------------------------------------------------
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        self._pools[KV] = mem_pool_host
-
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         self._pools[str(host_pool_name)] = host_pool
         if self._store is not None and str(host_pool_name) not in GROUPS:
@@ -68,6 +65,7 @@ class KvtierStorage(HiCacheStorage):
 
     def on_host_pools_registered(self) -> None:
         """All pools are known: describe them, and connect."""
+        self._pools[KV] = self.mem_pool_host
         try:
             if others := sorted(self._pools.keys() - set(GROUPS)):
                 raise Unsupported(f"pools that cannot be kept: {', '.join(others)}")
@@ -78,7 +76,7 @@ class KvtierStorage(HiCacheStorage):
             self._decline(str(error))
             return
         self._facts = facts
-        self._store = PageStore(Cache(spec, pools, place), self._options)
+        self._store = PageStore(RankCache(spec, pools, place), self._options)
 
     def _decline(self, why: str) -> None:
         log.warning("kvtier: this server works without kvtier: %s", why)

@@ -48,7 +48,7 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class RankCache:
     """What a rank keeps. The pools are the groups of the spec, in this order."""
 
     spec: KvSpec
@@ -59,7 +59,7 @@ class Cache:
 class PageStore:
     """`counts`: pages by what became of them. `loads` and `saves`: the copies since they were last taken."""
 
-    def __init__(self, cache: Cache, options: StorageOptions) -> None:
+    def __init__(self, cache: RankCache, options: StorageOptions) -> None:
         self.counts: Counter[str] = Counter()
         self.loads: deque[Moved] = deque(maxlen=LIMIT_MOVED)
         self.saves: deque[Moved] = deque(maxlen=LIMIT_MOVED)

@@ -15,8 +15,8 @@ from typing import Any
 
 MISSING = [name for name in ("sglang", "torch", "orjson") if find_spec(name) is None]
 WHY = (
-    f"needs {', '.join(MISSING)} (make test-sglang): the backend is not tested with SGLang's own factory, host "
-    "pools and controller"
+    f"needs {', '.join(MISSING)} (make test-sglang): the backend is not tested with SGLang's own factory, "
+    "host pools and controller"
 )
 PAGE = 64  # tokens, as a DSA indexer demands
 RANKS = {

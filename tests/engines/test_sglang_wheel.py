@@ -66,7 +66,8 @@ def test_every_method_of_the_interface_has_the_arguments_that_sglang_passes() ->
         assert name.startswith("_") or list(ours) == list(inspect.signature(member).parameters), (
             name
         )
-        assert name.startswith("_") or name in vars(KvtierStorage), f"{name} is new"
+        inherited = name.startswith("_") or name == "register_mem_pool_host"
+        assert inherited or name in vars(KvtierStorage), f"{name} is new"
     assert hasattr(KvtierStorage, "close") and hasattr(HiCacheStorageFailureInjector, "close")
 
 

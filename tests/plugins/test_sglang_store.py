@@ -16,7 +16,7 @@ from kvtier_sglang import store as store_module
 from kvtier_sglang.identity import INDEXER, KV, ModelFacts, Place, describe
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import Cache, PageStore
+from kvtier_sglang.store import RankCache, PageStore
 from support.daemons import Daemon
 from support.host_pools import HostPool, IndexerPool, hashes, indices_of
 
@@ -34,7 +34,7 @@ def store_of() -> Iterator[Callable[..., PageStore]]:
         pages = {name: find_pages(pool) for name, pool in pools.items()}
         spec = describe(FACTS, pages, place, weights=options.pop("weights", "rev:1"))
         stores.append(
-            PageStore(Cache(spec, pages, place), StorageOptions(socket=socket, **options))
+            PageStore(RankCache(spec, pages, place), StorageOptions(socket=socket, **options))
         )
         return stores[-1]
 
