@@ -27,7 +27,7 @@ from kvtier_kernels import nt_loops
 from kvtier_sglang.identity import KV, ModelFacts, Place, describe
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import RankCache, PageStore
+from kvtier_sglang.store import PageStore, RankCache
 from support.host_pools import PAGE_TOKENS, HostPool, Tensor, hashes, indices_of
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from kvtier_plugins import Unsupported
 from kvtier_sglang.identity import GROUPS, KV, ModelFacts, Place, describe
 from kvtier_sglang.options import read_options
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import RankCache, Moved, PageStore
+from kvtier_sglang.store import Moved, PageStore, RankCache
 
 log = logging.getLogger("sglang.kvtier")
 

@@ -180,6 +180,7 @@ class PageStore:
         if client is None:
             raise Unavailable("the client was closed")
         until, wait_ms = time.monotonic() + self._options.patience_ms / 1000, 0
+        last: Lease | None = None
         with self._loading:
             while True:
                 left_ms = max(1, int((until - time.monotonic()) * 1000))
@@ -188,13 +189,14 @@ class PageStore:
                     wait_ms=wait_ms,
                 )  # fmt: skip
                 lease = self._answer(client, ticket, left_ms / 1000 + TIMEOUT_S)
+                if last is not None:  # only now: without a lease the request would wait for no read
+                    last.release()
                 if not lease.coming:
                     return lease
                 if time.monotonic() >= until:
                     space.cancel(number)
                     return lease
-                wait_ms = left_ms
-                lease.release()
+                wait_ms, last = left_ms, lease
 
     def _answer(self, client: Client, ticket: int, within_s: float) -> Lease:
         until = time.monotonic() + within_s

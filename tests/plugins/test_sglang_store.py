@@ -16,7 +16,7 @@ from kvtier_sglang import store as store_module
 from kvtier_sglang.identity import INDEXER, KV, ModelFacts, Place, describe
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import RankCache, PageStore
+from kvtier_sglang.store import PageStore, RankCache
 from support.daemons import Daemon
 from support.host_pools import HostPool, IndexerPool, hashes, indices_of
 
@@ -258,7 +258,7 @@ def test_a_load_waits_for_pages_on_disk(
     daemon = daemon_of(folder=tmp_path, config=cold)
     daemon.wait_for_disks()
     until(lambda: store.keeper.space is not None)
-    until(lambda: store.exists(keys) == 4)
+    until(lambda: space.kept() == (0, 4))
     assert store.load(KV, keys, indices_of([8, 9, 10, 11])) == [True] * 4
     assert pool.read([8, 9, 10, 11]) == content
 
