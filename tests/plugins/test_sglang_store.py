@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.space import Space
 from kvtier.wire import SLOT
 from kvtier_sglang import store as store_module
 from kvtier_sglang.identity import INDEXER, KV, ModelFacts, Place, describe
@@ -70,7 +71,7 @@ def test_pages_come_back_in_other_places_of_another_pool(
 
 
 def test_a_part_of_a_chain_is_found_alone_and_ends_at_the_first_missing_page(
-    shared_daemon: Daemon, store_of: Callable[..., PageStore]
+    shared_daemon: Daemon, store_of: Callable[..., PageStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang asks in batches, and names the pages before a batch only on request."""
     pool, keys = HostPool(), hashes(6, "parts")
@@ -90,6 +91,8 @@ def test_a_part_of_a_chain_is_found_alone_and_ends_at_the_first_missing_page(
     assert pool.read([1, 2]) == content[1:3]
     assert store.save(KV, keys[:4], indices_of(SLOTS[:4])) == [True] * 4  # two are present
     assert store.exists(keys) == 6
+    monkeypatch.setattr(Space, "most_keys", lambda _: 2)  # of one request
+    assert store.exists(keys) == 6 and store.exists([*keys[:3], *hashes(2, "other")]) == 3
     assert store.exists([]) == 0 and store.load(KV, [], indices_of([])) == []
 
 
@@ -170,6 +173,7 @@ def test_indices_that_are_no_pages_move_nothing(
     assert store.save(KV, keys, indices_of([0, 1])) == [True] * 2
     for wrong in (
         indices_of([0]),
+        indices_of([0, 1, 2, 3]),
         indices_of([0, 1]) + 1,
         indices_of([0, 16]),
         indices_of([0, -1]),
@@ -192,6 +196,9 @@ def test_without_a_daemon_nothing_is_found_and_one_line_is_logged(
             assert store.exists(keys) == 0
             assert store.load(KV, keys, indices_of([0, 1])) == [False] * 2
             assert store.save(KV, keys, indices_of([0, 1])) == [False] * 2
+        attempts, connect = [], store.keeper._connect
+        store.keeper._connect = lambda: (attempts.append(1), connect())[1]
+        until(lambda: len(attempts) >= 2)
         assert len(caplog.records) == 1 and "continuing without" in caplog.text
         daemon_of(folder=tmp_path)
         until(lambda: store.keeper.space is not None)
