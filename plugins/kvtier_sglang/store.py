@@ -176,11 +176,13 @@ class PageStore:
     def _lease(self, space: Space, keys: Keys) -> Lease:
         """Lease the leading pages in memory. Waits for those that are coming from disk, at most for the
         patience."""
+        last = space.lease(keys, LEASE_MS, [self._cache.place.shard])
+        if not last.coming:
+            return last
         client, number = self.keeper.client, next(self._requests)
         if client is None:
             raise Unavailable("the client was closed")
         until, wait_ms = time.monotonic() + self._options.patience_ms / 1000, 0
-        last: Lease | None = None
         with self._loading:
             while True:
                 left_ms = max(1, int((until - time.monotonic()) * 1000))
@@ -189,8 +191,7 @@ class PageStore:
                     wait_ms=wait_ms,
                 )  # fmt: skip
                 lease = self._answer(client, ticket, left_ms / 1000 + TIMEOUT_S)
-                if last is not None:  # only now: without a lease the request would wait for no read
-                    last.release()
+                last.release()  # only now: the daemon cancels reads that no request waits for
                 if not lease.coming:
                     return lease
                 if time.monotonic() >= until:
