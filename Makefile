@@ -13,7 +13,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo test test-all engines test-engines test-engines-all test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
+.PHONY: help venv demo test test-all engines test-engines test-engines-all test-sglang test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
@@ -79,6 +79,16 @@ test-engines: $(ENGINES)/.ready  ## the plugins with real engines, and calibrati
 test-engines-all: $(ENGINES)/.ready  ## the same with all rounds, and the slow tests
 	KVTIER_ALL=1 $(ENGINES)/bin/python -m pytest $(EVERY) --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration
 
+# 39 MB, and no GPU build of torch: SGLang's own dependencies are left out. `make test-engines` skips these tests
+# without it.
+SGLANG := $(ENGINES)/.sglang-0.5.23
+$(SGLANG): $(VLLM)
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 orjson gguf ipython traitlets
+	touch $@
+
+test-sglang: $(ENGINES)/.ready $(SGLANG)  ## the SGLang plugin with SGLang's own factory, host pools and controller
+	$(ENGINES)/bin/python -m pytest tests/engines/test_sglang_wheel.py
+
 # Another Python with this package in it will do: one that has torch's CUDA build.
 GPU_PYTHON ?= $(BIN)/python
 
@@ -107,6 +117,7 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py
 	$(BIN)/python benchmarks/bench_operator.py
+	$(BIN)/python benchmarks/bench_sglang.py
 
 bench-cold: venv  ## the cold tier relative to fio, 12 minutes; COLD="--folder DIR --trace FILE" selects the disk and the trace
 	$(BIN)/python benchmarks/bench_cold.py $(COLD)

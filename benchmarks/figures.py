@@ -36,6 +36,7 @@ SOURCES = {
     "ttft": "python benchmarks/bench_ttft.py",
     "gpu": "python benchmarks/bench_gpu.py",
     "operator": "python benchmarks/bench_operator.py",
+    "sglang": "python benchmarks/bench_sglang.py",
     "peers": "python benchmarks/bench_peers.py",
     "writes": "python benchmarks/bench_writes.py",
 }

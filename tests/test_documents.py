@@ -103,10 +103,12 @@ def test_the_architecture_page_names_only_what_exists() -> None:
     roots = {
         "kvtier": ROOT / "kvtier",
         "kvtier_daemon": ROOT / "daemon",
-        "kvtier_vllm": ROOT / "plugins",
+        **dict.fromkeys(("kvtier_plugins", "kvtier_sglang", "kvtier_vllm"), ROOT / "plugins"),
     }
     for row in re.findall(
-        r"^\| (`(?:kvtier|kvtier_daemon|kvtier_vllm)/[^|]+) \|", text, re.MULTILINE
+        r"^\| (`(?:kvtier|kvtier_daemon|kvtier_plugins|kvtier_sglang|kvtier_vllm)/[^|]+) \|",
+        text,
+        re.MULTILINE,
     ):
         names = re.findall(r"`([\w/]+?)/?`", row)
         package = names[0].split("/")[0]

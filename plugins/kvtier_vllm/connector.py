@@ -35,13 +35,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import SpecError
 from kvtier.wire import MEMORY
+from kvtier_plugins import Unsupported
 from kvtier_vllm.device import open_device
 from kvtier_vllm.events import Event, Removed
 from kvtier_vllm.identity import describe
 from kvtier_vllm.layout import Layout, backends_of, check_hashes, find_pages, read_layout
 from kvtier_vllm.lookups import EngineLimits
 from kvtier_vllm.messages import RankPages, RankReport, Step
-from kvtier_vllm.options import Unsupported, read_options
+from kvtier_vllm.options import read_options
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.stats import (
     BUCKETS_S,

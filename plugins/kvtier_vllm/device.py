@@ -15,9 +15,10 @@ from kvtier.client import Reader
 from kvtier.saving import Saving
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels.cuda import Copier, CudaError, Driver, Event
+from kvtier_plugins import Unsupported
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import ReadOrder
-from kvtier_vllm.options import Options, Unsupported
+from kvtier_vllm.options import Options
 
 log = logging.getLogger("vllm.kvtier")
 

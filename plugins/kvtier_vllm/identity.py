@@ -1,90 +1,35 @@
-"""The identity of an engine's cache: its KvSpec, its weights and adapters, and the keys of its blocks.
-
-Weights are identified by their content, without reading all of it.
-"""
+"""The identity of an engine's cache: its KvSpec, its weights and adapters, and the keys of its blocks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvtier import Group, Keys, KvSpec
 from kvtier.layout import DTYPE_BYTES
+from kvtier_plugins import Unsupported
+from kvtier_plugins.weights import folder_digest, model_weights
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.events import KvEvents
 from kvtier_vllm.layout import LATENT, ORDER_MARK, Cached, Layout, layer_specs
-from kvtier_vllm.options import Options, Unsupported
+from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-SAMPLES = 32
-SAMPLE_BYTES = 4096
-LIMIT_HEADER_BYTES = 64 << 20
 CHANGED = b""  # never the name of an adapter
 GENERATION_BYTES = 16
 LIMIT_HASHES = 2048  # that become keys in one call: about one millisecond
 VOLATILE = ("_name_or_path", "transformers_version")
 
 
-def folder_digest(folder: Path) -> str:
-    """A digest of the weight files in a folder: names, sizes, headers and samples of their bytes."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
-    if not files:
-        raise Unsupported(
-            f"{folder} has no weight files: set the option 'weights' to a name of the weights"
-        )
-    digest = hashlib.sha256()
-    for path in files:
-        _add_file(digest, path)
-    return f"files:{digest.hexdigest()[:32]}"
-
-
-def _add_file(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name}\0{size}\0".encode())
-    with path.open("rb") as file:
-        start = 0
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(length, LIMIT_HEADER_BYTES)))
-            start = min(8 + length, size)
-        step = max(SAMPLE_BYTES, (size - start) // SAMPLES)
-        for offset in (*range(start, size, step), max(start, size - SAMPLE_BYTES)):
-            file.seek(offset)
-            digest.update(file.read(SAMPLE_BYTES))
-
-
 def weights_identity(model_config: Any, load_format: str) -> str:
     """The name of the weights that this engine loads: a commit of a hub, or a digest of the files."""
     if load_format == "dummy":
         return f"dummy:{model_config.seed}"
-    folder = Path(model_config.model)
-    if folder.is_dir():
-        return folder_digest(folder)
-    revision = getattr(model_config, "revision", None) or "main"
-    if COMMIT.fullmatch(revision):
-        return f"rev:{revision}"
-    return _cached_commit(model_config.model, revision)
-
-
-def _cached_commit(repo: str, revision: str) -> str:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError as error:
-        text = f"the commit of {repo} is unknown: set the option 'weights' to a name of the weights"
-        raise Unsupported(text) from error
-    found = try_to_load_from_cache(repo, "config.json", revision=revision)
-    commit = Path(found).parent.name if isinstance(found, str) else ""
-    if not COMMIT.fullmatch(commit):
-        text = f"the commit of {repo} is unknown: set --revision, or the option 'weights'"
-        raise Unsupported(text)
-    return f"rev:{commit}"
+    return model_weights(model_config.model, getattr(model_config, "revision", None))
 
 
 def config_digest(model_config: Any, vllm_config: Any) -> str:

@@ -24,7 +24,7 @@ from functools import cache
 from typing import Any
 
 from kvtier.layout import PAGE_MARK, Kind
-from kvtier_vllm.options import Unsupported
+from kvtier_plugins import Unsupported
 
 log = logging.getLogger("vllm.kvtier")
 

@@ -24,10 +24,6 @@ LIMIT_PIN_S = LIMIT_TTL_S = 7 * 24 * 3600.0
 LEAST_TTL_S = 0.001
 
 
-class Unsupported(ValueError):  # noqa: N818
-    """kvtier cannot keep this engine's cache. The engine works without kvtier, and one warning is logged."""
-
-
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`socket`: as for `kvtier.Client`. `load`: between steps (async), within the step that needs the blocks
     (sync), or whichever is expected to be faster (auto). `patience_ms`: the longest time that a request waits

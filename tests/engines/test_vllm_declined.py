@@ -14,8 +14,8 @@ from support.prompts import prompt
 pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+from kvtier_plugins import Unsupported  # noqa: E402
 from kvtier_vllm import connector, layout  # noqa: E402
-from kvtier_vllm.options import Unsupported  # noqa: E402
 from support.neighbour import Neighbour  # noqa: E402
 from support.numbers_engine import (  # noqa: E402
     MODELS,

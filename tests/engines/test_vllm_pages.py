@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvtier_kernels import Mapping, Pieces, gather
+from kvtier_plugins import Unsupported
 from kvtier_vllm.layout import Cached, Layout, Shards, find_pages
-from kvtier_vllm.options import Unsupported
 
 torch = pytest.importorskip("torch")
 

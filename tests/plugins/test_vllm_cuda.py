@@ -19,10 +19,11 @@ import pytest
 
 from kvtier.client import Lease
 from kvtier_kernels.cuda import ExtentPins, blocks
+from kvtier_plugins import Unsupported
 from kvtier_vllm.device import open_device
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import LoadOrder, ReadOrder, Save, WriteOrder
-from kvtier_vllm.options import Options, Unsupported
+from kvtier_vllm.options import Options
 from support.daemons import Daemon
 from support.device_engine import DeviceEngine
 from support.fake_cuda import FakeCuda, soon

@@ -18,7 +18,9 @@ from kvtier.layout import space_id
 from kvtier_daemon.codec.arranged import order_of
 from kvtier_daemon.codec.losses import Loss, Losses
 from kvtier_kernels import reorder_pages
-from kvtier_vllm.identity import Adapters, describe, folder_digest, weights_identity
+from kvtier_plugins import Unsupported
+from kvtier_plugins.weights import folder_digest
+from kvtier_vllm.identity import Adapters, describe, weights_identity
 from kvtier_vllm.layout import (
     BY_STRIDES,
     LATENTS,
@@ -27,7 +29,7 @@ from kvtier_vllm.layout import (
     page_order,
     read_layout,
 )
-from kvtier_vllm.options import Options, Unsupported
+from kvtier_vllm.options import Options
 from support.losses_by_twins import profile_of
 
 

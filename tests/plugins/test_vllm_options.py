@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtier_vllm.identity import folder_digest, weights_identity
-from kvtier_vllm.options import EXPECTED, Options, Unsupported, read_options
+from kvtier_plugins import Unsupported
+from kvtier_plugins.weights import folder_digest
+from kvtier_vllm.identity import weights_identity
+from kvtier_vllm.options import EXPECTED, Options, read_options
 
 WRONG: dict[str, list[Any]] = {
     "socket": [5, ["a"]],

@@ -1,0 +1,70 @@
+"""The identity of weights and adapters: by their content, without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from kvtier_plugins import Unsupported
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SAMPLES = 32
+SAMPLE_BYTES = 4096
+LIMIT_HEADER_BYTES = 64 << 20
+
+
+def folder_digest(folder: Path) -> str:
+    """A digest of the weight files in a folder: names, sizes, headers and samples of their bytes."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    if not files:
+        raise Unsupported(
+            f"{folder} has no weight files: set the option 'weights' to a name of the weights"
+        )
+    digest = hashlib.sha256()
+    for path in files:
+        _add_file(digest, path)
+    return f"files:{digest.hexdigest()[:32]}"
+
+
+def _add_file(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name}\0{size}\0".encode())
+    with path.open("rb") as file:
+        start = 0
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(length, LIMIT_HEADER_BYTES)))
+            start = min(8 + length, size)
+        step = max(SAMPLE_BYTES, (size - start) // SAMPLES)
+        for offset in (*range(start, size, step), max(start, size - SAMPLE_BYTES)):
+            file.seek(offset)
+            digest.update(file.read(SAMPLE_BYTES))
+
+
+def model_weights(model: str, revision: str | None, config: str = "config.json") -> str:
+    """The name of the weights of a model or an adapter, a folder or a repository of a hub: a digest or a
+    commit. `config` is a file of every such repository."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder_digest(folder)
+    revision = revision or "main"
+    if COMMIT.fullmatch(revision):
+        return f"rev:{revision}"
+    found = cached_file(model, revision, config)
+    commit = found.parent.name if found is not None else ""
+    if not COMMIT.fullmatch(commit):
+        text = f"the commit of {model} is unknown: set --revision, or the option 'weights'"
+        raise Unsupported(text)
+    return f"rev:{commit}"
+
+
+def cached_file(repo: str, revision: str, name: str) -> Path | None:
+    """The path of a file of a repository of a hub, if it is on this machine."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(repo, name, revision=revision)
+    return Path(found) if isinstance(found, str) else None

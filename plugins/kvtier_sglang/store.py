@@ -1,0 +1,238 @@
+"""The pages of one rank in the daemon: found, loaded into the pools, and saved from them.
+
+SGLang calls from several threads: one finds pages, one loads them, one saves them. No call raises: a failure
+is the answer "not there" or "not stored", and is counted by its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import select
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvtier import Keys, KvSpec, KvtierError, ProtocolError, Unavailable
+from kvtier.client import Client
+from kvtier.errors import SpoiltBlocks
+from kvtier.loading import Lease
+from kvtier.space import Space
+from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_RESERVED, OUTCOMES, PRESENT
+from kvtier_sglang.daemon import TIMEOUT_S, SpaceKeeper
+from kvtier_sglang.identity import Place, server_run
+from kvtier_sglang.options import StorageOptions
+from kvtier_sglang.pages import PoolPages
+
+log = logging.getLogger("sglang.kvtier")
+
+LEASE_MS = 10_000
+LARGE_COPY_BYTES = 32 << 20
+NICE = 10  # of threads that save: the server's own go first
+LOOK_S = 0.005  # another thread may have received the answer
+LIMIT_MOVED = 1024
+STORED = (GRANTED, PRESENT, IN_PROGRESS)
+
+
+class Moved(NamedTuple):
+    """A copy: how many pages, of how many bytes, in how many seconds."""
+
+    pages: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankCache:
+    """What a rank keeps. The pools are the groups of the spec, in this order."""
+
+    spec: KvSpec
+    pools: Mapping[str, PoolPages]
+    place: Place
+
+
+class PageStore:
+    """`counts`: pages by what became of them. `loads` and `saves`: the copies since they were last taken."""
+
+    def __init__(self, cache: RankCache, options: StorageOptions) -> None:
+        self.counts: Counter[str] = Counter()
+        self.loads: deque[Moved] = deque(maxlen=LIMIT_MOVED)
+        self.saves: deque[Moved] = deque(maxlen=LIMIT_MOVED)
+        self._cache = cache
+        self._options = options
+        self._groups = {name: group for group, name in enumerate(cache.pools)}
+        self._generation = b""
+        self._cleared = 0
+        self._requests = itertools.count(1)
+        self._loading = threading.Lock()  # one thread polls for answers
+        self._counting = threading.Lock()
+        name = f"sglang {os.getpid()}"
+        self.keeper = SpaceKeeper(options.socket, cache.spec, name, options.verify)
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """How many leading pages are stored, in all pools and by all ranks, in memory or coming from disk."""
+        found = 0
+        space = self.keeper.space
+        try:
+            while space is not None and found < len(keys):
+                piece = self._keys(space, keys[found : found + space.most_keys()])
+                match = space.match(piece, within_ms=self._options.patience_ms)
+                found += (hit := match.ready + match.coming)
+                if hit < len(piece):
+                    break
+        except Exception as error:  # noqa: BLE001  # becomes a cache miss
+            self._failed("find", error)
+        self._count("found", found)
+        self._count("away", 0 if space is not None else len(keys))
+        return found
+
+    def load(self, pool: str, keys: Sequence[str], indices: Any) -> list[bool]:
+        """Copy the leading stored pages to these places of a pool. For each page: whether it is there."""
+        good, space = 0, self.keeper.space
+        try:
+            pages = self._cache.pools[pool]
+            numbers = pages.numbers(indices, len(keys))
+            if space is None:
+                self._count("away", len(keys))
+            elif keys:
+                good = self._load(space, pool, self._keys(space, keys), numbers)
+        except SpoiltBlocks:
+            self._count("spoilt", len(keys))
+        except Exception as error:  # noqa: BLE001  # becomes a cache miss
+            self._failed("load", error)
+        return [True] * good + [False] * (len(keys) - good)
+
+    def save(self, pool: str, keys: Sequence[str], indices: Any, before: str = "") -> list[bool]:
+        """Save these pages of a pool. `before`: the key of the page before the first one, if it is known. For
+        each page: whether it is stored, or is being stored by another rank or server."""
+        outcomes, space = b"", self.keeper.space
+        if not self._cache.place.writes:
+            return [False] * len(keys)
+        try:
+            pages = self._cache.pools[pool]
+            numbers = pages.numbers(indices, len(keys))
+            if space is None:
+                self._count("away", len(keys))
+            else:
+                parent = self._keys(space, [before]).packed if before else b""
+                whole = Keys(self._keys(space, keys).packed, parent)
+                for at in range(0, len(keys), LIMIT_RESERVED):
+                    piece = slice(at, at + LIMIT_RESERVED)
+                    outcomes += self._save(space, pool, whole[piece], numbers[piece])
+        except Exception as error:  # noqa: BLE001  # the pages are not stored
+            self._failed("save", error)
+        for one in set(outcomes):
+            self._count(f"saved:{OUTCOMES[one]}", outcomes.count(one))
+        stored = [one in STORED for one in outcomes]
+        return stored + [False] * (len(keys) - len(stored))
+
+    def clear(self) -> None:
+        """From now on this run of the server finds none of the pages that are stored now."""
+        self._cleared += 1
+        self._generation = server_run() + b" " + str(self._cleared).encode()
+
+    def close(self) -> None:
+        self.keeper.close()
+        if self.counts:
+            parts = (f"{what} {count:,}" for what, count in sorted(self.counts.items()))
+            log.info("kvtier: pages in this run: %s", ", ".join(parts))
+
+    def _keys(self, space: Space, keys: Sequence[str]) -> Keys:
+        """SGLang's name of a page is a hash of its tokens and of all before them, so each stands alone."""
+        found = [
+            space.keys_of_hashes([bytes.fromhex(key)], self._generation).packed for key in keys
+        ]
+        return Keys(b"".join(found))
+
+    def _load(self, space: Space, pool: str, keys: Keys, numbers: list[int]) -> int:
+        place, group = self._cache.place, self._groups[pool]
+        pages, good = self._cache.pools[pool], 0
+        lease = self._lease(space, keys)
+        try:
+            if lease.ready:
+                part, began = lease.part(group, place.shard), time.monotonic()
+                nbytes = lease.ready * pages.pieces.block_bytes
+                threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
+                good = lease.reader().scatter(
+                    part.slots, pages.pieces, numbers[: lease.ready],
+                    min(threads, len(os.sched_getaffinity(0))), digests=part.digests,
+                )  # fmt: skip
+                nbytes = good * pages.pieces.block_bytes
+                self.loads.append(Moved(good, nbytes, time.monotonic() - began))
+        except SpoiltBlocks:
+            lease.recheck()
+            raise
+        finally:
+            lease.release(*space.used(group, place.shard, good, good))
+        self._count("loaded", good)
+        self._count("load_missing", len(keys) - good)
+        return good
+
+    def _lease(self, space: Space, keys: Keys) -> Lease:
+        """Lease the leading pages in memory. Waits for those that are coming from disk, at most for the
+        patience."""
+        last = space.lease(keys, LEASE_MS, [self._cache.place.shard])
+        if not last.coming:
+            return last
+        client, number = self.keeper.client, next(self._requests)
+        if client is None:
+            raise Unavailable("the client was closed")
+        until, wait_ms = time.monotonic() + self._options.patience_ms / 1000, 0
+        with self._loading:
+            while True:
+                left_ms = max(1, int((until - time.monotonic()) * 1000))
+                ticket = space.begin_lease(
+                    keys, LEASE_MS, [self._cache.place.shard], request=number, within_ms=left_ms,
+                    wait_ms=wait_ms,
+                )  # fmt: skip
+                lease = self._answer(client, ticket, left_ms / 1000 + TIMEOUT_S)
+                last.release()  # only now: the daemon cancels reads that no request waits for
+                if not lease.coming:
+                    return lease
+                if time.monotonic() >= until:
+                    space.cancel(number)
+                    return lease
+                wait_ms, last = left_ms, lease
+
+    def _answer(self, client: Client, ticket: int, within_s: float) -> Lease:
+        until = time.monotonic() + within_s
+        while True:
+            for other, answer in client.poll().items():
+                if other == ticket and isinstance(answer, Lease):
+                    if answer.refused:
+                        raise KvtierError(answer.refused)
+                    return answer
+            if time.monotonic() >= until:
+                raise Unavailable(f"the daemon did not answer within {within_s:.1f} s")
+            with suppress(OSError):  # the connection was made again
+                poll = select.poll()
+                poll.register(client.fileno(), select.POLLIN)
+                poll.poll(LOOK_S * 1000)
+
+    def _save(self, space: Space, pool: str, keys: Keys, numbers: list[int]) -> bytes:
+        pages = self._cache.pools[pool]
+        with space.reserve(keys, self._groups[pool], self._cache.place.shard, wait_s=0) as saving:
+            if saving.slots:
+                began = time.monotonic()
+                saving.gather(pages.pieces, numbers, nice=NICE)
+                saving.commit(len(saving))
+                nbytes = len(saving) * pages.pieces.block_bytes
+                self.saves.append(Moved(len(saving), nbytes, time.monotonic() - began))
+        return saving.outcomes
+
+    def _count(self, what: str, pages: int) -> None:
+        if pages:
+            with self._counting:
+                self.counts[what] += pages
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._count(f"failed:{what}", 1)
+        if isinstance(error, (Unavailable, ProtocolError)):
+            self.keeper.lost(error)
+        elif self.counts[f"failed:{what}"] == 1:
+            log.warning("kvtier: %s failed: %s: %s", what, type(error).__name__, str(error))
