@@ -24,7 +24,7 @@ from bench_warm import buffers, nothing
 from harness import Arm, Daemon, Row, pairs, ratio_row
 from kvtier_daemon.tools.machine_limits import copies
 from kvtier_kernels import nt_loops
-from kvtier_sglang.identity import KV, ModelFacts, Place, describe
+from kvtier_sglang.identity import KV, ModelFacts, RankPlace, describe
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
 from kvtier_sglang.store import PageStore, RankCache
@@ -50,7 +50,7 @@ def pool_of(layout: str) -> HostPool:
 
 
 def rows_of(socket: str, layout: str, threads: int, rounds: int) -> list[Row]:
-    pool, place = pool_of(layout), Place(0, 1, "stage 0 of 1", 1, True)
+    pool, place = pool_of(layout), RankPlace(0, 1, "stage 0 of 1", 1, True)
     pages = {KV: find_pages(pool)}
     assert pages[KV].pieces.block_bytes == MIB
     spec = describe(ModelFacts("bench", "0" * 40, "auto", 0, 1, "", "", {}), pages, place)

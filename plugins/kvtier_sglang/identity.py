@@ -58,7 +58,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """A rank among those that hold parts of the same pages. `writes`: it saves its shard; ranks with equal
     pages share a shard, and one of them writes it."""
 
@@ -69,7 +69,7 @@ class Place:
     writes: bool
 
     @classmethod
-    def of(cls, config: Any) -> Place:
+    def of(cls, config: Any) -> RankPlace:
         """The place of a rank with this HiCacheStorageConfig."""
         parts = 1 if config.is_mla_model else config.tp_size
         shards = parts * config.attn_cp_size
@@ -88,7 +88,7 @@ class Place:
 
 
 def describe(
-    facts: ModelFacts, pools: Mapping[str, PoolPages], place: Place, weights: str = ""
+    facts: ModelFacts, pools: Mapping[str, PoolPages], place: RankPlace, weights: str = ""
 ) -> KvSpec:
     """The KvSpec of this rank's pipeline stage. The pools are in the order of GROUPS."""
     if facts.hosts > 1:

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import (
 )
 
 from kvtier_plugins import Unsupported
-from kvtier_sglang.identity import GROUPS, KV, ModelFacts, Place, describe
+from kvtier_sglang.identity import GROUPS, KV, ModelFacts, RankPlace, describe
 from kvtier_sglang.options import read_options
 from kvtier_sglang.pages import find_pages
 from kvtier_sglang.store import Moved, PageStore, RankCache
@@ -70,7 +70,7 @@ class KvtierStorage(HiCacheStorage):
             if others := sorted(self._pools.keys() - set(GROUPS)):
                 raise Unsupported(f"pools that cannot be kept: {', '.join(others)}")
             pools = {name: find_pages(self._pools[name]) for name in GROUPS if name in self._pools}
-            facts, place = model_facts(), Place.of(self._config)
+            facts, place = model_facts(), RankPlace.of(self._config)
             spec = describe(facts, pools, place, self._options.weights)
         except (ValueError, OSError) as error:
             self._decline(str(error))

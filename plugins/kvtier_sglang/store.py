@@ -25,7 +25,7 @@ from kvtier.loading import Lease
 from kvtier.space import Space
 from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_RESERVED, OUTCOMES, PRESENT
 from kvtier_sglang.daemon import TIMEOUT_S, SpaceKeeper
-from kvtier_sglang.identity import Place, server_run
+from kvtier_sglang.identity import RankPlace, server_run
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import PoolPages
 
@@ -53,7 +53,7 @@ class RankCache:
 
     spec: KvSpec
     pools: Mapping[str, PoolPages]
-    place: Place
+    place: RankPlace
 
 
 class PageStore:

@@ -118,8 +118,8 @@ def test_a_page_that_is_read_back_changed_is_a_read_fault(
     def work(_: DiskProbe, __: Any, drive: DirectoryDisk) -> None:
         read = drive.read_text
 
-        def other(fd: int, at: int, nbytes: int, over: Any, urgent: bool = False) -> None:
-            read(fd, at, nbytes, lambda code, text: over(code, b"b" + (text or b"")[1:]), urgent)
+        def other(fd: int, at: int, nbytes: int, over: Any) -> None:
+            read(fd, at, nbytes, lambda code, text: over(code, b"b" + (text or b"")[1:]))
 
         monkeypatch.setattr(drive, "read_text", other)
 

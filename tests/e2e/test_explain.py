@@ -11,6 +11,7 @@ import pytest
 
 from e2e.test_cold_tier import CHAIN, SPEC, brought, cold_daemon, save, settled, tokens
 from kvtier import Client, Refused
+from kvtier_daemon.planning.recomputed import TRIAL_BLOCKS
 from support.daemons import Daemon, kvtier
 from support.specs import pattern, spec_of
 
@@ -108,14 +109,15 @@ def test_blocks_that_are_recomputed_repeatedly_are_promoted(
             assert (found.ready + found.coming < CHAIN, found.why) == (True, "slower")
             assert space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys]).present
         deadline = time.monotonic() + 60
-        while space.match(keys, request=6).ready < CHAIN:
+        while space.match(keys, request=6).ready < TRIAL_BLOCKS:
             assert time.monotonic() < deadline
         with space.load(keys) as blocks:
+            assert len(blocks) == TRIAL_BLOCKS
             assert [bytes(block or b"") for block in blocks] == [
-                pattern(key, SPEC.block_bytes) for key in keys
+                pattern(key, SPEC.block_bytes) for key in keys[:TRIAL_BLOCKS]
             ]
         loads = daemon.stats()["tiers"]["cold"]["loads"]
-        assert (loads["slower"], loads["prefetch"]) == (2, 1)
+        assert loads["prefetch"] == 1 and loads["slower"] >= 2
 
 
 def test_a_pin_can_be_removed(daemon_of: Callable[..., Daemon]) -> None:

@@ -291,9 +291,9 @@ def test_a_keeper_holds_on_to_a_daemon_that_is_silent_for_long(
     listener.bind(str(tmp_path / "keeper"))
     listener.listen()
     thread = threading.Thread(target=keeper.Keeper(listener, 0.02).run)
-    thread.start()
     store = KeeperStore(tmp_path / "keeper", KEEP_S)
     store.put("one", 0)
+    thread.start()  # a keeper without a connection would end at once
     time.sleep(0.3)  # far longer than the keeper's times: silence is what is tested
     store.put("two", 0)
     held = store.take()

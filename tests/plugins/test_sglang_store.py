@@ -14,14 +14,14 @@ import pytest
 from kvtier.space import Space
 from kvtier.wire import SLOT
 from kvtier_sglang import store as store_module
-from kvtier_sglang.identity import INDEXER, KV, ModelFacts, Place, describe
+from kvtier_sglang.identity import INDEXER, KV, ModelFacts, RankPlace, describe
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
 from kvtier_sglang.store import PageStore, RankCache
 from support.daemons import Daemon
 from support.host_pools import HostPool, IndexerPool, hashes, indices_of
 
-ALONE = Place(0, 1, "stage 0 of 1", 1, True)
+ALONE = RankPlace(0, 1, "stage 0 of 1", 1, True)
 FACTS = ModelFacts("org/model", None, "auto", 0, 1, "default", "0.5.23", {"dtype": "float16"})
 SLOTS = [3, 9, 4, 15, 0]
 
@@ -31,7 +31,9 @@ def store_of() -> Iterator[Callable[..., PageStore]]:
     """Makes the store of a rank; closes it at the end."""
     stores = []
 
-    def make(socket: str, pools: dict[str, Any], place: Place = ALONE, **options: Any) -> PageStore:
+    def make(
+        socket: str, pools: dict[str, Any], place: RankPlace = ALONE, **options: Any
+    ) -> PageStore:
         pages = {name: find_pages(pool) for name, pool in pools.items()}
         spec = describe(FACTS, pages, place, weights=options.pop("weights", "rev:1"))
         stores.append(
@@ -117,7 +119,7 @@ def test_pages_of_ranks_are_found_when_all_ranks_have_saved(
     keys, pools = hashes(3, "ranks"), [HostPool(), HostPool()]
     content = [pool.fill([1, 2, 3], seed) for seed, pool in enumerate(pools)]
     ranks = [
-        store_of(shared_daemon.socket, {KV: pool}, Place(shard, 2, "stage 0 of 1", 2, True))
+        store_of(shared_daemon.socket, {KV: pool}, RankPlace(shard, 2, "stage 0 of 1", 2, True))
         for shard, pool in enumerate(pools)
     ]
     assert ranks[0].save(KV, keys, indices_of([1, 2, 3])) == [True] * 3
@@ -132,7 +134,9 @@ def test_pages_of_ranks_are_found_when_all_ranks_have_saved(
 def test_a_rank_that_is_not_the_writer_saves_nothing(
     shared_daemon: Daemon, store_of: Callable[..., PageStore]
 ) -> None:
-    reader = store_of(shared_daemon.socket, {KV: HostPool()}, Place(0, 1, "stage 0 of 1", 2, False))
+    reader = store_of(
+        shared_daemon.socket, {KV: HostPool()}, RankPlace(0, 1, "stage 0 of 1", 2, False)
+    )
     keys = hashes(2, "not the writer")
     assert reader.save(KV, keys, indices_of([0, 1])) == [False] * 2
     assert reader.exists(keys) == 0
