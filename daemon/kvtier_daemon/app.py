@@ -341,6 +341,7 @@ class App:
         self._server.divide(config)
         self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)
+        self.remote.reconfigure()
         self._renew(left_tenants(before, config))
         if self._kept is not None:
             self._kept.keep_owners(_owners(config, self.tenants))

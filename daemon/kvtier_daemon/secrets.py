@@ -1,5 +1,5 @@
 """The tenants' secrets: 32 random bytes each, made once; the names of blocks derive from them. And the key
-file of the cold tier, which the operator makes.
+files of the tiers, which the operator makes.
 
 <state>/secrets/          0700 <tenant>              0600, exactly 32 bytes
 
@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError
 SECRET_BYTES: Final = 32
 DIRECTORY: Final = "secrets"
 CREDENTIAL: Final = "kvtier."
-KEYS_CREDENTIAL: Final = "kvtier-cold-keys"
+KEYS_CREDENTIAL: Final = "kvtier-{tier}-keys"
 KEYS_MOST: Final = 16
 _KEYS_BYTES: Final = 16 << 10  # of a key file at most
 
@@ -136,14 +136,14 @@ def _read_private(file: Path, most: int, removed: str, owned: bool) -> tuple[byt
 
 
 def key_file(
-    configured: Path | None, environ: Mapping[str, str] | None = None
+    configured: Path | None, tier: str, environ: Mapping[str, str] | None = None
 ) -> tuple[Path, bool] | None:
-    """Return the file with the keys of the cold tier, and whether it must belong to the daemon: the
-    configured one, or the service manager's (LoadCredential=kvtier-cold-keys:...). None without both."""
+    """Return the file with the keys of a tier, and whether it must belong to the daemon: the configured one,
+    or the service manager's (such as LoadCredential=kvtier-cold-keys:...). None without both."""
     folder = (os.environ if environ is None else environ).get("CREDENTIALS_DIRECTORY", "")
     if configured is not None:
         return configured, not folder or configured.parent != Path(folder)
-    credential = Path(folder) / KEYS_CREDENTIAL
+    credential = Path(folder) / KEYS_CREDENTIAL.format(tier=tier)
     return (credential, False) if folder and credential.exists() else None
 
 

@@ -224,10 +224,11 @@ def test_a_key_file_of_another_user_is_refused_unless_it_is_a_credential(tmp_pat
 
 def test_the_key_file_is_the_configured_one_or_the_credential(tmp_path: Path) -> None:
     environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
-    assert key_file(None, {}) is None and key_file(None, environ) is None
+    assert key_file(None, "cold", {}) is None and key_file(None, "cold", environ) is None
     credential = tmp_path / "kvtier-cold-keys"
     credential.touch()
-    assert key_file(None, environ) == (credential, False)
-    assert key_file(credential, environ) == (credential, False)
-    assert key_file(Path("/etc/keys"), environ) == (Path("/etc/keys"), True)
-    assert key_file(Path("/etc/keys"), {}) == (Path("/etc/keys"), True)
+    assert key_file(None, "cold", environ) == (credential, False)
+    assert key_file(None, "remote", environ) is None
+    assert key_file(credential, "cold", environ) == (credential, False)
+    assert key_file(Path("/etc/keys"), "cold", environ) == (Path("/etc/keys"), True)
+    assert key_file(Path("/etc/keys"), "cold", {}) == (Path("/etc/keys"), True)

@@ -15,6 +15,7 @@ import pytest
 
 from kvtier.key import Keys
 from kvtier.space import Space
+from kvtier_daemon.codec import frame
 from support.daemons import Daemon, kvtier
 from support.object_store import BUCKET, KEY, ObjectStore
 from support.specs import pattern, spec_of
@@ -126,6 +127,74 @@ def test_a_forgotten_block_is_deleted_in_the_store(host: Hosts, store: ObjectSto
         assert shown["why"] == "in_remote"
 
 
+def write_keys(file: Path, *keys: str) -> None:
+    new = file.with_suffix(".new")
+    new.touch(0o600)
+    new.write_text("\n".join(keys))
+    new.rename(file)
+
+
+def encrypted(file: Path) -> str:
+    return f'codec = "raw"\nencryption = "aes-256-gcm"\nkey_file = "{file}"\n'
+
+
+def test_hosts_with_the_same_keys_share_encrypted_blocks_also_during_a_rotation(
+    host: Hosts, store: ObjectStore, tmp_path: Path
+) -> None:
+    old, new = "11" * 32, "22" * 32
+    files = {name: tmp_path / f"{name}.keys" for name in "ab"}
+    for file in files.values():
+        write_keys(file, old)
+    hosts = {name: host(name, encrypted(file)) for name, file in files.items()}
+    a, b = hosts["a"], hosts["b"]
+
+    def rotate(name: str, *keys: str) -> None:
+        write_keys(files[name], *keys)
+        assert not kvtier("reload", "--socket", hosts[name].socket).returncode
+        hosts[name].wait_for(lambda _: "2 keys from" in hosts[name].log.read_text())
+
+    with a.connect() as first, b.connect() as second:
+        ours, theirs = first.open(spec_of("sealed")), second.open(spec_of("sealed"))
+        keys, more = share(a, ours, 1), share(a, ours, 2)
+        for key in keys:
+            block = pattern(key, ours.spec.block_bytes)
+            text = store.objects()[f"{key.hex()}-0-0"].read_bytes()
+            text = text[frame.peek(text) :]  # the header contains the key, and so does the block
+            assert len(text) == len(block)
+            assert not any(block[at : at + 16] in text for at in range(0, len(block), 16))
+        assert loaded(theirs, keys) == PROMPT
+
+        rotate("b", new, old)
+        assert loaded(theirs, more) == PROMPT
+        unknown = share(b, theirs, 3)
+        a.wait_for(
+            lambda stats: (
+                bool(ours.match(unknown).ready)
+                or stats["tiers"]["remote"]["states"]["unknown_key"] > 0
+            )
+        )
+        assert ours.match(unknown).ready == 0
+        rotate("a", old, new)
+        assert loaded(ours, share(b, theirs, 4)) == PROMPT
+    assert a.stats()["tiers"]["remote"]["states"]["spoilt"] == 0
+
+
+def test_without_a_usable_key_file_the_store_is_off_until_there_is_one(
+    tmp_path: Path, daemon_of: Hosts, store: ObjectStore
+) -> None:
+    file = tmp_path / "keys"
+    daemon = daemon_of(folder=tmp_path, config=store.config(more=encrypted(file)))
+    daemon.wait_for(lambda stats: "does not exist" in stats["tiers"]["remote"]["failure"])
+    with daemon.connect() as client:
+        space = client.open(spec_of("waiting"))
+        keys = save(space, 1)
+        assert loaded(space, keys) == PROMPT
+    write_keys(file, "11" * 32)
+    daemon.wait_for(lambda stats: stats["tiers"]["remote"]["on"])
+    told = [line for line in daemon.log.read_text().splitlines() if " is off: " in line]
+    assert len(told) == 1 and f"is off: {file}: the key file does not exist" in told[0]
+
+
 @pytest.mark.slow
 def test_memory_disk_and_store_answer_one_request_together(host: Hosts, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
@@ -181,4 +250,4 @@ def test_the_steps_of_the_page_work(tmp_path: Path, daemon_of: Hosts, store: Obj
         assert done.returncode == 0 or arguments == ["doctor"], done.stdout + done.stderr
         shown[arguments[0]] = " ".join(done.stdout.split())
     assert f"s3://{BUCKET}/fleet-a at {store.endpoint}" in shown["status"]
-    assert "used without encryption" in shown["doctor"]
+    assert "used without TLS" in shown["doctor"]

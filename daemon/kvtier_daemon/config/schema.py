@@ -74,6 +74,8 @@ class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     deadline_s: Annotated[int, values.SOME_SECONDS] = 5
     buffer_bytes: Annotated[int, values.BUFFER] = msgspec.field(name="buffer", default=128 * MIB)
     known_bytes: Annotated[int, values.SIZE] = msgspec.field(name="known", default=64 * MIB)
+    encryption: Annotated[str, values.ENCRYPTION] = "off"
+    key_file: Annotated[Path | None, values.PATH] = None
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -31,7 +31,7 @@ ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "col
 FRAMES: Final = ("written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key")
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
-    "written", "not_written", "dropped", "read", "absent", "spoilt", "not_read", "cancelled",
+    "written", "not_written", "dropped", "read", "absent", "spoilt", "unknown_key", "not_read", "cancelled",
 )  # fmt: skip
 OTHER: Final = "other"  # a test fails if a daemon reports it
 
@@ -269,7 +269,9 @@ SERIES: Final[tuple[Metric, ...]] = (
            "replaced because it or the store failed.", _of_remote("restarts")),
     Metric("kvtier_remote_blocks", "counter", "Blocks written to and read from the remote store, by outcome: "
            "dropped means that too many blocks waited to be written, absent that the object did not exist, "
-           "spoilt that it is damaged, not_read and cancelled that the read failed or was too late.",
+           "spoilt that it is damaged, or not encrypted although remote.encryption is on, unknown_key that "
+           "it is encrypted with a key that is not in remote.key_file, not_read and cancelled that the read "
+           "failed or was too late.",
            lambda f: _remote(f).get("states", {}), "outcome", OBJECTS),
     Metric("kvtier_remote_bytes", "counter", "Bytes of objects that were written and read.",
            lambda f: _remote(f).get("bytes", {}), "way", ("written", "read")),

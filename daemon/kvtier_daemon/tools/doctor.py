@@ -212,7 +212,7 @@ def remote_store(remote: Mapping[str, Any]) -> Finding:
         return warn(name, f"{store} cannot be written", "the daemon's log says why; it retries")
     if " at http://" in str(store):
         fix = "use https, unless the network between the hosts and the store is trusted"
-        return warn(name, f"{store} is used without encryption", fix)
+        return warn(name, f"{store} is used without TLS", fix)
     return ok(name, f"uses {store}")
 
 

@@ -79,7 +79,7 @@ def test_every_key_can_be_written(read):
         'admission = "second-touch"\nencryption = "aes-256-gcm"\nkey_file = "/k"\n'
         '[remote]\nbucket = "blocks"\nprefix = "a/b"\nendpoint = "https://s3:9000"\nregion = "eu"\n'
         'credentials = "/c"\nwrite = "all"\ncodec = "raw"\ndeadline_s = 2\nbuffer = "16MiB"\n'
-        'known = "4MiB"\n'
+        'known = "4MiB"\nencryption = "aes-256-gcm"\nkey_file = "/r"\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
@@ -129,6 +129,8 @@ def test_every_key_can_be_written(read):
             "deadline_s": 2,
             "buffer": 16 * MIB,
             "known": 4 * MIB,
+            "encryption": "aes-256-gcm",
+            "key_file": "/r",
         },
         "http": {"listen": ("0.0.0.0", 80), "allow_remote": True, "hosts": ("gpu7.example",)},
         "audit": {"path": "/var/log/a"},

@@ -11,6 +11,8 @@ import pytest
 from kvtier import Group, KvSpec
 from kvtier.errors import FrameError, TierError
 from kvtier_daemon.catalog.spaces import KnownSpace
+from kvtier_daemon.codec import frame
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
 from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.config.schema import RemoteConfig
@@ -19,11 +21,13 @@ from kvtier_daemon.tiers.remote.known import ABSENT_S, KnownObjects, names_of, p
 from kvtier_daemon.tiers.remote.objects import Headers, decode, encode, identity_of, object_name
 from kvtier_daemon.tiers.remote.places import Places, restorable
 from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
-from kvtier_kernels import xxh3_128
+from kvtier_kernels import seal_frame, xxh3_128
 from support.effort import effort
 from support.specs import spec_of
 
 SPACE = bytes(range(32))
+OLD, NEW = bytes([1]) * 32, bytes([2]) * 32
+CIPHER = FrameCipher.of([OLD], "t")
 
 
 class Clock:
@@ -83,31 +87,35 @@ def block_of(spec: KvSpec, seed: int) -> bytes:
     )
 
 
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("codec", ["raw", "fix4", "r32", "zstd"])
-def test_an_object_gives_back_its_block(codec: str) -> None:
+def test_an_object_gives_back_its_block(codec: str, cipher: FrameCipher | None) -> None:
     spec = spec_of(layers=2, kv_heads=1)
     headers, block = Headers(spec, SPACE, 0, 0), block_of(spec, 1)
     into = memoryview(bytearray(headers.most_bytes))
     of, digest = Identity(SPACE, 0, 0, bytes([9]) * 32), xxh3_128(block)
-    nbytes = encode(headers, BY_NAME[codec], of.key, bytes(32), digest, memoryview(block), into)
+    args = (of.key, bytes(32), digest, memoryview(block), into)
+    nbytes = encode(headers, BY_NAME[codec], cipher, *args)
     assert (nbytes < headers.most_bytes) == (codec != "raw")
     out = memoryview(bytearray(len(block)))
-    assert decode(of, spec.dtype, into[:nbytes], out) == digest
+    assert decode(of, spec.dtype, cipher, into[:nbytes].toreadonly(), out) == digest
     assert out == block
 
 
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
-def test_no_changed_object_is_accepted(codec: str) -> None:
+def test_no_changed_object_is_accepted(codec: str, cipher: FrameCipher | None) -> None:
     spec = spec_of(layers=1, kv_heads=1)
     headers, block, chance = Headers(spec, SPACE, 0, 0), block_of(spec, 2), random.Random(3)
     into = memoryview(bytearray(headers.most_bytes))
     of, digest = Identity(SPACE, 0, 0, bytes([9]) * 32), xxh3_128(block)
-    nbytes = encode(headers, BY_NAME[codec], of.key, b"", digest, memoryview(block), into)
+    args = (of.key, b"", digest, memoryview(block), into)
+    nbytes = encode(headers, BY_NAME[codec], cipher, *args)
     good, out = bytes(into[:nbytes]), memoryview(bytearray(len(block)))
 
     def refused(text: bytes, identity: Identity = of) -> None:
         with pytest.raises(FrameError):
-            decode(identity, spec.dtype, memoryview(text), out)
+            decode(identity, spec.dtype, cipher, memoryview(text), out)
 
     for _ in range(effort(200, 2000, 20_000)):
         bad = bytearray(good)
@@ -124,6 +132,91 @@ def test_no_changed_object_is_accepted(codec: str) -> None:
         refused(good, other)
 
 
+@pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
+def test_an_encrypted_object_and_its_memory_contain_nothing_of_the_block(codec: str) -> None:
+    spec = spec_of(layers=1, kv_heads=1)
+    headers, block = Headers(spec, SPACE, 0, 0), block_of(spec, 2)
+    into = memoryview(bytearray(headers.most_bytes))
+    args = (bytes(32), b"", xxh3_128(block), memoryview(block), into)
+    before = []
+
+    def nonce(nbytes: int) -> bytes:
+        before.append(bytes(into))
+        return bytes(nbytes)
+
+    assert encode(headers, BY_NAME[codec], FrameCipher(CIPHER.keys, random=nonce), *args)
+    assert before == [bytes(len(into))], "it is encoded elsewhere"
+    encrypted = bytes(into)
+    assert encode(headers, BY_NAME[codec], None, *args)
+    plain, begin = bytes(into), headers.template.header_bytes
+    runs = {plain[at : at + 8] for at in range(begin, len(plain) - 7)} - {bytes(8)}
+    assert not any(encrypted[at : at + 8] in runs for at in range(begin, len(encrypted) - 7))
+    assert xxh3_128(block) in plain and xxh3_128(block) not in encrypted
+
+
+@pytest.mark.parametrize("codec", ["raw", "r32"])
+def test_whoever_writes_to_the_bucket_without_the_key_makes_misses(codec: str) -> None:
+    spec = spec_of(layers=1, kv_heads=1)
+    headers, block = Headers(spec, SPACE, 0, 0), block_of(spec, 2)
+    of, size = Identity(SPACE, 0, 0, bytes([9]) * 32), headers.template.header_bytes
+    out = memoryview(bytearray(len(block)))
+
+    def made(cipher: FrameCipher | None, key: bytes = of.key) -> bytearray:
+        into = memoryview(bytearray(headers.most_bytes))
+        args = (key, b"", xxh3_128(block), memoryview(block), into)
+        return bytearray(into[: encode(headers, BY_NAME[codec], cipher, *args)])
+
+    def loads(text: bytearray, cipher: FrameCipher | None = CIPHER) -> bool:
+        decode(of, spec.dtype, cipher, memoryview(text), out)
+        return out == block
+
+    def forged(text: bytearray) -> bytearray:
+        """With the digests of what it is now."""
+        header = bytearray(text[:size])
+        seal_frame(header, text[size:])
+        return header + text[size:]
+
+    assert loads(forged(made(CIPHER)))
+    other = made(CIPHER, bytes(32))
+    frame.NAMES.pack_into(other, frame.NAMES_AT, of.key, bytes(32))
+    with pytest.raises(FrameError):
+        loads(forged(other))
+    for at in (size, -1, frame.RAW_DIGEST_AT, frame.GENERATION_AT - 1):
+        text = made(CIPHER)
+        text[at] ^= 1
+        with pytest.raises(FrameError):
+            loads(forged(text))
+    with pytest.raises(FrameError, match="not encrypted"):
+        loads(made(None))
+    with pytest.raises(FrameError, match="damaged, or of another block"):
+        loads(made(FrameCipher.of([OLD], "u")))
+    # A cipher that only decrypts accepts both.
+    reader = FrameCipher.of([OLD], "t", encrypts=False)
+    assert loads(made(None), reader) and loads(made(CIPHER), reader)
+    assert made(reader)[size:] == made(None)[size:]
+
+
+def test_the_first_key_encrypts_and_all_decrypt() -> None:
+    spec = spec_of(layers=1, kv_heads=1)
+    headers, block = Headers(spec, SPACE, 0, 0), block_of(spec, 2)
+    of, out = Identity(SPACE, 0, 0, bytes([9]) * 32), memoryview(bytearray(len(block)))
+    rotated, new = FrameCipher.of([NEW, OLD], "t"), FrameCipher.of([NEW], "t")
+
+    def accepted(writer: FrameCipher, reader: FrameCipher | None) -> bool:
+        into = memoryview(bytearray(headers.most_bytes))
+        args = (of.key, b"", xxh3_128(block), memoryview(block), into)
+        nbytes = encode(headers, BY_NAME["r32"], writer, *args)
+        try:
+            decode(of, spec.dtype, reader, into[:nbytes], out)
+        except UnknownKeyError:
+            return False
+        return out == block
+
+    assert accepted(CIPHER, rotated) and accepted(rotated, rotated) and accepted(rotated, new)
+    assert not accepted(rotated, CIPHER) and not accepted(CIPHER, new)
+    assert not accepted(CIPHER, None)
+
+
 def test_a_block_that_was_overwritten_in_memory_is_not_shared() -> None:
     spec = spec_of(layers=1, kv_heads=1)
     headers, block = Headers(spec, SPACE, 0, 0), block_of(spec, 2)
@@ -131,7 +224,8 @@ def test_a_block_that_was_overwritten_in_memory_is_not_shared() -> None:
     for codec in ("raw", "r32"):
         for digest in (bytes(16), xxh3_128(block[::-1])):
             args = (bytes(32), b"", digest, memoryview(block), into)
-            assert encode(headers, BY_NAME[codec], *args) == 0
+            assert encode(headers, BY_NAME[codec], None, *args) == 0
+            assert encode(headers, BY_NAME[codec], CIPHER, *args) == 0
 
 
 def test_names_of_objects_are_parsed_and_others_are_refused() -> None:

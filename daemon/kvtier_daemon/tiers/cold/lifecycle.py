@@ -34,7 +34,6 @@ from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
 from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
-from kvtier_daemon.tiers.cold.keys import ColdKeys
 from kvtier_daemon.tiers.cold.last_writes import LastWrites
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
@@ -43,6 +42,7 @@ from kvtier_daemon.tiers.cold.segment import ENTRY, codecs_of
 from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.states import ON
 from kvtier_daemon.tiers.switching import Switching
+from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping as MappedExtent
 
@@ -63,7 +63,7 @@ END_S = 10.0  # longest time at the end of the daemon for an order, and then for
 class DirectoryOpener:
     """Opens each directory in a process of its own, so that a disk that hangs delays no other directory."""
 
-    def __init__(self, settings: CurrentConfig, keys: ColdKeys) -> None:
+    def __init__(self, settings: CurrentConfig, keys: TierKeys) -> None:
         self._settings = settings
         self._keys = keys
         self._threads = ThreadPoolExecutor(THREADS, "kvtier-open")
@@ -347,7 +347,7 @@ class ColdLifecycle:
         self._warm = warm
         self._unforeseen = unforeseen
         self._probe = DiskProbe()
-        self._keys = ColdKeys(settings, tenants)
+        self._keys = TierKeys("cold", settings, tenants)
         self._opener = DirectoryOpener(settings, self._keys)
         self._switching: Switching | None = None
         self._tasks: asyncio.TaskGroup | None = None  # None before `start` and after `end_moving`

@@ -40,6 +40,7 @@ from kvtier_daemon.tiers.remote.messages import (
     received,
 )
 from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
+from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_kernels import Mapping
 
 log = logging.getLogger(__name__)
@@ -147,9 +148,10 @@ class StoreProcess:
 
 
 class StoreDriver:
-    """`changed` is called after the store went on or off."""
+    """`changed` is called after the store went on or off. While there is a process, the keys are loaded."""
 
-    def __init__(self, config: RemoteConfig, changed: Callable[[], None]) -> None:
+    def __init__(self, config: RemoteConfig, keys: TierKeys, changed: Callable[[], None]) -> None:
+        self.keys = keys
         self.is_on = False
         self.failure = "it is being opened"
         self.faults = 0
@@ -210,7 +212,7 @@ class StoreDriver:
                 self._changed()
                 why = await self._serve()
             except (TierError, EOFError) as error:
-                why = str(error)
+                why = str(error).removeprefix("remote: ")
             except OSError as error:
                 why = f"cannot start its process: {error.strerror}"
             finally:
@@ -228,6 +230,7 @@ class StoreDriver:
         """Start a process that opens the bucket. Raises TierError."""
         config = self._config
         self.epoch += 1
+        await asyncio.to_thread(self.keys.load)
         secrets = await asyncio.to_thread(credentials, config)
         starting = asyncio.create_task(asyncio.to_thread(StoreProcess, config.buffer_bytes))
         try:

@@ -18,6 +18,7 @@ from kvtier.wire import GRANTED, PRESENT
 from kvtier_daemon.catalog import KnownSpace, LeaseId
 from kvtier_daemon.catalog.arrivals import Arriving
 from kvtier_daemon.catalog.holds import Request
+from kvtier_daemon.codec.encryption import UnknownKeyError
 from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.planning import PATIENCE_S, WHY, DiskLink, Planner
 from kvtier_daemon.tenant import Tenant
@@ -39,7 +40,7 @@ LOOK_BLOCKS = 1024  # of a prefix that are looked up at once
 LIMIT_PARTS = 512  # one request takes slots for at most as many parts of blocks: some milliseconds
 LIMIT_BYTES = 256 << 20  # in flight, of a tenant
 LOG_S = 10.0  # between messages about damaged objects
-SPOILT, CANCELLED, NOT_READ = "spoilt", "cancelled", "not_read"
+SPOILT, UNKNOWN_KEY, CANCELLED, NOT_READ = "spoilt", "unknown_key", "cancelled", "not_read"
 
 
 @dataclass(slots=True, eq=False)
@@ -125,8 +126,9 @@ class FetchQueue:
             return
         self.latency_s += LATENCY_SHARE * (answer.first_s - self.latency_s)
         text = memoryview(child.buffer)[at : at + answer.nbytes]
+        cipher = self.driver.keys.of(part.fetcher.tenant)
         work = self._loop.run_in_executor(
-            self._threads, decode, part.of, part.dtype, text, part.fetcher.slot(part)
+            self._threads, decode, part.of, part.dtype, cipher, text, part.fetcher.slot(part)
         )
         work.add_done_callback(partial(self._decoded, part, give, answer.nbytes))
 
@@ -144,14 +146,14 @@ class FetchQueue:
             return
         if self.clock() >= self._logged_at + LOG_S:
             self._logged_at = self.clock()
-            log.warning("remote: %s is damaged: %s; it is a miss", object_name(part.of), error)
-        self._end(part, SPOILT)
+            log.warning("remote: %s cannot be used: %s; it is a miss", object_name(part.of), error)
+        self._end(part, UNKNOWN_KEY if isinstance(error, UnknownKeyError) else SPOILT)
 
     def _end(self, part: ArrivingPart, outcome: str, digest: bytes = b"", nbytes: int = 0) -> None:
         name = part.fetcher.name_of(part.name)
         del self.parts[name]
         waited = cast(list[Request], self.planner.ended(name, outcome == DONE))
-        if outcome in (ABSENT, SPOILT):  # a spoilt one is replaced when its block is shared again
+        if outcome in (ABSENT, SPOILT, UNKNOWN_KEY):  # the next share of its block replaces it
             self.known.note(part.name, False)
         try:
             part.fetcher.ended(part, outcome, digest, nbytes, waited)
@@ -172,7 +174,10 @@ class Fetcher:
         self, tenant: Tenant, queue: FetchQueue, places: Places, questions: Questions,
         memory: Sequence[Mapping],
     ) -> None:  # fmt: skip
-        self.counts: Counter[str] = Counter(read=0, absent=0, spoilt=0, not_read=0, cancelled=0)
+        self.tenant = tenant.name
+        self.counts: Counter[str] = Counter(
+            read=0, absent=0, spoilt=0, unknown_key=0, not_read=0, cancelled=0
+        )
         self.bytes_read = 0
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
         self._tenant = tenant

@@ -5,7 +5,11 @@
 Its name is `v1/SPACE/KEY-GROUP-SHARD` in hexadecimal and decimal digits, so two hosts that put the same block
 put the same object. The bucket is not trusted: what an object says is checked against the block that was
 asked for, and its bytes against the digests of the frame. These detect damage and mistakes, not intent:
-whoever can write to the bucket can write a frame with correct digests.
+whoever can write to the bucket can write a frame with correct digests. A tag of an encrypted frame also
+detects that, so a tier that encrypts accepts no other frames.
+
+The memory of an object is shared with the process that talks to the store. The block of an encrypted object
+is only in other memory, and of its header a copy is read, so that the process sees and changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from kvtier.layout import KvSpec
 from kvtier_daemon.codec import frame, framing
 from kvtier_daemon.codec.base import ELEMENTS, Codec
 from kvtier_daemon.codec.block_parts import entries
-from kvtier_daemon.codec.frame import HEADER, RAW, Identity, Template
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
+from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Identity, Template
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import copy, decode_frame, seal_frame, xxh3_128
 
@@ -58,33 +63,38 @@ class Headers:
 
 
 def encode(
-    headers: Headers, codec: Codec, key: bytes, parent: bytes, digest: bytes, block: memoryview,
-    into: memoryview,
+    headers: Headers, codec: Codec, cipher: FrameCipher | None, key: bytes, parent: bytes, digest: bytes,
+    block: memoryview, into: memoryview,
 ) -> int:  # fmt: skip
     """Write the object of a block to `into`; return its size, or 0 if the block is not the one that was
-    saved."""
+    saved. Encrypts if the cipher does."""
     template = headers.template
     size = template.header_bytes
-    payload, nbytes, header = into[size:], len(block), template.blank(digest)
+    payload, nbytes, header = into[size : size + len(block)], len(block), template.blank(digest)
+    encrypts = cipher is not None and cipher.encrypts
+    encoded = memoryview(bytearray(nbytes)) if encrypts else payload
     if codec.number != RAW and framing.suits(codec, headers.dtype):
-        nbytes = framing.encode(codec, headers.dtype, header, block, payload[: len(block)])
+        nbytes = framing.encode(codec, headers.dtype, header, block, encoded)
     if nbytes >= len(block):
         nbytes, header = len(block), template.blank(digest)
-        if copy(payload[:nbytes], block, checksum=True) != digest and digest:
+        if copy(encoded, block, checksum=True) != digest and digest:
             return 0
     elif digest and xxh3_128(block) != digest:
         return 0
     frame.stamp(header, key, parent, 0, 0)
+    if cipher is not None and encrypts:
+        cipher.encrypt(header, encoded[:nbytes], payload)
     seal_frame(header, payload[:nbytes])
     into[:size] = header
-    # An encrypted object replaces this range by `seal(frame, object_name)`.
     return size + nbytes
 
 
-def decode(of: Identity, dtype: str, text: memoryview, into: memoryview) -> bytes:
+def decode(
+    of: Identity, dtype: str, cipher: FrameCipher | None, text: memoryview, into: memoryview
+) -> bytes:
     """Write the block of an object to `into`; return the block's digest. Raises FrameError if the object is
-    not a good frame of that block; `into` is then undefined."""
-    # An encrypted object is first replaced by `unseal(text, object_name)`; None is a FrameError.
+    not a good frame of that block, or not encrypted although the cipher encrypts, and UnknownKeyError;
+    `into` is then undefined."""
     header = bytes(text[: frame.peek(bytes(text[: HEADER.size]))])
     one = frame.decode(header)
     payload = text[len(header) :]
@@ -92,9 +102,20 @@ def decode(of: Identity, dtype: str, text: memoryview, into: memoryview) -> byte
         raise FrameError("the object contains another block")
     if one.payload_bytes != len(payload) or one.raw_bytes != len(into):
         raise FrameError(f"{len(payload)} bytes of a payload of {one.payload_bytes}")
-    codec = BY_NUMBER.get(one.codec)
+    codec = BY_NUMBER.get(one.codec & ~ENCRYPTED)
     if codec is None or codec.lossy:
         raise FrameError(f"the frame has codec {one.codec}")
+    if one.codec & ENCRYPTED:
+        if cipher is None:
+            raise UnknownKeyError("the object is encrypted, and no key is configured")
+        decrypted = bytearray(len(payload))
+        digest = cipher.decrypt(header, payload, of, decrypted)
+        codec.decode(decrypted, one.entries, dtype, into)
+        if xxh3_128(into) != digest:
+            raise FrameError("block digest mismatch after decoding")
+        return digest
+    if cipher is not None and cipher.encrypts:
+        raise FrameError("the object is not encrypted")
     if codec.number == RAW:
         is_good = copy(into, payload, checksum=True) == one.payload_digest == one.raw_digest
     elif codec.native and dtype in ELEMENTS:

@@ -193,16 +193,18 @@ class Sharer:
 
     def _encode(self, child: StoreProcess, sending: Sequence[Sending]) -> list[int]:
         """In a thread: write the objects to the buffer; return their sizes, 0 for a damaged block."""
-        buffer, sizes = memoryview(child.buffer), []
+        buffer, sizes = memoryview(child.buffer), list[int]()
+        cipher = self._driver.keys.of(self._tenant.name)
         for one in sending:
             extent, _, offset, _ = SLOT.unpack(one.plan.slot)
             block = memoryview(self._memory[extent])[offset : offset + one.place.block_bytes]
             into = buffer[one.at : one.at + one.room]
             plan = one.plan
-            codec, key = self._codec, plan.identity.key
-            sizes.append(
-                encode(one.place.headers, codec, key, plan.parent, plan.checksum, block, into)
-            )
+            nbytes = encode(
+                one.place.headers, self._codec, cipher, plan.identity.key, plan.parent, plan.checksum, block,
+                into,
+            )  # fmt: skip
+            sizes.append(nbytes)
         return sizes
 
     def _send(self, child: StoreProcess, one: Sending, nbytes: int) -> None:

@@ -24,6 +24,7 @@ from kvtier_daemon.tiers.remote.known import KnownObjects
 from kvtier_daemon.tiers.remote.places import Places
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.sharing import Sharer
+from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent
 from kvtier_kernels import Mapping as MappedExtent
 
@@ -71,14 +72,16 @@ def _be_nice() -> None:
 class OpenRemote:
     """The parts that all tenants share."""
 
-    def __init__(self, config: RemoteConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: RemoteConfig, keys: TierKeys, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.config = config
         self.known = KnownObjects(config.known_bytes, clock)
         self.places = Places(config.buffer_bytes // 2)
         self.decoders = ThreadPoolExecutor(DECODERS, "kvtier-remote")
         self.encoder = ThreadPoolExecutor(1, "kvtier-share", _be_nice)
-        self.driver = StoreDriver(config, self._changed)
+        self.driver = StoreDriver(config, keys, self._changed)
         self.questions = Questions(self.driver, self.known, self.places)
         self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)
 
@@ -95,6 +98,7 @@ class RemoteTier:
         self._remote: OpenRemote | None = None
         self._of: dict[str, SharedBlocks] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._group: asyncio.TaskGroup | None = None  # None before `start` and after `end`
 
     @property
     def is_configured(self) -> bool:
@@ -105,13 +109,14 @@ class RemoteTier:
         config = self._settings.config.remote
         if config is None:
             return
-        self._remote = OpenRemote(config)
+        self._remote = OpenRemote(config, TierKeys("remote", self._settings, self._tenants))
         for name, tenant in self._tenants.items():
             tenant.shared = self._of[name] = SharedBlocks(tenant, self._remote)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Use the store until `end`."""
         if self._remote is not None:
+            self._group = tasks
             self._tasks = [
                 tasks.create_task(self._remote.driver.run(), name="remote"),
                 tasks.create_task(self._remote.questions.run(), name="remote questions"),
@@ -128,6 +133,12 @@ class RemoteTier:
             mapping.guard()
             self._of[extent.tenant].memory.append(mapping)
 
+    def reconfigure(self) -> None:
+        """Read the key file again. While the store is off, each attempt to open it does that."""
+        if self._group is not None and self._remote is not None and self._remote.driver.is_on:
+            reading = asyncio.to_thread(self._remote.driver.keys.reload)
+            self._group.create_task(reading, name="remote keys")
+
     def run_periodic(self) -> None:
         """Cancel reads that are too late."""
         if self._remote is not None:
@@ -135,6 +146,7 @@ class RemoteTier:
 
     async def end(self) -> None:
         """Stop to use the store. What waits to be written is not written."""
+        self._group = None
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -1,9 +1,10 @@
-"""The keys of the cold tier, as the key file has them."""
+"""The keys of a tier, as its key file has them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from typing import Literal
 
 from kvtier.errors import ConfigError, TierError
 from kvtier_daemon.codec.encryption import FrameCipher, key_id
@@ -13,10 +14,13 @@ from kvtier_daemon.secrets import key_file, load_keys
 log = logging.getLogger(__name__)
 
 
-class ColdKeys:
-    """Reads the key file when directories are opened, and again at a reload."""
+class TierKeys:
+    """Reads the key file when directories or a store are opened, and again at a reload."""
 
-    def __init__(self, settings: CurrentConfig, tenants: Collection[str]) -> None:
+    def __init__(
+        self, tier: Literal["cold", "remote"], settings: CurrentConfig, tenants: Collection[str]
+    ) -> None:
+        self._tier = tier
         self._settings = settings
         self._tenants = tenants
         self._ciphers: dict[str, FrameCipher] = {}
@@ -28,29 +32,30 @@ class ColdKeys:
 
     def load(self) -> None:
         """Read the key file. Waits for its disk. Raises TierError, and then keeps the earlier keys."""
-        cold = self._settings.config.cold
-        assert cold is not None
-        place = key_file(cold.key_file)
+        tier, config = self._tier, self._settings.config
+        section = config.cold if tier == "cold" else config.remote
+        assert section is not None
+        place = key_file(section.key_file, tier)
         if place is None:
-            if cold.encryption != "off":
+            if section.encryption != "off":
                 raise TierError(
-                    "cold: cold.encryption needs keys: set cold.key_file, or provide the credential "
-                    "kvtier-cold-keys"
+                    f"{tier}: {tier}.encryption needs keys: set {tier}.key_file, or provide the "
+                    f"credential kvtier-{tier}-keys"
                 )
             return
         file, owned = place
         try:
             keys = load_keys(file, owned=owned)
-            encrypts = cold.encryption != "off"
+            encrypts = section.encryption != "off"
             ciphers = {name: FrameCipher.of(keys, name, encrypts) for name in self._tenants}
         except ConfigError as error:
-            raise TierError(f"cold: {error}") from error
+            raise TierError(f"{tier}: {error}") from error
         except RuntimeError as error:
-            raise TierError(f"cold: the keys need OpenSSL 3: {error}") from error
+            raise TierError(f"{tier}: the keys need OpenSSL 3: {error}") from error
         ids = [key_id(key) for key in keys]
         if ids != self._ids:
             log.info(
-                "cold: %d keys from %s; %s", len(ids), file,
+                "%s: %d keys from %s; %s", tier, len(ids), file,
                 f"key {ids[0].hex()} encrypts" if encrypts else "new frames are not encrypted",
             )  # fmt: skip
         self._ciphers, self._ids = ciphers, ids
