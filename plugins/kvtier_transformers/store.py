@@ -112,7 +112,7 @@ class Store:
             self._retry_at = time.monotonic() + PAUSE_S
             if not self._is_away:
                 self._is_away = True
-                log.warning("kvtier: generating without the daemon: %s: %s", what, error)
+                log.warning("kvtier: generating without the daemon: %s: %s", what, str(error))
             with self._lock:
                 client = self._client
                 if (

@@ -202,7 +202,7 @@ def _hosts(value: object) -> tuple[str, ...]:
     hosts = tuple(_text(item) for item in _items(value, empty=True))
     for host in hosts:
         if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", host):
-            raise ValueError(f'"{host}" is not a host name')
+            raise ValueError(f"{host!r} is not a host name")
     return hosts
 
 
@@ -232,7 +232,7 @@ def _codecs(value: object) -> tuple[tuple[str, str], ...]:
     for item in _items(value, empty=True):
         pattern, _, codec = _text(item).rpartition("=")
         if not pattern.strip() or codec.strip() not in MODELS_CODECS:
-            raise ValueError(f'"{item}" is not MODEL=CODEC')
+            raise ValueError(f"{item!r} is not MODEL=CODEC")
         pairs.append((pattern.strip(), codec.strip()))
     return tuple(pairs)
 

@@ -638,7 +638,7 @@ def test_a_permission_without_an_address_is_refused(read):
         ConfigError, match=r"http\.listen: is not set; write listen = .127\.0\.0\.1:9410"
     ):
         read(WARM + "[http]\nallow_remote = true\n")
-    with pytest.raises(ConfigError, match='"a b" is not a host name'):
+    with pytest.raises(ConfigError, match="'a b' is not a host name"):
         read(WARM + '[http]\nlisten = "127.0.0.1:1"\nhosts = ["a b"]\n')
 
 
@@ -686,10 +686,10 @@ def test_the_smallest_tenant_has_room_for_four_segments_in_each_directory(read):
         (COLD + 'scrub = "4095"', "cold.scrub: 4.00 KiB is less than a page"),
         (COLD + 'scrub = "fast"', "expected bytes a second such as 16MiB, or 0 for none"),
         (COLD + 'codec = "zip"', "cold.codec: expected a known codec: auto, raw"),
-        (COLD + 'codecs = ["m=zip"]', 'cold.codecs: "m=zip" is not MODEL=CODEC'),
+        (COLD + 'codecs = ["m=zip"]', "cold.codecs: 'm=zip' is not MODEL=CODEC"),
         (COLD + 'codec = "q8"', 'cold.codec: q8 is lossy and must be configured by model: under [cold]'),
-        (COLD + 'codecs = ["m=ecsq"]', 'cold.codecs: "m=ecsq" is not MODEL=CODEC'),
-        (COLD + 'codecs = ["r32"]', 'cold.codecs: "r32" is not MODEL=CODEC'),
+        (COLD + 'codecs = ["m=ecsq"]', "cold.codecs: 'm=ecsq' is not MODEL=CODEC"),
+        (COLD + 'codecs = ["r32"]', "cold.codecs: 'r32' is not MODEL=CODEC"),
     ],
 )  # fmt: skip
 def test_an_impossible_cold_tier_is_an_error(read, text, expected):
