@@ -120,6 +120,8 @@ def test_memory_whose_mapping_failed_is_mapped_for_the_next_cold_tier(
 ) -> None:
     async def work(app: App) -> None:
         assert app.lower.extents is not None
+        while not app.warm.complete:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         app.lower.extents.failed = True
         await app.tier("cold", "off")
         while (await app.tier("cold", "status"))["state"] != "off":  # noqa: ASYNC110
