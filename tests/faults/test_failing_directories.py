@@ -137,7 +137,7 @@ def test_a_directory_that_is_unusable_at_the_start_is_used_later(
     assert one.end() == 0
     with ExitStack() as until:
         if fault == "missing":
-            # It comes back with its file system: a daemon may use a directory before another is mounted there.
+            # It comes back with its file system: before a mount, a daemon may use the directory.
             folder = broken.path.parent
             away = folder.rename(folder.with_name("away"))
             until.callback(away.rename, folder)
