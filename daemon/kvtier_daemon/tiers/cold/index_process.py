@@ -12,9 +12,7 @@ import logging
 import os
 import queue
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ import msgspec
 
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
+from kvtier_daemon.tiers.child_process import MODULE, start_child
 from kvtier_daemon.tiers.cold.index import (
     CLOSE_S,
     COALESCED,
@@ -48,8 +47,7 @@ from kvtier_daemon.tiers.cold.index_child import (
 
 log = logging.getLogger(__name__)
 
-# -P: no module is taken from the working directory, which may be another user's.
-COMMAND: Final = (sys.executable, "-P", "-m", "kvtier_daemon.tiers.cold.index_child")
+COMMAND: Final = (*MODULE, "kvtier_daemon.tiers.cold.index_child")
 LONGEST_RETRY_S: Final = 30.0
 END_S: Final = 1.0  # for a process that was told to end
 
@@ -58,18 +56,7 @@ class Child:
     """The process, and the requests to it, one at a time. Raises EOFError if it has ended."""
 
     def __init__(self) -> None:
-        own_end, child_end = socket.socketpair()
-        with child_end, contextlib.ExitStack() as undo:
-            undo.callback(own_end.close)
-            # In its own group: a terminal's Ctrl-C is for the daemon, which sends the last changes.
-            self._process = subprocess.Popen(
-                [*COMMAND, str(child_end.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[child_end.fileno()],
-                process_group=0,
-            )
-            undo.pop_all()
+        self._process, own_end = start_child(COMMAND)
         self._channel = Channel(own_end)
         self._turn = threading.Lock()
 

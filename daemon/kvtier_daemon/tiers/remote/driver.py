@@ -12,10 +12,8 @@ import configparser
 import contextlib
 import logging
 import os
-import socket
 import stat
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import msgspec
 
 from kvtier.errors import TierError
 from kvtier_daemon.config.schema import RemoteConfig
+from kvtier_daemon.tiers.child_process import MODULE, start_child
 from kvtier_daemon.tiers.remote.messages import (
     ABSENT,
     DONE,
@@ -45,8 +44,7 @@ from kvtier_kernels import Mapping
 
 log = logging.getLogger(__name__)
 
-# -P: no module is taken from the working directory, which may be another user's.
-COMMAND: Final = (sys.executable, "-P", "-m", "kvtier_daemon.tiers.remote.child")
+COMMAND: Final = (*MODULE, "kvtier_daemon.tiers.remote.child")
 CREDENTIAL: Final = "kvtier-remote"
 KEYS: Final = {
     "aws_access_key_id": "access_key_id",
@@ -117,17 +115,7 @@ class StoreProcess:
         try:
             os.ftruncate(fd, buffer_bytes)
             self.buffer = Mapping(fd, buffer_bytes, True)
-            self.end, child_end = socket.socketpair()
-            with child_end:
-                inherited = [child_end.fileno(), fd]
-                # In its own group: a terminal's Ctrl-C is for the daemon.
-                self._process = subprocess.Popen(
-                    [*COMMAND, *map(str, inherited)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=inherited,
-                    process_group=0,
-                )
+            self._process, self.end = start_child(COMMAND, fd)
         finally:
             os.close(fd)
         # Writes are never kept from memory by reads, nor reads by writes.
