@@ -27,6 +27,10 @@ STOP_S = 120.0  # more than the daemon's own limit
 LOOK_S = 0.02
 FAILED_LINES = 3
 LONGEST_FOLDER = 70
+# Variables that configure the daemon of the host, and those of a service manager for this program.
+FOR_OTHERS = (
+    "KVTIER_", "NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_", "FDSTORE", "CREDENTIALS_DIRECTORY",
+)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -60,9 +64,8 @@ class EmbeddedDaemon:
         path = self._folder / "kvtier.toml"
         command = [sys.executable, "-P", "-m", "kvtier_daemon.cli", "serve", "--config", str(path)]
         command += ["--socket", self.socket, "--with-process", str(self._owner)]
-        # The variables configure the daemon of the host.
         environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")
+            name: value for name, value in os.environ.items() if not name.startswith(FOR_OTHERS)
         }
         try:
             path.write_text("\n".join(settings) + "\n")

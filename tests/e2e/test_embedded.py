@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,15 +90,21 @@ def test_wrong_sizes_are_refused_before_a_start(tmp_path: Path, temporary: Path)
     assert list(temporary.iterdir()) == []
 
 
-def test_variables_for_the_daemon_of_the_host_do_not_matter(
+def test_variables_for_other_processes_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_SOCKET", str(tmp_path / "other.sock"))
     monkeypatch.setenv("KVTIER_WARM__SIZE", "no size")
-    with Client.embedded("16MiB") as client:
+    notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    notified.bind(str(tmp_path / "notify"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    with notified, Client.embedded("16MiB") as client:
         assert client.wait_ready() == 16 << 20
         with Client.connect(client.socket) as other:
             other.ping()
+        notified.setblocking(False)
+        with pytest.raises(BlockingIOError):  # the service of this program got no message
+            notified.recv(100)
 
 
 def test_a_daemon_that_was_killed_is_unavailable() -> None:
