@@ -36,6 +36,7 @@ from .plan import (
 from kvtier import wire
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.leases import NOBODY
+from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS
 
 from .clients import Client, Link
 from .daemon import FIRST_UID, Daemon
@@ -346,7 +347,7 @@ class Simulation:
                 f"{name} write leases": len(catalog._writing.of),
                 f"{name} quarantined": len(held.keys() - {0}),
                 f"{name} reading": catalog.promotions.reading,
-                f"{name} writing": catalog.demotions.writing,
+                f"{name} writing": catalog.demotions.writing if self.has_places(name) else 0,
                 f"{name} unsent": server.share_of(tenant).unsent_bytes,
                 f"{name} receiving": server.share_of(tenant).receiving_bytes,
             }
@@ -357,6 +358,15 @@ class Simulation:
             }
             found |= {f"{name} blocks {state}": count for state, count in states.items()}
         return {what: count for what, count in found.items() if count}
+
+    def has_places(self, tenant: str) -> bool:
+        """Whether blocks of this tenant can be written. If a start could read fewer than three segments, and
+        the others take all room, the daemon tries again and again."""
+        if not self.machine.config.directories:
+            return True
+        attached = self.daemon.app.lower.tier.directories.attached
+        stores = [one.stores[tenant] for one in attached]
+        return any(one.files.has_room or len(one.log) >= LEAST_SEGMENTS for one in stores)
 
     def stored(self) -> dict[str, tuple[int, int]]:
         """How many blocks of each tenant are on disk, and how many in memory or on disk."""
