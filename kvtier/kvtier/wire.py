@@ -79,7 +79,8 @@ class Hello(Message, tag=1):
     slots. `engine`: a name that the processes of one engine share, so that they count as one engine; a client
     without a name counts as one engine. `verify`: answers with slots contain the checksums of the blocks.
     `resumes`: the token of the session that this one continues. If the daemon knows it, the new session has
-    the same token and gets the slots that the other one writes to.
+    the same token and gets the slots that the other one writes to. `device`: a device writes to the slots,
+    and may do so for a moment after the end of the process.
     """
 
     schema: bytes
@@ -89,6 +90,7 @@ class Hello(Message, tag=1):
     engine: str = ""
     verify: bool = False
     resumes: bytes = b""
+    device: bool = False
 
 
 class Open(Message, tag=2):

@@ -118,7 +118,7 @@ class DaemonMappings:
             name = f"vllm rank {self._state.rank} {os.getpid()}"
             self.connection = Reconnect(
                 self._state.options.socket, spec, name, populate=True, engine=engine,
-                on_idle=self.on_idle,
+                on_idle=self.on_idle, device=self._state.device is not None,
             )  # fmt: skip
         if self.connection is not None:
             self._follow(step, self.connection)

@@ -26,6 +26,7 @@ from kvtier_kernels import decode_frame, seal_frame, xxh3_128
 from .virtual import CLOCK
 
 PAGE, SECTOR = 4096, 512
+DEVICE_S = 1.9  # for which the device of a process that ended still writes
 OPERATION = struct.Struct("<QiIQQIIQ")
 URGENT, DIGEST, SEAL = 1, 2, 4
 NEVER = float("inf")
@@ -37,16 +38,24 @@ class ViolationError(Exception):
 
 @dataclass(eq=False)
 class Process:
-    """A process of a client. `pidfd` becomes readable when it ends."""
+    """A process of a client. `pidfd` becomes readable when it ends. `device`: a device writes to its slots,
+    until `DEVICE_S` after the end of the process."""
 
     pid: int
     uid: int
+    device: bool = False
     pidfd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC))
     is_alive: bool = True
+    writes_until: float = float("inf")
 
     def end(self) -> None:
         self.is_alive = False
+        self.writes_until = CLOCK.now + (DEVICE_S if self.device else 0.0)
         notify(self.pidfd)
+
+    @property
+    def writes(self) -> bool:
+        return self.is_alive or CLOCK.now < self.writes_until
 
 
 class Connection(socket.socket):

@@ -402,7 +402,6 @@ class Catalog:
         detects by the generation that its slot was reused."""
         self._policy.now(now)
         self.holds.expire(now)
-        self.hot.expire(now)
         return self._reading.expire(now)
 
     def end_session(self, session: SessionId, gone: bool) -> bool:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 NONE = 0xFFFFFFFF  # in a list of ids: no block
-# How long copies of a process may run on after its end: a forked child can keep its channel to the GPU open.
-SETTLE_S = 2.0
 OUTCOMES = ("stored", "refused", "aborted")
 
 
@@ -43,14 +41,12 @@ class HotArena:
 
 @dataclass(slots=True)
 class CopyLease:
-    """The right to write copies of these blocks, which a lease holds until its end. `frees_at`: when its
-    slots are freed, because the writer's process has ended; None: not known yet."""
+    """The right to write copies of these blocks, which a lease holds until its end."""
 
     id: LeaseId
     session: SessionId
     arena: HotArena
     ids: bytes
-    frees_at: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +65,6 @@ class HotCopies:
         self.arenas: dict[str, HotArena] = {}  # by GPU
         self._open: dict[LeaseId, CopyLease] = {}
         self._quarantined: dict[SessionId, list[CopyLease]] = {}
-        self._settling: list[CopyLease] = []
         self._joined: dict[SessionId, tuple[str, str, tuple[int, ...]]] = {}  # engine, GPU, shards
         self._gpu_of: dict[str, dict[int, str]] = {}  # by engine and shard
 
@@ -98,8 +93,6 @@ class HotCopies:
             else:
                 del self._quarantined[session]
             self._unlease(lease.ids for lease in leases if lease.arena is arena)
-        self._unlease(lease.ids for lease in self._settling if lease.arena is arena)
-        self._settling = [lease for lease in self._settling if lease.arena is not arena]
         self._blocks.store.drop_hot(arena.number)
 
     # --- loads ---------------------------------------------------------------------------------
@@ -220,8 +213,8 @@ class HotCopies:
     # --- the end of writers --------------------------------------------------------------------
 
     def end_session(self, session: SessionId, gone: bool) -> bool:
-        """Quarantine the slots that this session may still write to: until `process_gone`, and then for
-        SETTLE_S. True if there are any, and the process is not gone."""
+        """Free the slots that this session may still write to if nothing writes to them any longer; otherwise
+        quarantine them until `process_gone`. True if any are quarantined."""
         self.leave(session)
         mine = [lease for lease in self._open.values() if lease.session == session]
         for lease in mine:
@@ -240,32 +233,22 @@ class HotCopies:
             self._quarantined[session] = self._quarantined.get(session, []) + leases
 
     def process_gone(self, session: SessionId) -> None:
-        """The process that writes these copies has ended, or no thread of it writes. Its device may go on for
-        SETTLE_S."""
-        self._settling += self._quarantined.pop(session, [])
-
-    def expire(self, now: float) -> None:
-        """Free the slots whose writers ended SETTLE_S before."""
-        if not self._settling:
-            return
-        waiting = []
-        for lease in self._settling:
-            if lease.frees_at is None:
-                lease.frees_at = now + SETTLE_S
-            if lease.frees_at > now:
-                waiting.append(lease)
-                continue
+        """Nothing writes these copies any longer: free their slots."""
+        for lease in self._quarantined.pop(session, ()):
             self._blocks.store.end_copies(lease.arena.number, lease.ids, False)
             lease.arena.counts["aborted"] += len(lease.ids) // ID_BYTES
             self._blocks.unlease(lease.ids)
-        self._settling = waiting
 
     # --- observing -----------------------------------------------------------------------------
 
     def quarantined_blocks(self, arena: HotArena) -> int:
-        """How many copies of writers that disconnected have not settled."""
-        kept = [*self._settling, *(one for many in self._quarantined.values() for one in many)]
-        return sum(len(one.ids) // ID_BYTES for one in kept if one.arena is arena)
+        """How many copies have writers that disconnected, and may still write."""
+        return sum(
+            len(one.ids) // ID_BYTES
+            for leases in self._quarantined.values()
+            for one in leases
+            if one.arena is arena
+        )
 
     def gpus_with(self, ids: bytes) -> list[str]:
         """The GPUs that have a copy of one of these blocks."""

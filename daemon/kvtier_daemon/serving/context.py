@@ -46,6 +46,7 @@ class Requester(Protocol):
     engine: str
     peer: Peer
     verifies: bool  # its answers with slots contain checksums
+    device: bool  # a device writes to its slots
 
     def send(self, message: wire.Message) -> None: ...
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...

@@ -290,7 +290,9 @@ class Server:
             return False
         # The next daemon must know the session before slots are noted as its own.
         session.token = token
-        self.writers.began(session.id, tenant, token, session.peer)
+        session.device |= any(other.device for other in others)
+        session.device |= any(self.writers.by_device(one) for one in earlier)
+        self.writers.began(session.id, tenant, token, session.peer, session.device)
         for other in others:
             other.end("continued by its next connection")
             if other in self.ghosts:

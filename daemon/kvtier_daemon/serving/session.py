@@ -4,6 +4,7 @@ held at its end."""
 from __future__ import annotations
 
 import array
+import asyncio
 import logging
 import os
 import secrets
@@ -31,7 +32,7 @@ from kvtier_daemon.serving.sending import (
     SharedMemory,
 )
 from kvtier_daemon.serving.turns import Share, Turns
-from kvtier_daemon.serving.writers import Writers
+from kvtier_daemon.serving.writers import DEVICE_HOLD_S, Writers
 from kvtier_daemon.tenant import Tenant
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,8 @@ class Session:
         self.greeted = False
         self.read_only = False  # by its own choice
         self.verifies = False
+        self.device = False  # a device writes to the slots of this client
+        self._freeing: asyncio.TimerHandle | None = None
         self._farewell = False  # the client has declared that it does not write
         self._closing = False
         self._share = server.share_of(peer.tenant)
@@ -458,16 +461,19 @@ class Session:
                 # Its leases must end.
                 self._server.failures["internal"] += 1
                 log.exception("client %r: internal error while cancelling its reads", self.name)
-        gone = self._farewell or self.peer.gone
-        if self.tenant is not None and self.tenant.catalog.end_session(self.id, gone):
+        gone = self.peer.gone
+        free = self._farewell or (gone and not self.device)
+        if self.tenant is not None and self.tenant.catalog.end_session(self.id, free):
             self._server.ghosts.add(self)
+            if gone:
+                self._free_later()
         else:
             self.abandon()
 
     def end_for_good(self) -> None:
         """The client declares in another session that no thread of it writes to slots of this one."""
         if self._closing:
-            self._process_gone()
+            self._free()
         else:
             self._farewell = True
             self.end("ended by its next connection")
@@ -475,6 +481,21 @@ class Session:
     def _process_gone(self) -> None:
         """The client's process has ended, even if another process has its socket."""
         self.end("its process ended")
+        if self.device and self in self._server.ghosts:
+            self._free_later()
+        else:
+            self._free()
+
+    def _free_later(self) -> None:
+        """Free the quarantined slots when no copy of the ended process's device can be in progress."""
+        if self._freeing is None:
+            loop = self._server.loop
+            if self.peer.pidfd >= 0:
+                loop.remove_reader(self.peer.pidfd)  # it stays readable
+            self._freeing = loop.call_later(DEVICE_HOLD_S, self._free)
+
+    def _free(self) -> None:
+        """Free the quarantined slots: nothing writes to them."""
         if self in self._server.ghosts:
             assert self.tenant is not None
             self._server.ghosts.discard(self)
@@ -484,6 +505,8 @@ class Session:
     def abandon(self) -> None:
         """Stop waiting for the end of the process."""
         self._server.writers.ended(self.id)
+        if self._freeing is not None:
+            self._freeing.cancel()
         if self.peer.pidfd >= 0:
             self._server.loop.remove_reader(self.peer.pidfd)
         self.peer.close()
@@ -521,10 +544,13 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     session.greeted = True
     session.inbox.framer.limit = wire.LIMIT_FRAME_BYTES
     session.read_only, session.verifies = request.read_only, request.verify
+    session.device = request.device
     if session.tenant is not None and session.writes:
         resumes = bool(request.resumes) and server.resume(session, request.resumes)
         if not resumes:
-            server.writers.began(session.id, session.tenant, session.token, session.peer)
+            server.writers.began(
+                session.id, session.tenant, session.token, session.peer, session.device
+            )
     if session.tenant is not None:
         server.mapped[session.tenant.name].add(session.peer.mapper)
     session.announce()

@@ -58,6 +58,7 @@ class HotRequests:
             text = "copies in a GPU's memory cannot be verified: connect without verify, or do not join"
             raise Refused("bad_request", text)
         self.gpu = request.gpu
+        self._session.device = True  # at the end of its process, slots are held for its copies
         tenant.catalog.hot.join(self._session.id, self._session.engine, request.gpu, request.shards)
         self.announce(tenant)
         return wire.Done(request.id)
