@@ -384,12 +384,14 @@ class HotEnd(Message, tag=84):
 
 
 class Welcome(Message, tag=32):
-    """`token` identifies this session, `daemon` this run of the daemon. Slots of another run differ."""
+    """`token` identifies this session, `daemon` this run of the daemon. Slots of another run differ. `hot`:
+    this tenant can have memory of GPUs."""
 
     version: str
     tenant: str
     token: bytes
     daemon: bytes
+    hot: bool = False
 
 
 class Opened(Message, tag=33):

@@ -556,7 +556,8 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     session.announce()
     _tell_client(session, server, "came")
     name = session.tenant.name if session.tenant else ""
-    session.send(wire.Welcome(request.id, kvtier.__version__, name, session.token, server.run))
+    hot = name in server.hot.sizes and session.writes
+    session.send(wire.Welcome(request.id, kvtier.__version__, name, session.token, server.run, hot))
 
 
 def _tell_client(session: Session, server: Listener, what: str, **more: object) -> None:
