@@ -50,6 +50,7 @@ from kvtier_daemon.tiers import renewing
 from kvtier_daemon.tiers.base import LowerTier
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.fd_store import fd_store
+from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.kept_arena import KeptArena, clear, owner_of
 from kvtier_daemon.tiers.memory_check import check_memory
 from kvtier_daemon.tiers.remote.tier import RemoteTier
@@ -139,6 +140,7 @@ class App:
         self._unforeseen = InternalErrors(self._count_failure)
         self.lower = lower(self._settings, self.tenants, self.warm, self._unforeseen)
         self.remote = RemoteTier(self._settings, self.tenants)
+        self.hot = HotTier(self.tenants, dict(config.hot.sizes))
         self.tiers: Collection[str] = ("warm", self.lower.name)
         self._in_force = config
         self._renewing: dict[str, asyncio.Task[None]] = {}
@@ -147,7 +149,13 @@ class App:
         self._server: Server | None = None
         self._stand_in: shutdown.StandIn | None = None
         self._figures = StatusFigures(
-            self._settings, self.tenants, self.warm, self.lower, self.remote, _address(self._port)
+            self._settings,
+            self.tenants,
+            self.warm,
+            self.lower,
+            self.remote,
+            self.hot,
+            _address(self._port),
         )
         self._history = History(lambda: self._figures.of(None))
 
@@ -204,6 +212,7 @@ class App:
             self,
             kept=self._kept,
             audit=self._audit,
+            hot=self.hot,
         )
         self._server.divide(self.config)
         lag = LoopLag(loop)
@@ -262,6 +271,7 @@ class App:
         if looked_at is not None:
             looked_at.close()
         lag.stop()
+        self.hot.close()
         self.warm.close()
         if self._kept is not None:
             self._kept.close()

@@ -7,7 +7,7 @@
 A reply has the id of its request. A request with id 0 gets no reply, and messages that the daemon sends
 without a request have id 0. Messages never contain block data: a slot is 24 bytes, extent u32, zero u32,
 offset u64, generation u64. An `ExtentAdded` carries two file descriptors: the extent, then its generation
-table (read-only)."""
+table (read-only); so does a `HotAdded`. A `HotGrant` carries one to the daemon."""
 
 from __future__ import annotations
 
@@ -338,16 +338,60 @@ class Recheck(Message, tag=30):
     lease: int
 
 
+class HotOffer(Message, tag=80):
+    """The memory of a GPU, from its holder: `nbytes`, in pieces of multiples of `unit_bytes`. Answered with a
+    HotShares. Only for root and the daemon's user."""
+
+    gpu: str
+    nbytes: int
+    unit_bytes: int
+
+
+class HotGrant(Message, tag=81):
+    """A tenant's part of the memory of a GPU, from its holder. Carries a file descriptor of that memory."""
+
+    gpu: str
+    tenant: str
+    nbytes: int
+
+
+class HotJoin(Message, tag=82):
+    """This client copies blocks of these shards from and to this GPU. From then on the answers to its engine
+    contain the slots of their copies there, and a `HotAdded` comes before an answer if the tenant has memory
+    on that GPU."""
+
+    gpu: str
+    shards: Annotated[list[int], msgspec.Meta(max_length=LIMIT_SHARDS_TOLD)]
+
+
+class HotReserve(Message, tag=83):
+    """Get slots in the memory of the joined GPU for copies of the blocks in these slots of the arena.
+    `again`: the blocks were loaded, not saved; then copies of other blocks are dropped if there is no room.
+    Answered with a Reserved; LEAVING for a slot that has another block now."""
+
+    slots: bytes
+    again: bool
+
+
+class HotEnd(Message, tag=84):
+    """End a lease of `HotReserve`: the copies are complete, or with `good` false they will not be."""
+
+    lease: int
+    good: bool
+
+
 # --- replies ------------------------------------------------------------------------------------
 
 
 class Welcome(Message, tag=32):
-    """`token` identifies this session, `daemon` this run of the daemon. Slots of another run differ."""
+    """`token` identifies this session, `daemon` this run of the daemon. Slots of another run differ. `hot`:
+    this tenant can have memory of GPUs."""
 
     version: str
     tenant: str
     token: bytes
     daemon: bytes
+    hot: bool = False
 
 
 class Opened(Message, tag=33):
@@ -367,13 +411,15 @@ class Matched(Message, tag=34):
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The slots of one group and shard: blocks first, first + 1, ... of the prefix. `digests`: for a session
-    that verifies, the checksums of their saves, NO_DIGEST for a block without one."""
+    that verifies, the checksums of their saves, NO_DIGEST for a block without one. `hot`: the slots of their
+    copies on the engine's GPU, zeros for a block without one; empty if no block has one."""
 
     group: int
     shard: int
     first: int
     slots: bytes
     digests: bytes = b""
+    hot: bytes = b""
 
 
 class Loaded(Message, tag=35):
@@ -451,6 +497,12 @@ class Grown(Message, tag=45):
     growing: bool
 
 
+class HotShares(Message, tag=90):
+    """How many bytes of a GPU each tenant gets. The holder answers with a HotGrant for each."""
+
+    shares: dict[str, int]
+
+
 # --- messages without a request -----------------------------------------------------------------
 
 
@@ -463,14 +515,31 @@ class GoingDown(Message, tag=65):
     reason: str
 
 
+class HotAdded(Message, tag=91):
+    """Memory of the joined GPU: slots name it `index`. Carries two file descriptors: of the memory, for the
+    CUDA driver, and of its generation table (read-only)."""
+
+    index: int
+    gpu: str
+    bytes: int
+
+
+class HotGone(Message, tag=92):
+    """The memory with this index has no copies from now on: unmap it."""
+
+    index: int
+
+
 Request = (
     Hello | Open | MatchPrefix | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
+    | HotOffer | HotGrant | HotJoin | HotReserve | HotEnd
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
+    | HotShares | HotAdded | HotGone
 )  # fmt: skip
 
 # The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.

@@ -34,6 +34,7 @@ from kvtier_daemon.catalog.changes import ChangeFeed
 from kvtier_daemon.catalog.demotion import Demotions
 from kvtier_daemon.catalog.explain import find_reason
 from kvtier_daemon.catalog.holds import Holds
+from kvtier_daemon.catalog.hot import HotCopies
 from kvtier_daemon.catalog.kept_blocks import KeptBlocks
 from kvtier_daemon.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
 from kvtier_daemon.catalog.miss_log import NOTES_BYTES, SPOILT, MissLog
@@ -170,6 +171,7 @@ class Catalog:
         self.leases = Leases()
         self._reading = ReadLeases(self.blocks, self.leases)
         self._writing = WriteLeases(self.blocks, self.spaces, self.leases)
+        self.hot = HotCopies(self.blocks, self.leases)
         self.pins = PinnedPrefixes(self.blocks, self._reading)
         self.kept = KeptBlocks(self.blocks, self.spaces, self._writing, self.pins)
         self.holds = Holds(self.blocks)
@@ -246,6 +248,10 @@ class Catalog:
         """Return these parts of a read lease with the checksums of their blocks."""
         return self._reading.digests(lease_id, parts)
 
+    def with_copies(self, engine: str, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
+        """Return these parts of a read lease with the slots of their copies on the engine's GPUs."""
+        return self.hot.with_copies(engine, parts, self._reading.ids_of(lease_id))
+
     def held(self, session: SessionId, lease_id: LeaseId) -> bytes:
         """Return the ids of all blocks of this session's read lease; none if the lease has ended."""
         return self._reading.held(session, lease_id)
@@ -296,6 +302,7 @@ class Catalog:
     def resume(self, before: SessionId, session: SessionId) -> None:
         """The client of an ended session continues with this one: its slots are kept for `regain`."""
         self._writing.resume(before, session)
+        self.hot.resume(before, session)
 
     def regain(
         self, session: SessionId, space: KnownSpace, group: int, shard: int, keys: bytes,
@@ -401,6 +408,7 @@ class Catalog:
         """End the session's leases: those for reading now or in the next calls of `expire_leases`. Its
         uncommitted slots are freed at once if its process is `gone` or has declared that it does not write;
         otherwise they are quarantined. True if any are."""
+        copying = self.hot.end_session(session, gone)
         leases = self.leases.of(session)
         written = [lease_id for lease_id in leases if lease_id in self._writing.of]
         quarantined = self._writing.end_session(session, written, gone)
@@ -408,8 +416,9 @@ class Catalog:
         self.holds.end_session(session)
         self.spaces.leave(session)
         self._changes.update()
-        return quarantined
+        return quarantined or copying
 
     def process_gone(self, session: SessionId) -> None:
         """Free the quarantined slots of an ended session: its process has ended."""
         self._writing.process_gone(session)
+        self.hot.process_gone(session)

@@ -78,6 +78,13 @@ class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     key_file: Annotated[Path | None, values.PATH] = None
 
 
+class HotConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Copies of blocks in the memory of GPUs: how much of each GPU's memory the tenants get from its holder.
+    A tenant that is not listed gets none."""
+
+    sizes: Annotated[tuple[tuple[str, int], ...], values.TENANT_SIZES] = ()
+
+
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The read-only HTTP server. It has no passwords: every client that can connect can read everything."""
 
@@ -117,6 +124,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     warm: WarmConfig
     cold: ColdConfig | None
     remote: RemoteConfig | None = None
+    hot: HotConfig = HotConfig()
     http: HttpConfig | None = None
     audit: AuditConfig = AuditConfig()
     tenants: dict[str, TenantConfig]
@@ -275,6 +283,11 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     if "history" in top:
         top["history_bytes"] = top.pop("history")
     audit = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("audit",)}
+    hot = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("hot",)}
+    for name, _ in hot.get("sizes", ()):
+        if name not in tenants:
+            what = f"{name!r} is not a tenant; the tenants are {', '.join(tenants)}"
+            raise unfit(("hot", "sizes"), parsed[("hot", "sizes")][1].place, what)
     warm.pop("size")
     warm.pop("extent", None)
     config = Config(
@@ -282,6 +295,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
         warm=WarmConfig(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
         cold=cold,
         remote=remote,
+        hot=HotConfig(**hot),
         http=http,
         audit=AuditConfig(**audit),
         tenants=tenants,

@@ -237,6 +237,21 @@ def _codecs(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+def _tenant_sizes(value: object) -> tuple[tuple[str, int], ...]:
+    sizes: dict[str, int] = {}
+    for item in _items(value, empty=True):
+        name, _, size = _text(item).rpartition("=")
+        if not name.strip() or not size.strip():
+            raise ValueError(f"{item!r} is not TENANT=SIZE")
+        if name.strip() in sizes:
+            raise ValueError(f"{name.strip()} is listed twice")
+        sizes[name.strip()] = _bytes_from(MIB)(size.strip())
+    return tuple(sizes.items())
+
+
+TENANT_SIZES: Final = Key(_tenant_sizes, 'a list such as ["default=8GiB"]')
+
+
 def _matching(pattern: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         if not re.fullmatch(pattern, _text(value), re.ASCII):

@@ -12,6 +12,7 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvtier import wire
 from kvtier_daemon.serving.turns import Share, Turns
@@ -23,6 +24,13 @@ EXTENT_FDS = 2
 SENT, BLOCKED, PAUSED, FAILED = range(4)  # results of `Outbox.flush`
 
 
+class SharedMemory(Protocol):
+    """Memory that a message announces."""
+
+    def handles(self, read_only: bool) -> tuple[int, int]:
+        """Return new descriptors of the memory and of its table of generations; the caller closes both."""
+
+
 class Outbox:
     """Sends in order. Only the session ends the connection."""
 
@@ -30,7 +38,7 @@ class Outbox:
         self._sock = sock
         self._may_park = may_park  # whether this many more descriptors may be in transit
         # An extent is queued as such: its descriptors are created when they can be sent.
-        self.unsent: deque[tuple[memoryview, Extent | None]] = deque()
+        self.unsent: deque[tuple[memoryview, SharedMemory | None]] = deque()
         self.nbytes = 0
         self.counted = 0  # of `nbytes`, by `Turns`
         self.sent_bytes = 0
@@ -39,7 +47,7 @@ class Outbox:
         self.parked = 0  # descriptors that the client has not received
         self._parked_at = 0  # `sent_bytes` after the last descriptor
 
-    def queue(self, frame: memoryview, extent: Extent | None = None) -> None:
+    def queue(self, frame: memoryview, extent: SharedMemory | None = None) -> None:
         self.unsent.append((frame, extent))
         self.nbytes += len(frame)
 
@@ -82,7 +90,9 @@ class Outbox:
                 self.unsent.popleft()
         return SENT
 
-    def _send_with_descriptors(self, data: memoryview, extent: Extent, read_only: bool) -> int:
+    def _send_with_descriptors(
+        self, data: memoryview, extent: SharedMemory, read_only: bool
+    ) -> int:
         fds = extent.handles(read_only)
         try:
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", *fds))]

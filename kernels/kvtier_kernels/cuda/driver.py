@@ -170,6 +170,15 @@ class Driver:
         return value.value
 
     @property
+    def library(self) -> ctypes.CDLL:
+        """For functions that this class does not declare."""
+        return self._library
+
+    @property
+    def device(self) -> int:
+        return self._device.value
+
+    @property
     def name(self) -> str:
         text = ctypes.create_string_buffer(256)
         self._checked("cuDeviceGetName", text, len(text), self._device)
