@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from kvtier import wire
 from kvtier.errors import InvalidArgument, KvtierError, ProtocolError, Refused, Unavailable
+from kvtier.read_file import ReadFile, ReadFiles
 
 RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
@@ -28,7 +29,8 @@ CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 TRUNCATED = int(socket.MSG_CTRUNC)
 TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
-UNSOLICITED = (wire.ExtentAdded, wire.GoingDown, wire.Failed)  # may arrive without a request
+# May arrive without a request.
+UNSOLICITED = (wire.ExtentAdded, wire.DirectReadFile, wire.GoingDown, wire.Failed)
 Clock = Callable[[], float]
 
 _process = os.getpid()  # kept, because asking for it is a system call
@@ -71,6 +73,7 @@ class Connection:
         self.broken: str = ""
         self.is_lost = False  # broken by the daemon's end, or because it did not answer
         self.extents: deque[tuple[int, int, int, int]] = deque()
+        self.files = ReadFiles()
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `poll` has something to receive."""
@@ -240,13 +243,19 @@ class Connection:
             self._expected.discard(reply.id)
             self._replies[reply.id] = reply
 
-    def _take_unsolicited(self, reply: wire.ExtentAdded | wire.GoingDown | wire.Failed) -> None:
+    def _take_unsolicited(
+        self, reply: wire.ExtentAdded | wire.DirectReadFile | wire.GoingDown | wire.Failed
+    ) -> None:
         if isinstance(reply, wire.ExtentAdded):
             if len(self._fds) < 2:
                 raise ProtocolError(f"extent {reply.index} arrived without its file descriptors")
             self.extents.append(
                 (reply.index, reply.bytes, self._fds.popleft(), self._fds.popleft())
             )
+        elif isinstance(reply, wire.DirectReadFile):
+            if not self._fds:
+                raise ProtocolError(f"file {reply.file} arrived without its file descriptor")
+            self.files.add(ReadFile(reply.file, reply.bytes, self._fds.popleft()))
         elif isinstance(reply, wire.GoingDown):
             self.give_up(f"the daemon is stopping: {reply.reason}", lost=True)
         elif reply.fatal:
@@ -296,6 +305,7 @@ class Connection:
             os.close(extent_fd)
             os.close(table_fd)
         self.extents.clear()
+        self.files.clear()
         self._sock.close()
         return said or self.inherited
 

@@ -20,6 +20,7 @@ from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Descriptors
 
 LONGEST_WAIT_S = 60.0  # for which a request may wait
 Report = dict[str, msgspec.Raw]
@@ -46,6 +47,9 @@ class Requester(Protocol):
     verifies: bool  # its answers with slots contain checksums
 
     def send(self, message: wire.Message) -> None: ...
+    def send_file(self, message: wire.Message, file: Descriptors) -> None:
+        """Send this with descriptors of the file, after all earlier messages."""
+
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...
     def serve_later(self, request: wire.Request) -> None: ...
 

@@ -23,6 +23,7 @@ from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outb
 from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Descriptors
 
 log = logging.getLogger(__name__)
 
@@ -348,6 +349,14 @@ class Session:
             if not waits:
                 self._flush()
 
+    def send_file(self, message: wire.Message, file: Descriptors) -> None:
+        """Send this with descriptors of the file, after all earlier messages."""
+        if not self._closing:
+            waits = bool(self.outbox.unsent)
+            self.outbox.queue(memoryview(wire.encode(message)), file)
+            if not waits:
+                self._flush()
+
     def _flush(self) -> None:
         """Send what the socket takes now, and arrange that the rest is sent later."""
         loop, before = self._server.loop, self.outbox.sent_bytes
@@ -399,6 +408,7 @@ class Session:
         if self.tenant is not None:
             try:
                 self.tenant.pending.session_ended(self.id)
+                self.tenant.tier.direct.session_ended(self.id)
             except Exception:
                 # Its leases must end.
                 self._server.failures["internal"] += 1
