@@ -42,6 +42,12 @@ KVTIER_DEVICE Each<T> shuffled(Each<T>& numbers, Each<uint32_t>& from) {
     return {__shfl_sync(kAll, numbers.own, static_cast<int>(from.own))};
 }
 
+// The value of the lane whose number differs in these bits.
+template <typename T>
+KVTIER_DEVICE Each<T> crossed(Each<T>& numbers, uint32_t bits) {
+    return {__shfl_xor_sync(kAll, numbers.own, static_cast<int>(bits))};
+}
+
 template <typename T, typename Function, typename Join>
 KVTIER_DEVICE T joined(Function function, Join join) {
     T found = function(threadIdx.x % static_cast<uint32_t>(kLanes));
@@ -81,6 +87,13 @@ template <typename T>
 inline Each<T> shuffled(Each<T>& numbers, Each<uint32_t>& from) {
     Each<T> found;
     for (uint32_t lane = 0; lane < kLanes; lane++) found[lane] = numbers[from[lane] % kLanes];
+    return found;
+}
+
+template <typename T>
+inline Each<T> crossed(Each<T>& numbers, uint32_t bits) {
+    Each<T> found;
+    for (uint32_t lane = 0; lane < kLanes; lane++) found[lane] = numbers[lane ^ bits];
     return found;
 }
 

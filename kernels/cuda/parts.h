@@ -5,8 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
+#include "addresses.h"
 #include "lanes.h"
 
 namespace kvtier::cuda {
@@ -43,23 +43,6 @@ struct Result {
 };
 
 static_assert(sizeof(Part) == 104 && sizeof(Measure) == 16 && sizeof(Result) == 24);
-
-template <typename T>
-KVTIER_DEVICE T* at(uint64_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-// The address is a multiple of the value's size.
-template <typename T>
-KVTIER_DEVICE T load(const uint8_t* from) {
-    T value;
-    std::memcpy(&value, __builtin_assume_aligned(from, sizeof value), sizeof value);
-    return value;
-}
-template <typename T>
-KVTIER_DEVICE void store(uint8_t* to, T value) {
-    std::memcpy(__builtin_assume_aligned(to, sizeof value), &value, sizeof value);
-}
 
 // At any address, lowest byte first.
 KVTIER_DEVICE uint32_t get16(const uint8_t* from) {

@@ -222,6 +222,26 @@ CUresult launch_codec(const CodecKernel& kernel, unsigned grid, unsigned threads
     return CUDA_SUCCESS;
 }
 
+CUresult launch_digest(unsigned grid, unsigned threads, CUstream stream, void** arguments) {
+    const auto* ranges = *static_cast<const kvtier::cuda::digest::Range**>(arguments[0]);
+    const auto count = *static_cast<u32*>(arguments[1]);
+    auto* digests = *static_cast<uint8_t**>(arguments[2]);
+    of(stream)->add([=] {
+        before_copy();
+        bool good = reachable(reinterpret_cast<uintptr_t>(ranges), count * sizeof *ranges) &&
+                    reachable(reinterpret_cast<uintptr_t>(digests), count * kvtier::kDigestBytes);
+        for (u32 i = 0; good && i < count; i++) {
+            good = ranges[i].bytes == 0 || reachable(ranges[i].address, ranges[i].bytes);
+        }
+        if (!good) {
+            broken = 1;
+            return;
+        }
+        run_on_host<32>(grid, threads, kvtier::cuda::digest::kvtier_digest, ranges, count, digests);
+    });
+    return CUDA_SUCCESS;
+}
+
 }  // namespace
 
 extern "C" {
@@ -425,6 +445,10 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
         *function = reinterpret_cast<CUfunction>(&kvtier_copy_blocks);
         return CUDA_SUCCESS;
     }
+    if (std::strcmp(name, "kvtier_digest") == 0) {
+        *function = reinterpret_cast<CUfunction>(&kvtier::cuda::digest::kvtier_digest);
+        return CUDA_SUCCESS;
+    }
     for (const CodecKernel& kernel : kCodecKernels) {
         if (std::strcmp(name, kernel.name) != 0) continue;
         *function = reinterpret_cast<CUfunction>(const_cast<CodecKernel*>(&kernel));
@@ -447,6 +471,11 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned y, unsigned
                           y * z * block_y * block_z == 1 && extra == nullptr;
         return good ? launch_codec(kernel, grid, threads, stream, arguments)
                     : CUDA_ERROR_INVALID_VALUE;
+    }
+    if (function == reinterpret_cast<CUfunction>(&kvtier::cuda::digest::kvtier_digest)) {
+        const bool good = grid != 0 && threads == 32 * kvtier::cuda::kWarps && shared_bytes == 0 &&
+                          y * z * block_y * block_z == 1 && extra == nullptr;
+        return good ? launch_digest(grid, threads, stream, arguments) : CUDA_ERROR_INVALID_VALUE;
     }
     if (function != reinterpret_cast<CUfunction>(&kvtier_copy_blocks) || grid == 0 ||
         threads == 0 || threads > 256 || y * z * block_y * block_z != 1 || shared_bytes != 0 ||

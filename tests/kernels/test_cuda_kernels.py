@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_kernels.cuda import CudaError, codecs, compile_kernel, source
+from kvtier_kernels.cuda import CudaError, codecs, compile_kernel, digests, source
 from kvtier_kernels.cuda.blocks import KERNEL, KERNEL_FILE, PIECE, DevicePieces
 from kvtier_kernels.cuda.compiler import HEADERS, OPTIONS
 from kvtier_kernels.cuda.driver import ARGUMENTS, BATCH
@@ -107,6 +107,7 @@ def test_no_product_and_sum_are_fused(kernel: Path) -> None:
     arithmetic = {
         "codec_lossless.cu": set(),
         "copy_blocks.cu": set(),
+        "digest.cu": set(),
         "codec_quantized.cu": usual | {"div.rn.f32", "rcp.rn.f32"},
         "codec_calibrated.cu": usual,
     }
@@ -136,10 +137,9 @@ def test_the_installed_kernel_source_equals_the_sources() -> None:
 
 
 def test_the_kernels_that_codecs_launch_exist() -> None:
-    assert {KERNEL_FILE} | {one.file for one in codecs.KERNELS.values()} == {
-        path.name for path in KERNELS
-    }
-    launched = {KERNEL}
+    others = {KERNEL_FILE, digests.KERNEL_FILE}
+    assert others | {one.file for one in codecs.KERNELS.values()} == {path.name for path in KERNELS}
+    launched = {KERNEL, digests.KERNEL}
     for one in codecs.KERNELS.values():
         launched |= {*one.decode, *one.begin, one.place, codecs.SETTLE}
     assert launched == {name for path in KERNELS for name in named(path)}
