@@ -60,8 +60,14 @@ def daemon(daemon_of: DaemonOf, tmp_path: Path, disk: Path) -> Daemon:
             assert (
                 space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys]).stored == CHAIN
             )
-    first.stop()
-    return direct_daemon(daemon_of, tmp_path / "one", disk)
+    return restarted(first, daemon_of, tmp_path, disk)
+
+
+def restarted(daemon: Daemon, daemon_of: DaemonOf, tmp_path: Path, disk: Path) -> Daemon:
+    daemon.stop()
+    again = direct_daemon(daemon_of, tmp_path / "one", disk)
+    again.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 2 * CHAIN)
+    return again
 
 
 def asked(client: Client, chain: int = 0, spec: KvSpec = SPEC, **options: int) -> DirectLease:
@@ -284,7 +290,6 @@ def test_descriptors_of_a_daemon_that_ended_are_misses(
 ) -> None:
     with daemon.connect(reconnect_s=60.0) as client:
         lease = asked(client)
-        daemon.stop()
-        direct_daemon(daemon_of, tmp_path / "one", disk)
+        restarted(daemon, daemon_of, tmp_path, disk)
         assert not any(lease.end([True] * CHAIN))
         assert asked(client).frames

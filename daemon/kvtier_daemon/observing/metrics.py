@@ -247,8 +247,8 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_cold_frames", "counter", "Blocks written to and read from the disks, by outcome: "
            "loaded means that a client used a block that was read, not_read that the read was cancelled, "
            "failed or was too late, spoilt that the frame is damaged, unknown_key that it is encrypted with "
-           "a key that is not in cold.key_file, direct that a client read it itself, not_direct that it could "
-           "not.",
+           "a key that is not in cold.key_file, direct that a client read it itself, not_direct that it "
+           "could not.",
            lambda f: _cold(f).get("states", {}), "outcome", FRAMES),
     Metric("kvtier_cold_loads", "counter", "Requests for blocks on disk, by decision.",
            lambda f: _cold(f).get("loads", {}), "verdict", WHY),

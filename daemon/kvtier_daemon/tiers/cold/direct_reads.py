@@ -27,7 +27,8 @@ from kvtier_daemon.tiers.cold.tier import ColdTier
 LIMIT_LEASE_S = 2.0  # a full disk waits until its oldest segment can be reused
 LIMIT_LEASES = 16  # of one session
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC
-READABLE = (Stage.OPEN, Stage.SEALING, Stage.SEALED)
+# A segment that is continued after a start is BEGINNING, with frames.
+READABLE = (Stage.BEGINNING, Stage.OPEN, Stage.SEALING, Stage.SEALED)
 
 _leases = count(1)  # of all tenants and tiers: a number is never used again
 
