@@ -102,10 +102,11 @@ class DirectLease:
 
 def read_directly(
     space: Space, keys: Keys | Sequence[bytes], codecs: bytes, group: int = 0, shard: int = 0,
-    deadline_ms: int = 2000,
+    deadline_ms: int = 2000, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,
 ) -> DirectLease:  # fmt: skip
     """Get the frames of blocks that a load of these keys needs and that are only on disk, if their codec is
-    one of `codecs`. Raises Refused if the configuration of the tenant does not permit it."""
+    one of `codecs`: from the key `first` on, at most `most`. The daemon limits the deadline to 2 s. Raises
+    Refused if the configuration of the tenant does not permit it."""
     packed, link = Keys.of(keys).packed, space.link
     leases: list[DirectLease] = []
 
@@ -114,7 +115,7 @@ def read_directly(
         files.close_oldest()
         closed = files.closed[: wire.LIMIT_DIRECT_FILES]
         return wire.DirectRead(
-            request_id, space.index, group, shard, packed, codecs, deadline_ms, closed
+            request_id, space.index, group, shard, packed, codecs, deadline_ms, first, most, closed
         )
 
     def take(granted: wire.DirectReadGranted, _: object) -> None:

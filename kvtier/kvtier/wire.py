@@ -346,7 +346,8 @@ class DirectRead(Message, tag=112):
     permits it.
 
     Granted are blocks of this group and shard that a load of `keys` needs, that are only on disk, and whose
-    codec is one of `codecs`. `closed`: the numbers of files that the client has closed."""
+    codec is one of `codecs`: from the key `first` on, at most `most`. `closed`: the numbers of files that the
+    client has closed."""
 
     space: int
     group: int
@@ -354,6 +355,8 @@ class DirectRead(Message, tag=112):
     keys: bytes
     codecs: bytes
     deadline_ms: int
+    first: int = 0
+    most: int = LIMIT_DIRECT_BLOCKS
     closed: Annotated[list[int], msgspec.Meta(max_length=LIMIT_DIRECT_FILES)] = []
 
 

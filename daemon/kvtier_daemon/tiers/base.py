@@ -152,10 +152,12 @@ class DirectReads(Protocol):
 
     def grant(
         self, session: int, space: KnownSpace, group: int, shard: int, keys: bytes,
-        codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool],
+        codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool], first: int,
+        most: int,
     ) -> DirectGrant:  # fmt: skip
-        """Take a lease on frames with these codecs, of blocks that a load of the keys needs and that are only
-        in this tier. Takes no frame in a file that the session may not use."""
+        """Take a lease on at most `most` frames with these codecs, of blocks that a load of the keys needs
+        and that are only in this tier, from the key `first` on. Takes no frame in a file that the session may
+        not use."""
 
     def end(self, session: int, lease: int, failed: bytes) -> bytes:
         """End the lease; return a byte for each block, 1 if it has not `failed` and is still stored."""

@@ -156,6 +156,37 @@ class CopyLane:
             self.drain()
             raise
 
+    def start_from(
+        self,
+        pieces: DevicePieces,
+        block_ids: Sequence[int],
+        addresses: Sequence[int],
+        after: Event | None,
+    ) -> None:
+        """Start to copy blocks at these addresses of the device's memory into pages, after this event. The
+        memory must not change before `finish`."""
+        ids = np.array(block_ids, np.int64)
+        if len(ids) != len(addresses):
+            raise ValueError(f"block_ids: {len(ids)} for {len(addresses)} addresses")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < pieces.blocks:
+            raise IndexError(
+                f"block_ids: {ids.min()} to {ids.max()} is outside of {pieces.blocks} blocks"
+            )
+        try:
+            if after is not None:
+                after.hold(self.stream)
+            self.move(
+                pieces,
+                ids.astype(np.uint32),
+                np.array(addresses, np.uint64),
+                False,
+                pieces.ways[False],
+            )
+            self._event.record(self.stream)
+        except BaseException:
+            self.drain()
+            raise
+
     def hold(self, stream: int | None) -> None:
         """Let all later work of this stream wait for the copies that were started."""
         self._event.hold(stream)

@@ -41,7 +41,8 @@ class DirectReadRequests:
         space = tenant.catalog.space(request.space)
         grant = tenant.tier.direct.grant(
             self._session.id, space, request.group, request.shard, request.keys,
-            frozenset(request.codecs), request.deadline_ms / 1000, self._may_use,
+            frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, request.first,
+            min(request.most, wire.LIMIT_DIRECT_BLOCKS),
         )  # fmt: skip
         rows = b"".join(
             wire.DIRECT_ROW.pack(

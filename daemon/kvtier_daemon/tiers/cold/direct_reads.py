@@ -17,7 +17,6 @@ from itertools import count
 
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
-from kvtier.wire import LIMIT_DIRECT_BLOCKS
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.frames import FRAME, FramedBlocks
 from kvtier_daemon.tiers.base import DirectFile, DirectFrame, DirectGrant
@@ -90,7 +89,8 @@ class SegmentReads:
 
     def grant(
         self, session: int, space: KnownSpace, group: int, shard: int, keys: bytes,
-        codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool],
+        codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool], first: int,
+        most: int,
     ) -> DirectGrant:  # fmt: skip
         if sum(lease.session == session for lease in self._leases.values()) >= LIMIT_LEASES:
             text = f"this session has {LIMIT_LEASES} direct reads already: end one of them first"
@@ -99,12 +99,15 @@ class SegmentReads:
             return DirectGrant()
         found, places = self._catalog.direct.find(space, group, shard, keys)
         ids, frames, digests = array("I"), bytearray(), bytearray()
-        wanted, rows, segments = bytearray(), [], Counter[Segment]()
+        wanted, segments = bytearray(), Counter[Segment]()
+        rows: list[DirectFrame] = []
         for at, (number, packed, digest) in zip(places, found, strict=True):
             where, page, nbytes, codec, header_pages, _ = FRAME.unpack(packed)
             segment = self._cold.table.segments[where]
-            if codec not in codecs or not self._is_open(segment):
+            if at < first or codec not in codecs or not self._is_open(segment):
                 continue
+            if len(rows) >= most:
+                break
             file = SegmentFile(segment)
             if not may_use(file):
                 continue
@@ -117,8 +120,6 @@ class SegmentReads:
             digests += digest
             wanted += keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
             segments[segment] += 1
-            if len(rows) == LIMIT_DIRECT_BLOCKS:
-                break
         if not rows:
             return DirectGrant()
         for segment, blocks in segments.items():
