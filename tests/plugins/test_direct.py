@@ -13,7 +13,7 @@ from kvtier import Client, KvSpec
 from kvtier.direct import read_directly
 from kvtier.frame import PAGE, RAW
 from kvtier_kernels.cuda import blocks, codecs, digests
-from kvtier_plugins.direct import codecs_for, open_source
+from kvtier_plugins.direct import DirectReader, codecs_for, open_source
 from kvtier_plugins.payload_reads import DirectReadsError, PinnedReads, direct_reads_fail
 from support.daemons import Daemon
 from support.direct_engine import UNTOUCHED, DirectEngine
