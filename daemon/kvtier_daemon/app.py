@@ -120,6 +120,7 @@ class App:
                 Catalog(Store(), uses[name], config.history_bytes // len(quotas), policy),
                 losses=losses,
                 uses=uses[name],
+                direct_reads=config.tenants[name].direct_reads,
             )
             for name, quota in quotas.items()
         }

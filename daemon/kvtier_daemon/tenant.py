@@ -40,6 +40,7 @@ class Tenant:
     uses: DeferredPolicy | None = None  # events that its policy gets after the answer
     spoilt_blocks: int = 0  # that differed in memory from the checksums of their saves
     rechecking: bool = False  # blocks are being compared with their checksums
+    direct_reads: bool = False  # its clients may read the files of its tier below memory
 
     def add(self, extent: Extent) -> int:
         """Add this extent for the life of the daemon; return its number among the tenant's."""

@@ -145,7 +145,8 @@ class Client:
         time_limit = seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S)
         daemon = EmbeddedDaemon(warm, cold, cold_size)
         caller = Caller(
-            daemon.socket, time.monotonic, time_limit, 0.0, False, populate, f"pid {os.getpid()}", "", verify
+            daemon.socket, time.monotonic, time_limit, 0.0, False, populate, f"pid {os.getpid()}", "",
+            verify, False,
         )  # fmt: skip
         client = daemon.connected(lambda: cls(Link(caller)))
         client._end_daemon = weakref.finalize(client, daemon.end)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from kvtier import wire
 from kvtier.errors import InvalidArgument, KvtierError, ProtocolError, Refused, Unavailable
+from kvtier.read_file import ReadFile, ReadFiles
 
 RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
@@ -29,7 +30,9 @@ DONT_WAIT = int(socket.MSG_DONTWAIT)
 TRUNCATED = int(socket.MSG_CTRUNC)
 TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 # May arrive without a request.
-UNSOLICITED = (wire.ExtentAdded, wire.GoingDown, wire.Failed, wire.HotAdded, wire.HotGone)
+UNSOLICITED = (
+    wire.ExtentAdded, wire.DirectReadFile, wire.GoingDown, wire.Failed, wire.HotAdded, wire.HotGone,
+)  # fmt: skip
 Clock = Callable[[], float]
 
 _process = os.getpid()  # kept, because asking for it is a system call
@@ -74,6 +77,7 @@ class Connection:
         self.extents: deque[tuple[int, int, int, int]] = deque()
         # Memory of a GPU, with two descriptors; or the index of such memory that is gone.
         self.hot: deque[tuple[int, str, int, int, int] | int] = deque()
+        self.files = ReadFiles()
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `poll` has something to receive."""
@@ -257,7 +261,12 @@ class Connection:
 
     def _take_unsolicited(
         self,
-        reply: wire.ExtentAdded | wire.GoingDown | wire.Failed | wire.HotAdded | wire.HotGone,
+        reply: wire.ExtentAdded
+        | wire.DirectReadFile
+        | wire.GoingDown
+        | wire.Failed
+        | wire.HotAdded
+        | wire.HotGone,
     ) -> None:
         if isinstance(reply, wire.ExtentAdded | wire.HotAdded):
             if len(self._fds) < 2:
@@ -269,6 +278,10 @@ class Connection:
                 self.extents.append((reply.index, reply.bytes, *fds))
         elif isinstance(reply, wire.HotGone):
             self.hot.append(reply.index)
+        elif isinstance(reply, wire.DirectReadFile):
+            if not self._fds:
+                raise ProtocolError(f"file {reply.file} arrived without its file descriptor")
+            self.files.add(ReadFile(reply.file, reply.bytes, self._fds.popleft()))
         elif isinstance(reply, wire.GoingDown):
             self.give_up(f"the daemon is stopping: {reply.reason}", lost=True)
         elif reply.fatal:
@@ -322,6 +335,7 @@ class Connection:
             for fd in () if isinstance(event, int) else event[3:]:
                 os.close(fd)
         self.hot.clear()
+        self.files.clear()
         self._sock.close()
         return said or self.inherited
 

@@ -7,7 +7,8 @@
 A reply has the id of its request. A request with id 0 gets no reply, and messages that the daemon sends
 without a request have id 0. Messages never contain block data: a slot is 24 bytes, extent u32, zero u32,
 offset u64, generation u64. An `ExtentAdded` carries two file descriptors: the extent, then its generation
-table (read-only); so does a `HotAdded`. A `HotGrant` carries one to the daemon."""
+table (read-only); so does a `HotAdded`. A `HotGrant` carries one to the daemon. A `DirectReadFile` carries
+one: a file that is only for reading."""
 
 from __future__ import annotations
 
@@ -47,6 +48,10 @@ TALLY = struct.Struct("<IIIIQQ")
 LISTED = struct.Struct("<IIIIHBBBB2x32s")
 LIMIT_LISTED = 4096  # in one Listed
 LIMIT_EVENTS = 256  # in one Events
+# at, file, page, payload bytes, codec, header pages, epoch of the segment, digest of the payload
+DIRECT_ROW = struct.Struct("<IIIIBB2xQ16s")
+LIMIT_DIRECT_BLOCKS = 4096  # in one DirectReadGranted
+LIMIT_DIRECT_FILES = 256  # that a session has and did not close
 LENGTH = struct.Struct("<I")
 
 
@@ -380,6 +385,35 @@ class HotEnd(Message, tag=84):
     good: bool
 
 
+class DirectRead(Message, tag=112):
+    """Get the places of blocks on disk, to read their frames without the daemon, and a lease on them until
+    DirectReadEnd or the deadline. Answered with a DirectReadGranted. Only for tenants whose configuration
+    permits it.
+
+    Granted are blocks of this group and shard that a load of `keys` needs, that are only on disk, and whose
+    codec is one of `codecs`: from the key `first` on, at most `most`. `closed`: the numbers of files that the
+    client has closed."""
+
+    space: int
+    group: int
+    shard: int
+    keys: bytes
+    codecs: bytes
+    deadline_ms: int
+    first: int = 0
+    most: int = LIMIT_DIRECT_BLOCKS
+    closed: Annotated[list[int], msgspec.Meta(max_length=LIMIT_DIRECT_FILES)] = []
+
+
+class DirectReadEnd(Message, tag=113):
+    """End such a lease. `failed` has a byte for each granted block, 1 if its frame was not that block. The
+    daemon only counts it: a Prefetch lets the daemon verify the frame, and drop it if it is damaged. Answered
+    with a DirectReadChecked."""
+
+    lease: int
+    failed: bytes
+
+
 # --- replies ------------------------------------------------------------------------------------
 
 
@@ -503,11 +537,33 @@ class HotShares(Message, tag=90):
     shares: dict[str, int]
 
 
+class DirectReadGranted(Message, tag=48):
+    """`rows`: see DIRECT_ROW; `at` is the place of the block's key in the request. The files were sent
+    before. Without a block there is no lease (id 0)."""
+
+    lease: int
+    rows: bytes
+
+
+class DirectReadChecked(Message, tag=49):
+    """A byte for each granted block, 1 if it was still stored at its place when the lease ended. All are 0 if
+    the lease had ended before. Use no other block, whatever its bytes are: it may have been forgotten."""
+
+    valid: bytes
+
+
 # --- messages without a request -----------------------------------------------------------------
 
 
 class ExtentAdded(Message, tag=64):
     index: int
+    bytes: int
+
+
+class DirectReadFile(Message, tag=68):
+    """A file of the tenant's blocks, with a descriptor that is only for reading."""
+
+    file: int
     bytes: int
 
 
@@ -535,11 +591,13 @@ Request = (
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
     | HotOffer | HotGrant | HotJoin | HotReserve | HotEnd
+    | DirectRead | DirectReadEnd
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
     | HotShares | HotAdded | HotGone
+    | DirectReadGranted | DirectReadChecked | DirectReadFile
 )  # fmt: skip
 
 # The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.
@@ -561,7 +619,7 @@ CODES = (
     "internal",        # a bug in the daemon; fatal
 )  # fmt: skip
 
-FIRST_REPLY_TAG = 32
+FIRST_REPLY_TAG, LAST_REPLY_TAG = 32, 95
 _LARGE = frozenset(
     kind.__struct_config__.tag
     for kind in (
@@ -576,6 +634,7 @@ _LARGE = frozenset(
         Forget,
         Unpin,
         Explain,
+        DirectRead,
     )
 )
 _encoder = msgspec.msgpack.Encoder()
@@ -628,7 +687,11 @@ def decode_reply(body: bytes | memoryview) -> Reply:
 def limit_of(body: bytes | bytearray | memoryview) -> int:
     """Return the size limit of a message by its tag. Reads only the first two bytes."""
     tag = body[1] if body[0] & 0xF0 == 0x90 else 0
-    return LIMIT_FRAME_BYTES if tag in _LARGE or tag >= FIRST_REPLY_TAG else LIMIT_REQUEST_BYTES
+    return (
+        LIMIT_FRAME_BYTES
+        if tag in _LARGE or FIRST_REPLY_TAG <= tag <= LAST_REPLY_TAG
+        else LIMIT_REQUEST_BYTES
+    )
 
 
 class Framer:
@@ -723,7 +786,7 @@ def schema_digest() -> bytes:
     limits = (
         f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
     )
-    limits += f" {LIMIT_TOLD_SLOTS}"
+    limits += f" {LIMIT_TOLD_SLOTS} {DIRECT_ROW.format} {LIMIT_DIRECT_BLOCKS} {LIMIT_DIRECT_FILES}"
     lines = [
         f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format} {TALLY.format} {LISTED.format}"
     ]

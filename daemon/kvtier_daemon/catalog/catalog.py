@@ -32,6 +32,7 @@ from kvtier_daemon.catalog.blocks import (
 )
 from kvtier_daemon.catalog.changes import ChangeFeed
 from kvtier_daemon.catalog.demotion import Demotions
+from kvtier_daemon.catalog.direct import DirectBlocks
 from kvtier_daemon.catalog.explain import find_reason
 from kvtier_daemon.catalog.holds import Holds
 from kvtier_daemon.catalog.hot import HotCopies
@@ -178,6 +179,7 @@ class Catalog:
         self.promotions = Promotions(self.blocks, self.holds)
         self.arrivals = Arrivals(self.blocks, self._writing, self.holds)
         self.demotions = Demotions(self.blocks, self.spaces)
+        self.direct = DirectBlocks(self.blocks)
         self.segments = SegmentFrames(self.blocks, self.spaces, self.demotions)
         self.usage = Usage(self.blocks)
         self.lookups = Lookups()

@@ -108,6 +108,7 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     readers: Annotated[tuple[int | str, ...], values.UIDS] = ()
     max_clients: Annotated[int | None, values.CLIENTS] = None
     weight: Annotated[int, values.WEIGHT] = 1
+    direct_reads: Annotated[bool, values.SWITCH] = False
     quota_bytes: Annotated[int, values.SHARE] = msgspec.field(name="quota")
 
 
@@ -305,12 +306,15 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     for section, there in (("cold.", cold), ("remote.", remote), ("http.", http)):
         if there is None:
             every = [key for key in every if not key.startswith(section)]
-    every += [prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, "quota")]
+    every += [
+        prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, *PERMITS, "quota")
+    ]
     return LoadedConfig(config, {key: origins.get(key, "default") for key in every})
 
 
 USERS: Final = ("uids", "writers", "readers")  # the keys of a tenant that list users
 BUDGETS: Final = ("max_clients", "weight")
+PERMITS: Final = ("direct_reads",)
 _TenantShare = tuple[str, dict[str, Any], str | int]
 
 
@@ -342,7 +346,7 @@ def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
                     what = f"{who} is already in {dotted(('tenants', name, list_))}; a user has one role"
                 problems.note(unfit(("tenants", name, key), leaf.place, what))
         quota, _ = parsed.get(("tenants", name, "quota"), ("100%", None))
-        keys = (*USERS, *BUDGETS)
+        keys = (*USERS, *BUDGETS, *PERMITS)
         said = {key: parsed[path][0] for key in keys if (path := ("tenants", name, key)) in parsed}
         shares.append((name, said, quota))
     return shares

@@ -28,7 +28,9 @@ Read = Callable[[Figures], Any]
 
 WARM_STATES: Final = ("ready", "writing", "promoting", "doomed", "quarantined")
 ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "cold_scrub")
-FRAMES: Final = ("written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key")
+FRAMES: Final = (
+    "written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key", "direct", "not_direct",
+)  # fmt: skip
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
     "written", "not_written", "dropped", "read", "absent", "spoilt", "unknown_key", "not_read", "cancelled",
@@ -245,7 +247,8 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_cold_frames", "counter", "Blocks written to and read from the disks, by outcome: "
            "loaded means that a client used a block that was read, not_read that the read was cancelled, "
            "failed or was too late, spoilt that the frame is damaged, unknown_key that it is encrypted with "
-           "a key that is not in cold.key_file.",
+           "a key that is not in cold.key_file, direct that a client read it itself, not_direct that it "
+           "could not.",
            lambda f: _cold(f).get("states", {}), "outcome", FRAMES),
     Metric("kvtier_cold_loads", "counter", "Requests for blocks on disk, by decision.",
            lambda f: _cold(f).get("loads", {}), "verdict", WHY),

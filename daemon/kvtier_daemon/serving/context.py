@@ -20,7 +20,8 @@ from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.hot import HotExtent, HotTier
+from kvtier_daemon.tiers.base import Descriptors
+from kvtier_daemon.tiers.hot import HotTier
 
 LONGEST_WAIT_S = 60.0  # for which a request may wait
 Report = dict[str, msgspec.Raw]
@@ -49,9 +50,11 @@ class Requester(Protocol):
     device: bool  # a device writes to its slots
 
     def send(self, message: wire.Message) -> None: ...
+    def send_with(self, message: wire.Message, of: Descriptors) -> None:
+        """Send this with descriptors, after all earlier messages."""
+
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...
     def serve_later(self, request: wire.Request) -> None: ...
-    def send_memory(self, message: wire.Message, memory: HotExtent) -> None: ...
     def accept_descriptors(self) -> None: ...
     def take_descriptor(self) -> int | None: ...
 

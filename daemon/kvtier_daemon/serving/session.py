@@ -29,11 +29,11 @@ from kvtier_daemon.serving.sending import (
     PAUSE_S,
     PAUSED,
     Outbox,
-    SharedMemory,
 )
 from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import DEVICE_HOLD_S, Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Descriptors
 
 log = logging.getLogger(__name__)
 
@@ -365,15 +365,6 @@ class Session:
         if self.outbox.announces(self.tenant.extents) and not waits:
             self._flush()
 
-    def send_memory(self, message: wire.Message, memory: SharedMemory) -> None:
-        """Send this with the descriptors of the memory."""
-        if self._closing:
-            return
-        waits = bool(self.outbox.unsent)
-        self.outbox.queue(memoryview(wire.encode(message)), memory)
-        if not waits:
-            self._flush()
-
     def accept_descriptors(self) -> None:
         """Receive descriptors from now on."""
         self.inbox.descriptors = deque()
@@ -401,6 +392,14 @@ class Session:
                 outbox.sent_bytes += sent
         if sent < len(frame):
             outbox.queue(memoryview(frame)[sent:])
+            if not waits:
+                self._flush()
+
+    def send_with(self, message: wire.Message, of: Descriptors) -> None:
+        """Send this with descriptors, after all earlier messages."""
+        if not self._closing:
+            waits = bool(self.outbox.unsent)
+            self.outbox.queue(memoryview(wire.encode(message)), of)
             if not waits:
                 self._flush()
 
@@ -457,6 +456,7 @@ class Session:
         if self.tenant is not None:
             try:
                 self.tenant.pending.session_ended(self.id)
+                self.tenant.tier.direct.session_ended(self.id)
             except Exception:
                 # Its leases must end.
                 self._server.failures["internal"] += 1

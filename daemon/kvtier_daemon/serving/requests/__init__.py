@@ -8,6 +8,7 @@ from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.context import Handlers, Host, Requester
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.requests.admin import AdminRequests
+from kvtier_daemon.serving.requests.direct_reads import DirectReadRequests
 from kvtier_daemon.serving.requests.feeds import FeedRequests
 from kvtier_daemon.serving.requests.hot import HotRequests
 from kvtier_daemon.serving.requests.lookups import LookupRequests
@@ -54,7 +55,7 @@ class Requests:
         self.feeds = FeedRequests(session, server)
         self.hot = HotRequests(session, server)
         parts = (self.lookups, self.spaces, self.feeds, self.hot, SaveRequests(session, server),
-                 AdminRequests(session, server))  # fmt: skip
+                 AdminRequests(session, server), DirectReadRequests(session))  # fmt: skip
         self.handlers: Handlers = {}
         for part in parts:
             self.handlers |= part.handlers()

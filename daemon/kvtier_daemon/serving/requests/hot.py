@@ -75,7 +75,7 @@ class HotRequests:
             self._session.send(wire.HotGone(0, before))
         if extent is not None:
             added = wire.HotAdded(0, extent.number, extent.gpu, extent.nbytes)
-            self._session.send_memory(added, extent)
+            self._session.send_with(added, extent)
 
     def reserve(self, tenant: Tenant, request: wire.HotReserve) -> wire.Reply:
         if not request.id:

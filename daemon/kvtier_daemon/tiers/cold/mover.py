@@ -31,6 +31,7 @@ from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.tiers.base import Outlook, TierStats
+from kvtier_daemon.tiers.cold.direct_reads import SegmentReads
 from kvtier_daemon.tiers.cold.flusher import Flusher
 from kvtier_daemon.tiers.cold.frames import DAMAGED, CipherNow, Decoding, Incoming, no_cipher
 from kvtier_daemon.tiers.cold.read_queue import Name
@@ -270,12 +271,20 @@ class Mover:
     ) -> None:
         self.extents: list[int] = []
         self.counts = Counter(
-            written=0, read=0, written_again=0, spoilt=0, not_read=0, unknown_key=0
+            written=0,
+            read=0,
+            written_again=0,
+            spoilt=0,
+            not_read=0,
+            unknown_key=0,
+            direct=0,
+            not_direct=0,
         )
         self.bytes = Counter(written=0, read=0, written_again=0)
         self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
         self.recovery = cold.recovery
         self.pending = cold.reads.pending
+        self.direct = SegmentReads(catalog, cold, self.counts, clock)
         self.forgets = TombstoneWriter(tenant, catalog, cold)
         self._tenant = tenant
         self._blocks = catalog.blocks
@@ -324,7 +333,8 @@ class Mover:
         return TierStats(counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes)
 
     def tend(self) -> None:
-        """Do periodic work: write tombstones, and wake the flusher."""
+        """Do periodic work: end leases of direct reads, write tombstones, and wake the flusher."""
+        self.direct.expire()
         self.forgets.tombstone()
         self.writes.tend()
 

@@ -65,6 +65,10 @@ class SegmentFiles:
         fd, segment.fd = segment.fd, -1
 
         def remove() -> None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(
+                    fd, 0
+                )  # a client may have a descriptor, and would keep the disk's space
             os.close(fd)
             self._unlink(Path(segment.path))
 

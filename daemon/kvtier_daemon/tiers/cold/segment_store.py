@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier.frame import ONCE
 from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
 from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.codec.frame import (
@@ -30,7 +31,6 @@ from kvtier_daemon.codec.frame import (
     pages,
     stamp,
 )
-from kvtier_daemon.codec.framing import ONCE
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
 from kvtier_daemon.tiers.cold.disk import Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.eraser import erase
