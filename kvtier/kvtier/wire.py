@@ -47,6 +47,7 @@ TALLY = struct.Struct("<IIIIQQ")
 LISTED = struct.Struct("<IIIIHBBBB2x32s")
 LIMIT_LISTED = 4096  # in one Listed
 LIMIT_EVENTS = 256  # in one Events
+LIMIT_RESIDENT = 4096  # keys in one Resident: about 2 ms
 LENGTH = struct.Struct("<I")
 
 
@@ -336,6 +337,18 @@ class Recheck(Message, tag=30):
     lease: int
 
 
+class Resident(Message, tag=96):
+    """The client's engine holds the blocks `entered` of this group in its own cache from now on, and has
+    dropped those in `left`. `reset`: before that, it held no blocks. At most LIMIT_RESIDENT keys in all. Only
+    for a daemon whose status has `hot`: others do not know this message."""
+
+    space: int
+    group: int
+    entered: bytes = b""
+    left: bytes = b""
+    reset: bool = False
+
+
 # --- replies ------------------------------------------------------------------------------------
 
 
@@ -465,11 +478,16 @@ Request = (
     Hello | Open | MatchPrefix | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
+    | Resident
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
 )  # fmt: skip
+
+# Requests that a client sends only if the daemon's status says that it knows them: they are no part of what
+# both sides must agree on.
+OPTIONAL = frozenset({Resident})
 
 # The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.
 OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room", "growing", "writing")
@@ -505,6 +523,7 @@ _LARGE = frozenset(
         Forget,
         Unpin,
         Explain,
+        Resident,
     )
 )
 _encoder = msgspec.msgpack.Encoder()
@@ -648,7 +667,9 @@ def schema_digest() -> bytes:
     """Return a digest of what both sides must agree on: the tag, fields and types of every message, and the
     limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
-    types += [kind for union in (Request, Reply) for kind in union.__args__]
+    types += [
+        kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL
+    ]
     limits = (
         f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
     )

@@ -231,7 +231,7 @@ WRITING: tuple[Callable[[int], wire.Request], ...] = (
 READING = (
     wire.Open, wire.MatchPrefix, wire.Load, wire.Adopt, wire.Release, wire.Prefetch, wire.Watch, wire.Stats,
     wire.Record, wire.Ping, wire.Cancel, wire.Prefill, wire.Explain, wire.Settings, wire.Tier,
-    wire.Spaces, wire.List, wire.Monitor, wire.Grow, wire.Recheck,
+    wire.Spaces, wire.List, wire.Monitor, wire.Grow, wire.Recheck, wire.Resident,
 )  # fmt: skip
 
 
