@@ -422,9 +422,9 @@ class Space:
         self, group: int, entered: Keys | Sequence[bytes] = (), left: Keys | Sequence[bytes] = (),
         reset: bool = False,
     ) -> None:  # fmt: skip
-        """Tell the daemon which blocks of a group this client's engine holds in its own cache from now on, and
-        which it has dropped, at most 4,096 in all. Without an answer, and never waits. With `reset` it held
-        none before. Only for a daemon whose `client.stats()` have `hot`: another one ends the connection."""
+        """Tell the daemon which blocks of a group this client's engine holds in its own cache from now on,
+        and which it has dropped, at most 4,096 in all. Without an answer, and never waits. With `reset` it
+        held none before. Only if `client.stats()` has `hot`: another daemon ends the connection."""
         mine, dropped = Keys.of(entered).packed, Keys.of(left).packed
         self.link.tell(wire.Resident(0, self.index, group, mine, dropped, reset))
 

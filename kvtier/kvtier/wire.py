@@ -667,9 +667,7 @@ def schema_digest() -> bytes:
     """Return a digest of what both sides must agree on: the tag, fields and types of every message, and the
     limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
-    types += [
-        kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL
-    ]
+    types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (
         f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
     )

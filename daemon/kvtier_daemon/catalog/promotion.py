@@ -108,8 +108,8 @@ class Promotions:
         return Promotion(ids, store.slots(ids), frames, digests, joined, prefix - ready, sizes)
 
     def plan_return(self, space: KnownSpace, ids: bytes, limit_blocks: int) -> Promotion:
-        """Take slots for these blocks of one space, which are only on disk because an engine held them. Evicts
-        only blocks that are on disk too. Blocks without room stay on disk."""
+        """Take slots for these blocks of one space, which are only on disk because an engine held them.
+        Evicts only blocks that are on disk too. Blocks without room stay on disk."""
         store, found, sizes = self._blocks.store, b"", array("I")
         by_group: dict[int, array[int]] = {}
         names = IDENTITY.iter_unpack(store.identities(ids))

@@ -52,8 +52,8 @@ class Residency:
     # --- what engines report -----------------------------------------------------------------
 
     def entered(self, session: SessionId, space: KnownSpace, group: int, keys: bytes) -> None:
-        """The session's engine holds these blocks. Above LIMIT_NAMES they are counted as `refused`, and treated
-        as blocks that no engine holds."""
+        """The session's engine holds these blocks. Above LIMIT_NAMES they are counted as `refused`, and
+        treated as blocks that no engine holds."""
         names = self._names(space, group, keys)
         mine = self._of.setdefault(session, HeldNames())
         fresh = set(names) - mine.names
@@ -164,8 +164,8 @@ class Residency:
         self._returning.update(array("I", ids))
 
     def came(self, ids: bytes) -> bytes:
-        """These blocks were read into memory. Return those that the policy gets as added; those that were read
-        back return to their places."""
+        """These blocks were read into memory. Return those that the policy gets as added; those that were
+        read back return to their places."""
         if not self._away:
             return ids
         back = array("I", (one for one in array("I", ids) if one in self._returning))

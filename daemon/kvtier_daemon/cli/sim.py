@@ -326,20 +326,22 @@ def _show_sizes(
         f" {requests.block_tokens} tokens"
     )
     typer.echo(
-        f"{'memory':>9}{'NVMe':>10}  {'policy':<9}{'hits':>7}{hbm_title}{'memory':>8}{'NVMe':>7}{'optimum':>9}"
-        f"{'TTFT p50':>10}{'p90':>8}{'p99':>8}{'written/day':>13}"
+        f"{'memory':>9}{'NVMe':>10}  {'policy':<9}{'hits':>7}{hbm_title}{'memory':>8}{'NVMe':>7}"
+        f"{'optimum':>9}{'TTFT p50':>10}{'p90':>8}{'p99':>8}{'written/day':>13}"
     )
     typer.echo(
         f"{'none':>9}{'':>10}  {'':<9}{0:>7.1%}{' ' * len(hbm_title)}{'':>24}{_times(computed)}"
     )
     for run in runs:
         by = run["hit_rate_by_tier"]
+        own = f"{by.get('hbm', 0):>7.1%}" if hbm_title else ""
         chosen = all(
             run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes")
         )
         typer.echo(
             f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
-            f"{run['hit_rate']:>7.1%}{format(by.get('hbm', 0), '>7.1%') if hbm_title else ''}{by['memory']:>8.1%}{by['nvme']:>7.1%}{run['optimum']['hit_rate']:>9.1%}"
+            f"{run['hit_rate']:>7.1%}{own}{by['memory']:>8.1%}{by['nvme']:>7.1%}"
+            f"{run['optimum']['hit_rate']:>9.1%}"
             f"{_times(run['ttft_ms'])}{_a_day(run):>13}"
             f"{' <' if chosen else ''}"
         )

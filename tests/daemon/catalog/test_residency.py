@@ -230,8 +230,8 @@ def test_explain_says_how_many_engines_hold_a_block() -> None:
 
 @pytest.mark.parametrize("policy", [name for name in NAMED if name != "auto"])
 def test_random_operations_keep_catalog_and_policy_in_step(policy: str) -> None:
-    """For every policy: no copy is lost, every block that may be evicted is a victim, and nothing is left when
-    the engines are gone."""
+    """For every policy: no copy is lost, every block that may be evicted is a victim, and nothing is left
+    when the engines are gone."""
     for seed in range(6):
         chance = random.Random(f"{policy} {seed}")
         tenant = Tenant(24, policy)
