@@ -308,6 +308,9 @@ class PyStore {
     }
 
     nb::bytes dirty(nb::bytes ids) const { return ids_out(store_.dirty(ids_in(ids))); }
+    nb::bytes clean(nb::bytes ids, bool in_memory) const {
+        return ids_out(store_.clean(ids_in(ids), in_memory));
+    }
     nb::bytes lossy(nb::bytes ids) const { return ids_out(store_.lossy(ids_in(ids))); }
     nb::bytes depths(nb::bytes ids) const { return ids_out(store_.depths(ids_in(ids))); }
 
@@ -607,6 +610,7 @@ void bind_store(nb::module_& m) {
         .def("damaged", &PyStore::damaged, "ids"_a, "frames"_a)
         .def("frames", &PyStore::frames, "ids"_a)
         .def("dirty", &PyStore::dirty, "ids"_a)
+        .def("clean", &PyStore::clean, "ids"_a, "in_memory"_a)
         .def("coldest", &PyStore::coldest, "ids"_a, "within_bytes"_a, "limit_bytes"_a)
         .def("in_segment", &PyStore::in_segment, "segment"_a, "look"_a = false)
         .def("lossy", &PyStore::lossy, "ids"_a)

@@ -200,6 +200,8 @@ class Store {
     Restored restore(std::uint32_t tier, std::uint32_t space, const char* rows, std::size_t n,
                      std::uint32_t segment, std::span<const std::uint32_t> used);
     IdList dirty(Ids ids) const;
+    // The READY blocks of these that have a frame: those in memory, or those that are only below.
+    IdList clean(Ids ids, bool in_memory) const;
     IdList lossy(Ids ids) const;
     std::vector<std::uint32_t> depths(Ids ids) const;
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;

@@ -52,6 +52,7 @@ LIMIT_EVENTS = 256  # in one Events
 DIRECT_ROW = struct.Struct("<IIIIBB2xQ16s")
 LIMIT_DIRECT_BLOCKS = 4096  # in one DirectReadGranted
 LIMIT_DIRECT_FILES = 256  # that a session has and did not close
+LIMIT_RESIDENT = 4096  # keys in one Resident: about 2 ms
 LENGTH = struct.Struct("<I")
 
 
@@ -412,6 +413,16 @@ class DirectReadEnd(Message, tag=113):
 
     lease: int
     failed: bytes
+class Resident(Message, tag=96):
+    """The client's engine holds the blocks `entered` of this group in its own cache from now on, and has
+    dropped those in `left`. `reset`: before that, it held no blocks. At most LIMIT_RESIDENT keys in all. Only
+    for a daemon whose status has `hot`: others do not know this message."""
+
+    space: int
+    group: int
+    entered: bytes = b""
+    left: bytes = b""
+    reset: bool = False
 
 
 # --- replies ------------------------------------------------------------------------------------
@@ -591,7 +602,7 @@ Request = (
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
     | HotOffer | HotGrant | HotJoin | HotReserve | HotEnd
-    | DirectRead | DirectReadEnd
+    | DirectRead | DirectReadEnd | Resident
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
@@ -599,6 +610,10 @@ Reply = (
     | HotShares | HotAdded | HotGone
     | DirectReadGranted | DirectReadChecked | DirectReadFile
 )  # fmt: skip
+
+# Requests that a client sends only if the daemon's status says that it knows them: they are no part of what
+# both sides must agree on.
+OPTIONAL = frozenset({Resident})
 
 # The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.
 OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room", "growing", "writing")
@@ -635,6 +650,7 @@ _LARGE = frozenset(
         Unpin,
         Explain,
         DirectRead,
+        Resident,
     )
 )
 _encoder = msgspec.msgpack.Encoder()
@@ -782,7 +798,7 @@ def schema_digest() -> bytes:
     """Return a digest of what both sides must agree on: the tag, fields and types of every message, and the
     limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
-    types += [kind for union in (Request, Reply) for kind in union.__args__]
+    types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (
         f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
     )

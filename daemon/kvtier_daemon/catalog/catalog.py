@@ -227,6 +227,8 @@ class Catalog:
         space.check_keys(keys)
         ready, coming, held = self._reading.find(space, keys)
         skipped = first if ready < first < ready + coming else 0
+        if first and coming and self.blocks.residency:
+            self._note_own(space, keys, min(first, ready + coming), is_new)
         if skipped:
             self._reading.note_use(space, held, keys, is_new)
             ready, coming, held = self._reading.find_after(space, keys, skipped)
@@ -238,6 +240,15 @@ class Catalog:
         deadline = now + min(deadline_s, LIMIT_LEASE_S)
         lease = self._reading.hold(session, space, held, ready, deadline)
         return Found(ready, coming, lease.id, lease.token, parts, skipped)
+
+    def _note_own(self, space: KnownSpace, keys: bytes, first: int, is_new: bool) -> None:
+        """A request uses the blocks before `first` from its engine's own cache: tell the policy of those that
+        have left memory because the engine holds them."""
+        away = self.blocks.residency.away_of(space, keys[: first * KEY_BYTES])
+        if away and is_new:
+            self._policy.wanted(away, self._store.names(away))
+        elif away:
+            self._policy.refreshed(away)
 
     def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
         """Join the lease with this token. It lasts until all sessions that joined it have released it."""
@@ -404,6 +415,7 @@ class Catalog:
         detects by the generation that its slot was reused."""
         self._policy.now(now)
         self.holds.expire(now)
+        self.blocks.residency.check()
         return self._reading.expire(now)
 
     def end_session(self, session: SessionId, gone: bool) -> bool:
@@ -415,6 +427,7 @@ class Catalog:
         written = [lease_id for lease_id in leases if lease_id in self._writing.of]
         quarantined = self._writing.end_session(session, written, gone)
         self._reading.end_session(session, self.leases.of(session))
+        self.blocks.residency.end_session(session)
         self.holds.end_session(session)
         self.spaces.leave(session)
         self._changes.update()

@@ -16,7 +16,7 @@ from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.frames import segments_of
 from kvtier_daemon.catalog.holds import Holds, Request
 from kvtier_daemon.catalog.miss_log import LOST, SPOILT
-from kvtier_daemon.catalog.spaces import KnownSpace
+from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace
 
 Missing = tuple[int, int, bytes, bytes]  # group, shard, ids only in a tier below, PROMOTING ids
 
@@ -107,6 +107,29 @@ class Promotions:
         frames, digests = store.frames(ids)
         return Promotion(ids, store.slots(ids), frames, digests, joined, prefix - ready, sizes)
 
+    def plan_return(self, space: KnownSpace, ids: bytes, limit_blocks: int) -> Promotion:
+        """Take slots for these blocks of one space, which are only on disk because an engine held them.
+        Evicts only blocks that are on disk too. Blocks without room stay on disk."""
+        store, found, sizes = self._blocks.store, b"", array("I")
+        by_group: dict[int, array[int]] = {}
+        names = IDENTITY.iter_unpack(store.identities(ids))
+        for one, (_, group, *_) in zip(array("I", ids), names, strict=True):
+            by_group.setdefault(group, array("I")).append(one)
+        left = max(0, limit_blocks - self.reading)
+        for group, members in by_group.items():
+            wanted = members[: left - len(sizes)]
+            if wanted:
+                self._blocks.make_room(space.index, group, len(wanted), clean=True)
+                promoted = store.promote(wanted.tobytes())[0]
+                found += promoted
+                sizes += array("I", [space.block_bytes[group]]) * (len(promoted) // ID_BYTES)
+        self._blocks.residency.reading_back(found)
+        coming = set(array("I", found))
+        self._blocks.residency.stay_below(one for one in array("I", ids) if one not in coming)
+        self.reading += len(sizes)
+        frames, digests = store.frames(found)
+        return Promotion(found, store.slots(found), frames, digests, b"", len(sizes), sizes)
+
     def _present(self, space: KnownSpace, keys: bytes) -> list[bytes]:
         """The READY blocks of this prefix, for each shard of each group."""
         return [
@@ -183,6 +206,7 @@ class Promotions:
         gone, orphans = self._blocks.store.unpromoted(ids)
         self._not_read(ids, reason, orphans)
         self._blocks.gone(gone, "lost")
+        self._blocks.residency.stay_below(array("I", ids))
 
     def spoilt(self, ids: bytes, reason: str) -> None:
         """The frames of these blocks are damaged: drop the blocks."""

@@ -116,6 +116,7 @@ class StatusFigures:
             "started_at_s": self._began_s,
             "stopping": self.stopping,
             "tiers": {"warm": self._warm_tier(tenants, counts, allocated)},
+            "hot": {"resident": summed(catalog.blocks.residency.report() for catalog in catalogs)},
             "lookup_tokens": sum(catalog.usage.lookup_tokens for catalog in catalogs),
             "hit_tokens": self._hits(catalogs),
             "miss_tokens": summed(catalog.usage.miss_tokens for catalog in catalogs),
