@@ -393,9 +393,7 @@ class Simulation:
 
     def reused(self, tenants: dict[str, Any]) -> Counter[str]:
         """How many blocks these tenants lost because their segments were reused, also by last writes."""
-        return Counter(
-            {name: one.catalog.blocks.evicted["lost"] for name, one in tenants.items()}
-        )
+        return Counter({name: one.catalog.blocks.evicted["lost"] for name, one in tenants.items()})
 
     def check_kept(
         self, before: dict[str, tuple[int, int]], how: str, keeps_memory: bool, reused: Counter[str]
