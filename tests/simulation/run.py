@@ -36,7 +36,6 @@ from .plan import (
 from kvtier import wire
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.leases import NOBODY
-from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS
 
 from .clients import Client, Link
 from .daemon import FIRST_UID, Daemon
@@ -349,7 +348,7 @@ class Simulation:
                 f"{name} write leases": len(catalog._writing.of),
                 f"{name} quarantined": len(held.keys() - {0}),
                 f"{name} reading": catalog.promotions.reading,
-                f"{name} writing": catalog.demotions.writing if self.has_places(name) else 0,
+                f"{name} writing": catalog.demotions.writing if self.writes_end(name) else 0,
                 f"{name} unsent": server.share_of(tenant).unsent_bytes,
                 f"{name} receiving": server.share_of(tenant).receiving_bytes,
             }
@@ -361,14 +360,14 @@ class Simulation:
             found |= {f"{name} blocks {state}": count for state, count in states.items()}
         return {what: count for what, count in found.items() if count}
 
-    def has_places(self, tenant: str) -> bool:
-        """Whether blocks of this tenant can be written. If a start could read fewer than three segments, and
-        the others take all room, the daemon tries again and again."""
+    def writes_end(self, tenant: str) -> bool:
+        """Whether all blocks of this tenant that are only in memory get written. Not if a start could not
+        read files, which take their room: with fewer than three segments, the daemon tries to write again and
+        again, and where a part of memory that it keeps on disk is larger than the disk, it writes in turn."""
         if not self.machine.config.directories:
             return True
         attached = self.daemon.app.lower.tier.directories.attached
-        stores = [one.stores[tenant] for one in attached]
-        return any(one.files.has_room or len(one.log) >= LEAST_SEGMENTS for one in stores)
+        return not any(one.stores[tenant].files.unreadable for one in attached)
 
     def stored(self) -> dict[str, tuple[int, int]]:
         """How many blocks of each tenant are on disk, and how many in memory or on disk."""
