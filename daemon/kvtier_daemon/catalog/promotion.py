@@ -99,7 +99,11 @@ class Promotions:
             for held in reversed(present):
                 self._blocks.unlease(held)
         if len(ids) < sum(len(below) for _, _, below, _ in wanted):  # there was no room for all
-            prefix, _ = self._longest(space, keys, prefix, _is_all_coming)
+            prefix, wanted = self._longest(space, keys, prefix, _is_all_coming)
+            coming = b"".join(part for *_, part in wanted) if prefix > ready else b""
+            needed = set(array("I", coming))
+            ids, sizes = self._keep_needed(ids, sizes, needed)
+            joined = array("I", (one for one in array("I", joined) if one in needed)).tobytes()
         if prefix <= ready:
             self._blocks.policy.demoted(store.unpromoted(ids)[1])
             return Promotion()
@@ -129,6 +133,17 @@ class Promotions:
         self.reading += len(sizes)
         frames, digests = store.frames(found)
         return Promotion(found, store.slots(found), frames, digests, b"", len(sizes), sizes)
+
+    def _keep_needed(
+        self, ids: bytes, sizes: Sequence[int], needed: Set[int]
+    ) -> tuple[bytes, array[int]]:
+        """Give back the slots of blocks that only a longer prefix needs: the request would wait for them, and
+        hold them after its answer. Return the other blocks and their sizes."""
+        planned = list(zip(array("I", ids), sizes, strict=True))
+        needless = array("I", (one for one, _ in planned if one not in needed))
+        self._blocks.policy.demoted(self._blocks.store.unpromoted(needless.tobytes())[1])
+        kept = array("I", (one for one, _ in planned if one in needed))
+        return kept.tobytes(), array("I", (size for one, size in planned if one in needed))
 
     def _present(self, space: KnownSpace, keys: bytes) -> list[bytes]:
         """The READY blocks of this prefix, for each shard of each group."""
