@@ -65,7 +65,7 @@ BATCH: dict[str, tuple[Any, ...]] = {
 CAPABILITY_MAJOR, CAPABILITY_MINOR, UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER = 75, 76, 41, 91
 NON_BLOCKING = 1
 BLOCKING_SYNC, NO_TIMING = 1, 2
-PORTABLE, MAPPED = 1, 2
+PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
 RELAXED = 2
 STREAM_ORDER = 1
 OLDEST = (12, 0)  # of a driver, by the version of CUDA that it supports
@@ -312,9 +312,11 @@ class Driver:
     def free_pinned(self, memory: ctypes.Array[ctypes.c_uint8]) -> None:
         self.try_call("cuMemFreeHost", ctypes.addressof(memory))
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Pin memory of the host, and map it for the device."""
-        self.call("cuMemHostRegister_v2", address, nbytes, PORTABLE | MAPPED)
+    def register(self, address: int, nbytes: int, read_only: bool = False) -> None:
+        """Pin memory of the host, and map it for the device. `read_only`: this process may not write it; not
+        every device can read such memory, and CudaError is raised if it cannot."""
+        flags = PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
+        self.call("cuMemHostRegister_v2", address, nbytes, flags)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self.call("cuMemcpyAsync", to, source, nbytes, stream)
