@@ -553,12 +553,39 @@ def gpu_direct(world: World) -> Finding:
         return ok(name, "no NVIDIA GPU here: not needed")
     if not world.loadable("libcufile.so.0"):
         return warn(name, "libcufile.so.0 cannot be loaded", "pip install nvidia-cufile-cu12")
+    p2pdma = _p2pdma_lacks(world)
+    if p2pdma == []:
+        return ok(name, "libcufile is set to PCI P2PDMA, which needs no nvidia-fs")
+    if not world.there("proc/driver/nvidia-fs") and p2pdma is not None:
+        value = "libcufile is set to PCI P2PDMA, but falls back"
+        return warn(name, value, f"set {', '.join(p2pdma)}; or modprobe nvidia-fs")
     if not world.there("proc/driver/nvidia-fs"):
-        fix = "modprobe nvidia-fs (package nvidia-gds); without it libcufile copies through memory"
+        fix = (
+            "modprobe nvidia-fs (package nvidia-gds), or use_pci_p2pdma in cufile.json; without "
+            "one of them libcufile copies through memory"
+        )
         return warn(name, "nvidia-fs is not loaded: libcufile falls back", fix)
     stats = world.text("proc/driver/nvidia-fs/stats")
     reads = re.search(r"Reads\s*:.*?\bn=(\d+)", stats)
     return ok(name, f"nvidia-fs is loaded, {int(reads[1]) if reads else 0:,} reads by it so far")
+
+
+def _p2pdma_lacks(world: World) -> list[str] | None:
+    """Return what PCI P2PDMA still needs on this machine; None if libcufile is not set to use it."""
+    configured = world.text(
+        world.environ.get("CUFILE_ENV_PATH_JSON", "etc/cufile.json").lstrip("/")
+    )
+    chosen = re.search(r'^\s*"use_pci_p2pdma"\s*:\s*true', configured, re.MULTILINE)
+    if not chosen and world.environ.get("CUFILE_USE_PCIP2PDMA", "").lower() != "true":
+        return None
+    lacks = []
+    if tuple(map(int, re.findall(r"\d+", world.release)[:2])) < (6, 2):
+        lacks.append(f"up a kernel of version 6.2 or later (this is {world.release})")
+    if "RMForceStaticBar1=1" not in world.text("proc/driver/nvidia/params"):
+        lacks.append("NVreg_RegistryDwords=RMForceStaticBar1=1 for the module nvidia")
+    if world.text("sys/module/nvme_core/parameters/multipath") == "Y":
+        lacks.append("multipath=N for the module nvme_core")
+    return lacks
 
 
 def udev(world: World) -> Finding:

@@ -122,7 +122,7 @@ class CopyLane:
         """Wait for copies in progress, and free everything."""
         self._driver.try_call("cuStreamSynchronize", self.stream)
         self._driver.try_call("cuStreamDestroy_v2", self.stream)
-        self._driver.try_call("cuMemFree_v2", self._device_table)
+        self._driver.free(self._device_table)
         self._driver.free_pinned(self._table)
         if self._staging is not None:
             self._driver.free_pinned(self._staging)
@@ -139,6 +139,18 @@ class CopyLane:
         after: Event | None,
     ) -> None:
         """Start to copy blocks into slots or out of them, after this event; check all bounds before."""
+        with self._driver.inside:
+            self._start(pieces, block_ids, extents, slots, inwards, after)
+
+    def _start(
+        self,
+        pieces: DevicePieces,
+        block_ids: Sequence[int],
+        extents: Extents,
+        slots: bytes,
+        inwards: bool,
+        after: Event | None,
+    ) -> None:
         places, ids = _checked(pieces, block_ids, extents, slots, inwards)
         pinned = self._copier.pins.of(extents)
         ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
@@ -360,7 +372,7 @@ class Copier:
         self._open = []
         self.pins.close()
         for table in self._tables:
-            self.driver.try_call("cuMemFree_v2", table)
+            self.driver.free(table)
         self._tables = []
         if self._module:
             self.driver.try_call("cuModuleUnload", self._module)
