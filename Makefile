@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/cuda/* \
             kernels/CMakeLists.txt)
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu kernels/cuda/*.h \
-            tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
+            tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp tests/kernels/*.h)
 
 # Without bytecode on disk, each of the 2,000 processes that the tests start compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
