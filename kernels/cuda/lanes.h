@@ -57,8 +57,8 @@ KVTIER_DEVICE T joined(Function function, Join join) {
     return found;
 }
 
-// A flag that other warps set or read at the same time: a volatile access is relaxed and atomic, and
-// is not combined with another one.
+// A flag that other warps set or read at the same time: a volatile access is relaxed and atomic,
+// and is not combined with another one.
 KVTIER_DEVICE void set_flag(uint32_t& flag) { *static_cast<volatile uint32_t*>(&flag) = 1; }
 KVTIER_DEVICE bool is_set(const uint32_t& flag) {
     return *static_cast<const volatile uint32_t*>(&flag) != 0;
