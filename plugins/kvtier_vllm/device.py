@@ -88,17 +88,37 @@ class DeviceSide:
         """Unregister these extents once no copy uses them."""
         self._copier.pins.forget(reader.mappings)
 
+    def end_gather(self) -> None:
+        """Return when the copies of `gather` have ended; also if this raises."""
+        try:
+            self._lanes["save"].finish()
+        except CudaError as error:
+            self._lanes["save"].drain()
+            raise DeviceCopyError(str(error)) from error
+
+    def hold_for_saves(self) -> None:
+        """Let all later work of the engine's stream wait for the copies that `gather` has started. If the
+        device fails, wait for them here."""
+        lane = self._lanes["save"]
+        try:
+            lane.hold(self._engine_stream())
+        except CudaError:
+            lane.wait()
+
+    def wait_for_saves(self) -> None:
+        """Return when the copies that `gather` has started have ended."""
+        self._lanes["save"].wait()
+
     def gather(
         self, saving: Saving, group: int, block_ids: Sequence[int], after: Event | None
     ) -> None:
-        """Copy pages into the granted slots. When this returns or raises, the copy has ended."""
+        """Start to copy pages into the granted slots. If this raises, no copy is in progress."""
         if after is None:
             raise DeviceCopyError("no event to wait for")
         pieces, lane = self._pieces[group], self._lanes["save"]
         ids, slots = saving.placed(block_ids, pieces.block_bytes)
         try:
             lane.start(pieces, ids, saving.mappings, slots, True, after)
-            lane.finish()
         except CudaError as error:
             raise DeviceCopyError(str(error)) from error
 

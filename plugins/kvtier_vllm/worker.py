@@ -439,13 +439,18 @@ class Overwritten(Exception):  # noqa: N818
 class SaveCopy:
     """The copy of one save, shared by its thread and the step. It is copied in pieces: `cancel` waits for the
     piece that is being copied, some milliseconds, and no further piece begins. A piece never includes a
-    request to the daemon. `fleeting`: a window may soon give the pages away."""
+    request to the daemon. A device's piece only starts its copy: `cancel` then lets the engine's stream wait
+    for it. `fleeting`: a window may soon give the pages away."""
 
-    def __init__(self, save: Save, after: Event | None, fleeting: bool) -> None:
+    def __init__(
+        self, save: Save, after: Event | None, fleeting: bool, device: DeviceSide | None = None
+    ) -> None:
         self.save = save
         self.after = after
+        self._device = device
         self._ended = threading.Event() if fleeting else None
         self._cancelled = False
+        self._started = 0  # writes that the device has
         self._piece = threading.Lock()
 
     def __enter__(self) -> None:
@@ -458,13 +463,21 @@ class SaveCopy:
         self._piece.release()
 
     def cancel(self, within_s: float = 0.0) -> None:
-        """Return when nothing is copied from these pages any longer. A fleeting save gets this much time to
-        end first, once."""
+        """Return when the engine may overwrite these pages, with work of its stream. A fleeting save gets
+        this much time to end first, once."""
         if self._ended is not None and not self._cancelled and within_s > 0.0:
             self._ended.wait(within_s)
         self._cancelled = True
         with self._piece:
-            pass
+            on_device = self._started > 0
+        if on_device and self._device is not None:
+            self._device.hold_for_saves()
+
+    def started(self) -> None:
+        """The device has the copy of one more write; the save's thread will wait for it. Within a piece."""
+        self._started += 1
+        if self._ended is not None and self._started == len(self.save.writes):
+            self._ended.set()
 
     def ended(self) -> None:
         """The save has ended, with or without success."""
@@ -490,13 +503,13 @@ class RankSaves:
         after = device.fence() if device is not None and saves else None
         for save in saves:
             fleeting = any(self._windows[write.group] for write in save.writes)
-            copy = self.pending[save.number] = SaveCopy(save, after, fleeting)
+            copy = self.pending[save.number] = SaveCopy(save, after, fleeting, device)
             if cancelled:
                 copy.cancel()
             self._state.tasks.put(partial(self._save, copy))
 
     def cancel(self, numbers: Sequence[int], until: float) -> None:
-        """Return when nothing is copied from these saves' pages. Fleeting saves have time until then."""
+        """Return when the engine may overwrite these saves' pages. Fleeting saves have time until then."""
         for number in numbers:
             copy = self.pending.get(number)
             if copy is not None:
@@ -556,6 +569,8 @@ class RankSaves:
                 if state.device is not None:
                     with copy:
                         state.device.gather(saving, write.group, write.block_ids, copy.after)
+                        copy.started()
+                    state.device.end_gather()
                 else:
                     pieces = state.pieces[write.group]
                     saving.gather(pieces, write.block_ids, nice=NICE, turn=copy)
@@ -645,6 +660,8 @@ class WorkerSide:
         for thread in threads:
             thread.join(max(0.0, until - state.clock()))
         self.saves.cancel(list(self.saves.pending), 0.0)
+        if state.device is not None:
+            state.device.wait_for_saves()
         self.loads.end_in_step()
         # The memory of a copy that has not ended stays mapped until the process ends.
         if state.device is not None and not any(thread.is_alive() for thread in threads):

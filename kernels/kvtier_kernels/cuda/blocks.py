@@ -198,9 +198,13 @@ class CopyLane:
         """Let all later work of this stream wait for the copies that were started."""
         self._event.hold(stream)
 
+    def wait(self) -> None:
+        """Wait for the copies that were started, in any thread. Errors of the device end the wait."""
+        self._driver.try_call("cuStreamSynchronize", self.stream)
+
     def drain(self) -> None:
         """Wait for started copies after an error, because their slots and pages will be reused."""
-        self._driver.try_call("cuStreamSynchronize", self.stream)
+        self.wait()
         self._forget()
 
     def finish(self) -> None:
