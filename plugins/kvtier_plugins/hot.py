@@ -107,6 +107,9 @@ class HotSide:
             self._memory = {}
             self._idle.wait_for(lambda: not self._uses, within_s)
         self._unmap()
+        stream, self._stream = self._stream, 0
+        if stream:
+            self._driver.try_call("cuStreamDestroy_v2", stream)
 
     # --- places --------------------------------------------------------------------------------
 
