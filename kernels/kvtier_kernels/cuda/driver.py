@@ -129,6 +129,8 @@ class Driver:
         self._checked("cuInit", 0)
         self._checked("cuDeviceGet", byref(self._device), device)
         self._checked("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
+        # For functions that this class does not declare.
+        self.library, self.device = self._library, self._device.value
         # A slot must have one address for both the host and the device.
         for attribute in (UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER):
             if not self.attribute(attribute):
@@ -168,15 +170,6 @@ class Driver:
         value = c_int()
         self._checked("cuDeviceGetAttribute", byref(value), number, self._device)
         return value.value
-
-    @property
-    def library(self) -> ctypes.CDLL:
-        """For functions that this class does not declare."""
-        return self._library
-
-    @property
-    def device(self) -> int:
-        return self._device.value
 
     @property
     def name(self) -> str:
