@@ -5,7 +5,12 @@
 
 namespace kvtier {
 
-void HotCopies::make_room(std::uint32_t size_class, std::uint64_t n) {
+void HotCopies::make_room(std::uint32_t size_class, std::uint64_t n, bool evict) {
+    if (!evict) {  // only slots of other sizes that are vacant
+        slabs_.new_round();
+        slabs_.reshape_vacant(size_class, n, true);
+        return;
+    }
     while (slabs_.room(size_class) < n) {
         const std::uint64_t before = ready_;
         std::vector<Id> victims;
@@ -17,7 +22,7 @@ void HotCopies::make_room(std::uint32_t size_class, std::uint64_t n) {
         make_room_in(
             slabs_, records_, size_class, n, victims,
             [this](Id id) { return has(id) ? places_[id].slab : no_slab; },
-            [this](Id id) { evict(id); });
+            [this](Id id) { this->evict(id); });
         if (ready_ == before) return;
     }
 }

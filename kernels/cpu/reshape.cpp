@@ -313,9 +313,9 @@ void Slabs::check(
                 hold(blocks.emplace(first, first + pitch).second, "two live slots start together");
                 hold(records_.known(id), "a slot has a block that does not exist");
                 const auto [own_slab, own_slot] = place_of(id);
-                hold(own_slab < slabs_.size() && slabs_[own_slab].get() == &slab &&
-                         own_slot == slot,
-                     "a slot and its record disagree");
+                hold(
+                    own_slab < slabs_.size() && slabs_[own_slab].get() == &slab && own_slot == slot,
+                    "a slot and its record disagree");
             }
             hold(used == slab.used, "a slab's count of blocks is wrong");
         };

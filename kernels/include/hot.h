@@ -1,8 +1,9 @@
 // Copies of blocks in the memory of one GPU, beside their slots in memory.
 //
 // Only a block with a slot in memory has a copy: it goes when the block leaves memory, so to evict
-// a copy loses nothing. A lease on the block also holds its copy. While a copy is written, its block
-// is leased, so the record of the block says which slots may be freed, for both kinds of memory.
+// a copy loses nothing. A lease on the block also holds its copy. While a copy is written, its
+// block is leased, so the record of the block says which slots may be freed, for both kinds of
+// memory.
 #pragma once
 #include <memory>
 #include <span>
@@ -65,7 +66,7 @@ class HotCopies {
     CopyState state_of(Id id) const {
         return places_.reaches(id) ? places_[id].state : CopyState::none;
     }
-    void make_room(std::uint32_t size_class, std::uint64_t n);
+    void make_room(std::uint32_t size_class, std::uint64_t n, bool evict);
     void take(std::uint32_t size_class, Id id);
     void link(Id id);
     void unlink(Id id);
@@ -99,7 +100,7 @@ std::vector<CopyAnswer> HotCopies::reserve(std::span<const Id> ids, bool evict, 
         }
         // The class lasts as long as it has slabs.
         const std::uint32_t size_class = slabs_.join_class(bytes);
-        if (wanted && evict) make_room(size_class, wanted);
+        if (wanted) make_room(size_class, wanted, evict);
         for (std::size_t i = first; i < end; ++i) {
             if (answers[i] != CopyAnswer::granted) continue;
             if (slabs_.room(size_class) == 0)

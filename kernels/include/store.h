@@ -207,8 +207,8 @@ class Store {
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;
 
-    // Copies of blocks in the memory of GPUs. Each memory has a number that is never reused, and its
-    // own generations. Copies are reserved for leased blocks, and those leases last until
+    // Copies of blocks in the memory of GPUs. Each memory has a number that is never reused, and
+    // its own generations. Copies are reserved for leased blocks, and those leases last until
     // `end_copies`, which makes the copies visible or gives their slots back.
     std::uint32_t add_hot(std::uint64_t bytes, std::uint64_t* generations);
     void drop_hot(std::uint32_t number) { hot_.erase(number); }

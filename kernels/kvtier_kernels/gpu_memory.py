@@ -23,7 +23,7 @@ class GpuMemoryError(RuntimeError):
     """The driver cannot provide memory that processes share."""
 
 
-class _Location(ctypes.Structure):
+class _Place(ctypes.Structure):
     _fields_ = (("type", c_int), ("id", c_int))
 
 
@@ -35,14 +35,14 @@ class _Flags(ctypes.Structure):
 class _Properties(ctypes.Structure):
     """CUmemAllocationProp."""
 
-    _fields_ = (("type", c_int), ("handles", c_int), ("location", _Location), ("windows", c_void_p),
+    _fields_ = (("type", c_int), ("handles", c_int), ("location", _Place), ("windows", c_void_p),
                 ("flags", _Flags))  # fmt: skip
 
 
 class _Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
-    _fields_ = (("location", _Location), ("flags", c_int))
+    _fields_ = (("location", _Place), ("flags", c_int))
 
 
 _HOLDER: dict[str, tuple[Any, ...]] = {
@@ -138,7 +138,7 @@ class HeldGpu:
         raise GpuMemoryError(f"there is no GPU {name}; this process sees {there}")
 
     def _properties(self) -> _Properties:
-        location = _Location(DEVICE, self._device.value)
+        location = _Place(DEVICE, self._device.value)
         return _Properties(PINNED, DESCRIPTOR, location, None, _Flags())
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
@@ -158,18 +158,17 @@ class HeldGpu:
         self._call("cuMemRelease", handle)
 
 
-class Caller(Protocol):
+class ContextDriver(Protocol):
     """A driver with a context."""
 
-    @property
-    def library(self) -> ctypes.CDLL: ...
-    @property
-    def device(self) -> int: ...
+    library: ctypes.CDLL
+    device: int
+
     def call(self, name: str, *arguments: Any) -> None: ...
     def try_call(self, name: str, *arguments: Any) -> None: ...
 
 
-def uuid_of(driver: Caller) -> str:
+def uuid_of(driver: ContextDriver) -> str:
     """Return the name of the driver's GPU."""
     _declare(driver.library, _USER)
     packed = (c_ubyte * UUID_BYTES)()
@@ -180,7 +179,7 @@ def uuid_of(driver: Caller) -> str:
 class MappedGpuMemory:
     """Memory of a holder, mapped for the driver's device until `close`. Closes the descriptor in any case."""
 
-    def __init__(self, driver: Caller, fd: int, nbytes: int) -> None:
+    def __init__(self, driver: ContextDriver, fd: int, nbytes: int) -> None:
         self.address, self.nbytes = 0, nbytes
         self._driver = driver
         self._handle = c_uint64()
@@ -195,7 +194,7 @@ class MappedGpuMemory:
             self.address = address.value
             driver.call("cuMemMap", self.address, nbytes, 0, self._handle, 0)
             self._is_mapped = True
-            access = _Access(_Location(DEVICE, driver.device), READ_WRITE)
+            access = _Access(_Place(DEVICE, driver.device), READ_WRITE)
             driver.call("cuMemSetAccess", self.address, nbytes, byref(access), 1)
         except BaseException:
             self.close()

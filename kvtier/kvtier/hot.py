@@ -24,7 +24,7 @@ class HotMemory(NamedTuple):
     fd: int
 
 
-class HotCopies:
+class CopySlots:
     """Slots for copies of blocks, which the client may write until `end`."""
 
     is_lost = True  # it gets no slots in a later connection
@@ -95,14 +95,14 @@ class HotClient:
         """No slot of this memory is asked about from now on."""
         self._tables[number] = None
 
-    def reserve(self, slots: bytes, again: bool) -> HotCopies | None:
+    def reserve(self, slots: bytes, again: bool) -> CopySlots | None:
         """Get slots for copies of the blocks in these slots of the arena; None if no block gets one. `again`:
         they were loaded, not saved."""
-        taken: list[HotCopies] = []
+        taken: list[CopySlots] = []
 
         def take(reply: wire.Reserved, _: BothMappings) -> None:
             if reply.lease:
-                taken.append(HotCopies(self._link, reply))
+                taken.append(CopySlots(self._link, reply))
 
         request = wire.HotReserve(self._link.new_id(), slots, again)
         self._link.ask(request, wire.Reserved, take)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtier import KvtierError, wire
 from kvtier.client import Client, Reader
 from kvtier.errors import Refused
-from kvtier.hot import HotClient, HotCopies
+from kvtier.hot import HotClient, CopySlots
 from kvtier_kernels.cuda import CopyLane, CudaError, DevicePieces, Driver, Event
 from kvtier_kernels.gpu_memory import GpuMemoryError, MappedGpuMemory, uuid_of
 
@@ -107,6 +107,9 @@ class HotSide:
             self._memory = {}
             self._idle.wait_for(lambda: not self._uses, within_s)
         self._unmap()
+        stream, self._stream = self._stream, 0
+        if stream:
+            self._driver.try_call("cuStreamDestroy_v2", stream)
 
     # --- places --------------------------------------------------------------------------------
 
@@ -194,7 +197,7 @@ class HotSide:
 
     # --- saves ---------------------------------------------------------------------------------
 
-    def reserve(self, slots: bytes, again: bool) -> HotCopies | None:
+    def reserve(self, slots: bytes, again: bool) -> CopySlots | None:
         """Get slots for copies of these blocks; None if there are none now. Waits for the daemon."""
         if self._is_off or not slots:
             return None
@@ -216,7 +219,7 @@ class HotSide:
         self,
         lane: CopyLane,
         pieces: DevicePieces,
-        copies: HotCopies,
+        copies: CopySlots,
         pages: Sequence[int],
         parts: int,
         after: Event | None,

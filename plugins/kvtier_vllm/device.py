@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from kvtier import KvtierError
 from kvtier.client import Reader
-from kvtier.hot import HotCopies
+from kvtier.hot import CopySlots
 from kvtier.saving import Saving
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels.cuda import Copier, CudaError, Driver, Event
@@ -160,10 +160,10 @@ class DeviceSide:
 
     def start_keeping(
         self, run: bytes, reads: Sequence[ReadOrder], parts: Sequence[int]
-    ) -> list[tuple[HotSide, HotCopies]]:
+    ) -> list[tuple[HotSide, CopySlots]]:
         """After the copies of a load in the lane `load`, copy those of its blocks that have no copy yet to
         the device's memory. Returns what `end_keeping` gets after `end`."""
-        kept: list[tuple[HotSide, HotCopies]] = []
+        kept: list[tuple[HotSide, CopySlots]] = []
         if (hot := self.hot_of(run)) is None:
             return kept
         lane, size = self._lanes["load"], SLOT_BYTES
@@ -185,7 +185,7 @@ class DeviceSide:
             log.warning("kvtier: a copy on the GPU failed: %s", str(error))
         return kept
 
-    def end_keeping(self, kept: Sequence[tuple[HotSide, HotCopies]], why: str) -> None:
+    def end_keeping(self, kept: Sequence[tuple[HotSide, CopySlots]], why: str) -> None:
         """The lane has ended; `why`: the reason if its pages do not have their blocks. If the device failed,
         the slots stay held until this process ends."""
         for hot, copies in kept if why != "error" else ():

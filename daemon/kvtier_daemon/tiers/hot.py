@@ -52,7 +52,7 @@ class HotExtent:
 
 
 @dataclass(slots=True)
-class Holder:
+class OfferedGpu:
     """The process that holds the memory of one GPU."""
 
     name: Hashable
@@ -67,7 +67,7 @@ class HotTier:
     def __init__(self, tenants: Mapping[str, Tenant], sizes: Mapping[str, int]) -> None:
         self._tenants = tenants
         self.sizes = sizes
-        self._holders: dict[str, Holder] = {}  # by GPU
+        self._holders: dict[str, OfferedGpu] = {}  # by GPU
 
     def offer(self, name: Hashable, gpu: str, nbytes: int, unit_bytes: int) -> dict[str, int]:
         """A holder offers the memory of a GPU: return the tenants' shares. Raises Refused."""
@@ -90,7 +90,7 @@ class HotTier:
             raise Refused("bad_request", text)
         shares = {name: size - size % unit_bytes for name, size in self.sizes.items()}
         shares = {name: size for name, size in shares.items() if size}
-        self._holders[gpu] = Holder(name, nbytes, shares)
+        self._holders[gpu] = OfferedGpu(name, nbytes, shares)
         log.info("GPU %s: a holder offers %s", gpu, format_bytes(nbytes))
         return dict(shares)
 
