@@ -102,6 +102,7 @@ class CuFileReads:
     def __init__(self, base: int, nbytes: int) -> None:
         try:
             import kvikio
+            import kvikio.defaults
         except ImportError as error:
             text = f"kvikio is not installed ({error}): pip install 'kvtier[gds]'"
             raise DirectReadsError(text) from error
