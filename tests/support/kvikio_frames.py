@@ -145,7 +145,7 @@ def load(
 ) -> None:  # fmt: skip
     chance, space = random.Random(chain), client.open(SPEC)
     keys = space.keys(tokens(chain, length))
-    lease = read_directly(space, keys, engine.reader.codecs)
+    lease = read_directly(space, keys, engine.reader.codecs, deadline_ms=600_000)
     assert len(lease.frames) == length, (len(lease.frames), length)
     kinds = (*HARMS, FORGOTTEN)
     chosen = {

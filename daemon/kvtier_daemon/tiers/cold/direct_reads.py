@@ -23,7 +23,7 @@ from kvtier_daemon.tiers.base import DirectFile, DirectGrant, GrantedFrame
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.tier import ColdTier
 
-LIMIT_LEASE_S = 2.0  # a full disk waits until its oldest segment can be reused
+LIMIT_DIRECT_S = 2.0  # a full disk waits until its oldest segment can be reused
 LIMIT_LEASES = 16  # of one session
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 # A segment that is continued after a start is BEGINNING, with frames.
@@ -127,7 +127,7 @@ class SegmentReads:
         for segment, blocks in segments.items():
             segment.reading += blocks
         lease = next(_leases)
-        until = self._clock() + min(within_s, LIMIT_LEASE_S)
+        until = self._clock() + min(within_s, LIMIT_DIRECT_S)
         granted = FramedBlocks(ids.tobytes(), bytes(frames), bytes(digests))
         self._leases[lease] = SegmentLease(session, until, space, bytes(wanted), granted, segments)
         return DirectGrant(lease, tuple(rows))
