@@ -280,6 +280,28 @@ def test_a_client_closes_its_oldest_files_and_reports_them() -> None:
     assert files.closed == [2, 3, 4] and files.use(2) is None and used is files.use(1)
 
 
+def test_a_group_may_open_the_files_of_its_tenant_as_long_as_it_is_configured(
+    daemon_of: DaemonOf, tmp_path: Path, disk: Path
+) -> None:
+    group = os.getgid() or 12_345  # root may give a file to any group
+    modes = []
+    for permits in (f"true\ndirect_group = {group}", "true"):
+        daemon = direct_daemon(daemon_of, tmp_path / "one", disk, permits=permits)
+        with daemon.connect() as client:
+            space = client.open(SPEC)
+            keys = space.keys(tokens(0))
+            space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys])
+        daemon.stop()
+        files = [
+            path for path in (disk / "segments" / "default").iterdir() if path.name.isdecimal()
+        ]
+        assert files
+        modes.append({path.stat().st_mode & 0o777 for path in files})
+        assert {path.stat().st_gid for path in files} == {group}
+        assert (disk / "segments").stat().st_mode & 0o077 == 0
+    assert modes == [{0o640}, {0o600}]
+
+
 def test_the_daemon_counts_the_files_that_a_client_has(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
