@@ -19,7 +19,8 @@ from kvtier.direct import DirectFrame, read_directly
 from kvtier.frame import DIGEST_AT, DIGEST_BYTES, HEADER, PAGE, TIME_AT
 from kvtier_kernels import xxh3_128
 from kvtier_kernels.cuda import Copier, Driver, blocks, codecs, digests
-from kvtier_plugins.payload_reads import CuFileReads
+from kvtier_plugins.direct import open_source
+from kvtier_plugins.payload_reads import CuFileReads, DirectReadsError
 from support.direct_engine import UNTOUCHED, DirectEngine
 from support.specs import spec_of
 
@@ -130,6 +131,11 @@ def main(socket: str, chains: int, length: int) -> dict[str, int]:
     ring = engine.reader.ring
     source = HarmedReads(ring.payloads, ring.nbytes)
     assert source.is_compatible_only, "there is no device: kvikio cannot read directly"
+    for mode, expected in (
+        ("auto", "compatibility mode; blocks"),
+        ("on", "pinned memory, because kvikio"),
+    ):
+        assert expected in selected(mode, engine), mode
     with Client.connect(socket, populate=False) as client:
         for chain in range(chains):
             load(client, engine, source, chain, length, counts)
@@ -138,6 +144,16 @@ def main(socket: str, chains: int, length: int) -> dict[str, int]:
     copier.close()
     driver.close()
     return dict(counts)
+
+
+def selected(mode: str, engine: DirectEngine) -> str:
+    """What the log says about the way to read in this mode."""
+    try:
+        source, text = open_source(mode, engine.reader)
+    except DirectReadsError as error:
+        return str(error)
+    source.close()
+    return text
 
 
 def load(
