@@ -49,6 +49,7 @@ LIMIT_LISTED = 4096  # in one Listed
 LIMIT_EVENTS = 256  # in one Events
 # at, file, page, payload bytes, codec, header pages, epoch of the segment, digest of the payload
 DIRECT_ROW = struct.Struct("<IIIIBB2xQ16s")
+LIMIT_CALIBRATION_BYTES = 3 << 20  # of one DirectReadCalibrated
 LIMIT_DIRECT_BLOCKS = 4096  # in one DirectReadGranted
 LIMIT_DIRECT_FILES = 256  # that a session has and did not close
 LENGTH = struct.Struct("<I")
@@ -369,6 +370,15 @@ class DirectReadEnd(Message, tag=113):
     failed: bytes
 
 
+class DirectReadCodec(Message, tag=114):
+    """Get the calibration of a group and shard, if its frames need one to be decoded. Answered with a
+    DirectReadCalibrated."""
+
+    space: int
+    group: int
+    shard: int
+
+
 # --- replies ------------------------------------------------------------------------------------
 
 
@@ -497,6 +507,20 @@ class DirectReadChecked(Message, tag=49):
     valid: bytes
 
 
+class DirectReadCalibrated(Message, tag=50):
+    """The calibration of a codec, or codec 0. `profile` is its name in frames. The other fields are the
+    arguments of `kvtier_kernels.Calibration`; `numbers` has the place in `parts` of a layer's part."""
+
+    codec: int = 0
+    level: int = 0
+    group_tokens: int = 0
+    heads_first: bool = False
+    profile: bytes = b""
+    ropes: list[tuple[bytes, bool]] = []
+    parts: list[tuple[int, int, int, int, bytes, bytes, bytes, bytes]] = []
+    numbers: list[tuple[int, int, int]] = []
+
+
 # --- messages without a request -----------------------------------------------------------------
 
 
@@ -520,12 +544,12 @@ Request = (
     Hello | Open | MatchPrefix | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
-    | DirectRead | DirectReadEnd
+    | DirectRead | DirectReadEnd | DirectReadCodec
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
-    | DirectReadGranted | DirectReadChecked | DirectReadFile
+    | DirectReadGranted | DirectReadChecked | DirectReadCalibrated | DirectReadFile
 )  # fmt: skip
 
 # The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.

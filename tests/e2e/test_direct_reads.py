@@ -16,7 +16,7 @@ from kvtier.direct import DirectFrame, DirectLease, read_directly
 from kvtier.frame import ENCRYPTED, RAW
 from kvtier.read_file import LIMIT_READ_FILES, ReadFile, ReadFiles
 from kvtier_kernels import xxh3_128
-from support.daemons import Daemon
+from support.daemons import Daemon, kvtier
 from support.specs import pattern, spec_of
 
 SPEC = spec_of("direct", kv_heads=1)  # blocks of 16 KiB
@@ -278,6 +278,36 @@ def test_a_client_closes_its_oldest_files_and_reports_them() -> None:
     used = files.use(1)
     files.close_oldest()
     assert files.closed == [2, 3, 4] and files.use(2) is None and used is files.use(1)
+
+
+def test_a_tier_that_is_switched_off_grants_nothing_and_its_blocks_are_still_stored(
+    daemon: Daemon,
+) -> None:
+    with daemon.connect() as client:
+        lease = asked(client)
+        text = header(lease.frames[0])
+        client.tier("cold", "off")
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "off")
+        assert not asked(client).frames
+        assert lease.frames[0].verify(text, SPEC.block_bytes)
+        assert all(lease.end([True] * CHAIN))
+        client.tier("cold", "on")
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"].get("blocks") == 2 * CHAIN)
+        assert all(asked(client).end([True] * CHAIN))
+
+
+def test_a_purge_erases_what_a_lease_names(daemon: Daemon) -> None:
+    """A descriptor shows forgotten blocks until they are erased."""
+    with daemon.connect() as client:
+        lease = asked(client)
+        frame = lease.frames[0]
+        client.open(SPEC).forget(client.open(SPEC).keys(tokens(0)))
+        frame.verify(header(frame), SPEC.block_bytes)
+        done = kvtier("purge", "--tenant", "default", "--yes", "--socket", daemon.socket)
+        assert done.returncode == 0, done.stderr
+        with pytest.raises(FrameError):
+            frame.verify(header(frame), SPEC.block_bytes)
+        assert not any(lease.end([True] * CHAIN))
 
 
 def test_a_group_may_open_the_files_of_its_tenant_as_long_as_it_is_configured(
