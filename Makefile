@@ -36,6 +36,7 @@ $(VENV)/.native: $(VENV)/.runtime $(NATIVE)
 $(VENV)/.ready: $(VENV)/.native
 	@echo "install the tools for tests and checks into $(VENV)"
 	@$(BIN)/python tools/requirements.py test dev | $(BIN)/python -m pip install $(PIP_QUIET) -r /dev/stdin
+	@$(BIN)/python tools/requirements.py test-gds | $(BIN)/python -m pip install $(PIP_QUIET) --no-deps -r /dev/stdin || echo "no kvikio here: its tests are skipped"
 	@touch $@
 
 demo: $(VENV)/.native  ## run a small daemon with a sample workload

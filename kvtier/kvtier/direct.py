@@ -100,6 +100,17 @@ class DirectLease:
         return [bool(one) and good for one, good in zip(valid[0], sound, strict=True)]
 
 
+def calibration_of(
+    space: Space, group: int = 0, shard: int = 0
+) -> wire.DirectReadCalibrated | None:
+    """Get the calibration that frames of this group and shard need, or None. Raises Refused if the
+    configuration of the tenant does not permit direct reads."""
+    found = space.link.ask(
+        lambda id_: wire.DirectReadCodec(id_, space.index, group, shard), wire.DirectReadCalibrated
+    )
+    return found if found.codec else None
+
+
 def read_directly(
     space: Space, keys: Keys | Sequence[bytes], codecs: bytes, group: int = 0, shard: int = 0,
     deadline_ms: int = 2000, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,

@@ -50,6 +50,7 @@ LIMIT_LISTED = 4096  # in one Listed
 LIMIT_EVENTS = 256  # in one Events
 # at, file, page, payload bytes, codec, header pages, epoch of the segment, digest of the payload
 DIRECT_ROW = struct.Struct("<IIIIBB2xQ16s")
+LIMIT_CALIBRATION_BYTES = 3 << 20  # of one DirectReadCalibrated
 LIMIT_DIRECT_BLOCKS = 4096  # in one DirectReadGranted
 LIMIT_DIRECT_FILES = 256  # that a session has and did not close
 LIMIT_RESIDENT = 4096  # keys in one Resident: about 2 ms
@@ -413,6 +414,8 @@ class DirectReadEnd(Message, tag=113):
 
     lease: int
     failed: bytes
+
+
 class Resident(Message, tag=96):
     """The client's engine holds the blocks `entered` of this group in its own cache from now on, and has
     dropped those in `left`. `reset`: before that, it held no blocks. At most LIMIT_RESIDENT keys in all. Only
@@ -423,6 +426,15 @@ class Resident(Message, tag=96):
     entered: bytes = b""
     left: bytes = b""
     reset: bool = False
+
+
+class DirectReadCodec(Message, tag=114):
+    """Get the calibration of a group and shard, if its frames need one to be decoded. Answered with a
+    DirectReadCalibrated."""
+
+    space: int
+    group: int
+    shard: int
 
 
 # --- replies ------------------------------------------------------------------------------------
@@ -563,6 +575,20 @@ class DirectReadChecked(Message, tag=49):
     valid: bytes
 
 
+class DirectReadCalibrated(Message, tag=50):
+    """The calibration of a codec, or codec 0. `profile` is its name in frames. The other fields are the
+    arguments of `kvtier_kernels.Calibration`; `numbers` has the place in `parts` of a layer's part."""
+
+    codec: int = 0
+    level: int = 0
+    group_tokens: int = 0
+    heads_first: bool = False
+    profile: bytes = b""
+    ropes: list[tuple[bytes, bool]] = []
+    parts: list[tuple[int, int, int, int, bytes, bytes, bytes, bytes]] = []
+    numbers: list[tuple[int, int, int]] = []
+
+
 # --- messages without a request -----------------------------------------------------------------
 
 
@@ -602,13 +628,13 @@ Request = (
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
     | HotOffer | HotGrant | HotJoin | HotReserve | HotEnd
-    | DirectRead | DirectReadEnd | Resident
+    | DirectRead | DirectReadEnd | DirectReadCodec | Resident
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
     | HotShares | HotAdded | HotGone
-    | DirectReadGranted | DirectReadChecked | DirectReadFile
+    | DirectReadGranted | DirectReadChecked | DirectReadCalibrated | DirectReadFile
 )  # fmt: skip
 
 # Requests that a client sends only if the daemon's status says that it knows them: they are no part of what

@@ -37,8 +37,9 @@ from kvtier.frame import (
     pages,
 )
 from kvtier.layout import PAGE_MARK
+from kvtier.wire import DirectReadCalibrated
 from kvtier_kernels.cuda import Driver
-from kvtier_kernels.cuda.codecs import ENCODED_PART, Codecs, Coder
+from kvtier_kernels.cuda.codecs import ENCODED_PART, Codecs, Coder, DeviceCalibration, calibration
 from kvtier_kernels.cuda.digests import RANGE, Digester
 from kvtier_plugins.payload_reads import (
     READERS,
@@ -74,9 +75,8 @@ class Counts:
 
 
 def codecs_for(spec: KvSpec) -> bytes:
-    """The numbers of the codecs that a device decodes for this space. The daemon decodes the others: `zstd`,
-    encrypted frames, calibrated ones, whose profiles only it has, and lossy ones of pages with an order of
-    their own."""
+    """The numbers of the codecs that a device decodes for this space without a calibration. The daemon
+    decodes `zstd`, encrypted frames, and lossy ones of pages with an order of their own."""
     if spec.dtype not in ELEMENTS:
         return bytes([RAW])
     lossy = spec.dtype in FLOATS and PAGE_MARK not in spec.layout
@@ -108,17 +108,27 @@ class DirectReader:
     """Reads blocks of one group's size, in one thread. Its stream is its own."""
 
     def __init__(
-        self, driver: Driver, spec: KvSpec, group: int, shard: int, ring_bytes: int = RING_BYTES
+        self,
+        driver: Driver,
+        spec: KvSpec,
+        group: int,
+        shard: int,
+        ring_bytes: int = RING_BYTES,
+        calibrated: DirectReadCalibrated | None = None,
     ) -> None:
-        """Raise DirectReadsError or CudaError if the device cannot do that."""
+        """`calibrated` is `kvtier.direct.calibration_of` the space. Raise DirectReadsError or CudaError if
+        the device cannot do that."""
         self.driver = driver
         self.counts = Counts()
         self.codecs = codecs_for(spec)
+        self._by: DeviceCalibration | None = None
+        self._calibrated = calibrated
+        self._known: dict[tuple[int, int], int] = {}
         self._place = group, shard
         self._block_bytes = spec.group_block_bytes(group)
         self._element = ELEMENTS.get(spec.dtype, 0)
         self._threads = ThreadPoolExecutor(READERS, "kvtier-headers")
-        self._closing: list[Ring | Coder | Codecs | Digester] = []
+        self._closing: list[Ring | Coder | Codecs | Digester | DeviceCalibration] = []
         self.stream = driver.stream()
         try:
             self.ring = Ring(driver, self._block_bytes, ring_bytes)
@@ -129,9 +139,20 @@ class DirectReader:
             self._closing.append(codecs)
             self._coder = Coder(codecs)
             self._closing.append(self._coder)
+            if calibrated is not None:
+                self._calibrate(calibrated)
         except BaseException:
             self.close()
             raise
+
+    def _calibrate(self, one: DirectReadCalibrated) -> None:
+        """Decode frames of this calibrated codec, too."""
+        self._by = calibration(
+            self.driver, one.codec, one.level, one.group_tokens, one.ropes, one.parts
+        )
+        self._closing.append(self._by)
+        self._known = {(layer, part): number for layer, part, number in one.numbers}
+        self.codecs += bytes([one.codec])
 
     def close(self) -> None:
         """Free everything. No blocks of it may be in use."""
@@ -215,7 +236,11 @@ class DirectReader:
             header = frame.verify(text, self._block_bytes)
         except FrameError:
             return None
-        return header if header.codec in self.codecs and _is_decodable(header) else None
+        if header.codec not in self.codecs or not _is_decodable(header):
+            return None
+        one = self._calibrated
+        wanted = one.profile if one is not None and header.codec == one.codec else ZERO_DIGEST
+        return header if header.codec in LOSSLESS or header.profile == wanted else None
 
     def _compare(
         self, sound: npt.NDArray[np.bool_], ranges: Sequence[tuple[int, int, int, bytes]]
@@ -245,12 +270,19 @@ class DirectReader:
             at = int(blocks[number])
             for entry in header.entries:
                 source = int(places[number]) + entry.offset
-                part = (entry.codec, -1, source, entry.nbytes, at, entry.raw_bytes)
+                known = self._known.get((entry.layer, entry.part), -1)
+                part = (entry.codec, known, source, entry.nbytes, at, entry.raw_bytes)
                 by_codec.setdefault(header.codec, []).append((number, part))
                 at += entry.raw_bytes
         for codec, parts in by_codec.items():
             rows = np.array([part for _, part in parts], ENCODED_PART)
-            self._coder.decode(codec, self._element, rows, self.stream)
+            one = self._calibrated
+            if one is not None and codec == one.codec:
+                self._coder.decode(
+                    codec, self._element, rows, self.stream, self._by, one.heads_first
+                )
+            else:
+                self._coder.decode(codec, self._element, rows, self.stream)
             bad = np.flatnonzero(self._coder.finish()["bad"]).tolist()
             sound[[parts[at][0] for at in bad]] = False
         return blocks
@@ -258,7 +290,7 @@ class DirectReader:
 
 def _is_decodable(header: Frame) -> bool:
     """Whether the entries are parts of one codec, in order, and a lossy codec was applied only once."""
-    if header.codec in LOSSY and (header.profile, header.lossy_generation) != (ZERO_DIGEST, ONCE):
+    if header.codec not in LOSSLESS and header.lossy_generation != ONCE:
         return False
     at = 0
     for entry in header.entries:

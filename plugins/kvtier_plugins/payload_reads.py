@@ -102,6 +102,7 @@ class CuFileReads:
     def __init__(self, base: int, nbytes: int) -> None:
         try:
             import kvikio
+            import kvikio.defaults
         except ImportError as error:
             text = f"kvikio is not installed ({error}): pip install 'kvtier[gds]'"
             raise DirectReadsError(text) from error
@@ -131,13 +132,16 @@ class CuFileReads:
         try:
             if file is None:
                 # kvikio takes no descriptor. This path leads to its file, whatever is renamed.
-                file = self._kvikio.CuFile(f"/proc/self/fd/{frame.file.fd}", "r")
+                path = f"/proc/self/fd/{frame.file.fd}"
+                os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # kvikio's errors have no type
+                file = self._kvikio.CuFile(path, "r")
                 self._open[frame.file] = file
             return file.pread(
                 _DeviceBytes(address, frame.read_bytes), frame.read_bytes, frame.payload_at
             )
         except PermissionError as error:
-            raise DirectReadsError(f"kvikio may not open the segment again: {error}") from error
+            text = "kvikio may not open the segment again; set tenants.NAME.direct_group"
+            raise DirectReadsError(f"{text}: {error}") from error
         except (OSError, RuntimeError):
             return None
 

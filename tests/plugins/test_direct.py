@@ -6,23 +6,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvtier import Client, KvSpec
-from kvtier.direct import read_directly
+from kvtier.direct import calibration_of, read_directly
 from kvtier.frame import PAGE, RAW
+from kvtier.wire import DirectReadCalibrated
+from kvtier_daemon.codec import profile as files
 from kvtier_kernels.cuda import blocks, codecs, digests
+from kvtier_plugins import direct
 from kvtier_plugins.direct import DirectReader, codecs_for, open_source
 from kvtier_plugins.payload_reads import DirectReadsError, PinnedReads, direct_reads_fail
 from support.daemons import Daemon
 from support.direct_engine import UNTOUCHED, DirectEngine
 from support.fake_cuda import FakeCuda
+from support.losses_by_twins import profile_of
 from support.specs import spec_of
 
 CHAIN = 16
 RING = 4 << 20
-CODECS = ("raw", "fix4", "r32", "q8", "q4", "q2", "fp8")
+CALIBRATED = ("ecsq-mid", "cachegen-mid")
+CODECS = ("raw", "fix4", "r32", "q8", "q4", "q2", "fp8", *CALIBRATED)
+PATIENT = {"LIMIT_DIRECT_S": 60.0}  # a busy machine is slow
 DaemonOf = Callable[..., Daemon]
 EngineOf = Callable[..., DirectEngine]
 
@@ -32,8 +39,11 @@ def daemon_with(daemon_of: DaemonOf, folder: Path, codec: str) -> Daemon:
     disk.mkdir(parents=True, exist_ok=True)
     lossless = codec if codec in ("raw", "fix4", "r32", "zstd") else "raw"
     lossy = "" if codec == lossless else f'codecs = ["*={codec}"]\n'
+    if codec in CALIBRATED:
+        (folder / "profile.kvtp").write_bytes(files.encode(profile_of(spec_of("direct"))))
+        lossy += f'profiles = ["{folder}/profile.kvtp"]\n'
     return daemon_of(
-        folder=folder,
+        folder=folder, haste=PATIENT,
         config=f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\n'
         f'segment = "1MiB"\ncodec = "{lossless}"\n{lossy}'
         '[tenants.default]\nuids = ["*"]\ndirect_reads = true\n',
@@ -78,14 +88,18 @@ def through_memory(client: Client, spec: KvSpec, chain: int) -> list[bytes]:
 
 @pytest.fixture
 def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineOf]:
+    monkeypatch.setattr(direct, "LEASE_MS", 60_000)
     for module in (blocks, codecs, digests):
         monkeypatch.setattr(module, "compile_kernel", lambda text, architecture: b"host\0")
     made = []
 
-    def make(spec: KvSpec, pages: int = CHAIN, ring_bytes: int = RING) -> DirectEngine:
+    def make(
+        spec: KvSpec, pages: int = CHAIN, ring_bytes: int = RING,
+        calibrated: DirectReadCalibrated | None = None,
+    ) -> DirectEngine:  # fmt: skip
         driver = fake_cuda.driver()
         copier = fake_cuda.copier(monkeypatch)
-        engine = DirectEngine(driver, copier, spec, pages, ring_bytes)
+        engine = DirectEngine(driver, copier, spec, pages, ring_bytes, calibrated=calibrated)
         made.append((engine, copier, driver))
         return engine
 
@@ -119,10 +133,12 @@ def test_pages_contain_what_the_daemon_decodes(
 ) -> None:
     spec = spec_of("direct")
     daemon = stored(daemon_of, tmp_path / "one", spec, codec)
-    engine = engine_of(spec, ring_bytes=10 * 2 * spec.block_bytes)
     pages = list(range(CHAIN))[::-1]
     with daemon.connect() as client:
         space = client.open(spec)
+        calibrated = calibration_of(space)
+        assert (calibrated is not None) == (codec in CALIBRATED)
+        engine = engine_of(spec, ring_bytes=10 * 2 * spec.block_bytes, calibrated=calibrated)
         keys = space.keys(tokens(0))
         assert engine.load(space, keys, source(engine), pages) == list(range(CHAIN))
         counts = engine.reader.counts
@@ -145,6 +161,23 @@ def test_frames_of_other_codecs_are_left_to_the_daemon(
     with daemon.connect() as client:
         space = client.open(spec)
         assert engine.load(space, space.keys(tokens(0)), source(engine)) == []
+
+
+def test_calibrated_frames_of_a_reader_without_their_profile_are_left_to_the_daemon(
+    daemon_of: DaemonOf, engine_of: EngineOf, source: SourceOf, tmp_path: Path
+) -> None:
+    spec = spec_of("direct")
+    daemon = stored(daemon_of, tmp_path / "one", spec, "ecsq-mid")
+    with daemon.connect() as client:
+        space = client.open(spec)
+        calibrated = calibration_of(space)
+        assert calibrated is not None
+        without = engine_of(spec)
+        assert without.load(space, space.keys(tokens(0)), source(without)) == []
+        other = msgspec.structs.replace(calibrated, profile=bytes(16))
+        engine = engine_of(spec, calibrated=other)
+        assert engine.load(space, space.keys(tokens(0)), source(engine)) == []
+        assert engine.reader.counts.failed == CHAIN
 
 
 def segments(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import Keys, KvSpec, Space
+from kvtier.wire import DirectReadCalibrated
 from kvtier_kernels.cuda import Copier, Driver
 from kvtier_plugins.direct import ArrivedBlock, DirectReader
 from kvtier_plugins.payload_reads import PayloadReads, PinnedReads
@@ -21,7 +22,8 @@ class DirectEngine:
     consecutive."""
 
     def __init__(
-        self, driver: Driver, copier: Copier, spec: KvSpec, blocks: int, ring_bytes: int, group: int = 0
+        self, driver: Driver, copier: Copier, spec: KvSpec, blocks: int, ring_bytes: int, group: int = 0,
+        calibrated: DirectReadCalibrated | None = None,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.block_bytes = spec.group_block_bytes(group)
@@ -39,7 +41,7 @@ class DirectEngine:
             [self.page] * layers, blocks,
         )  # fmt: skip
         self.lane = copier.lane()
-        self.reader = DirectReader(driver, spec, group, 0, ring_bytes)
+        self.reader = DirectReader(driver, spec, group, 0, ring_bytes, calibrated)
 
     def pinned(self) -> PinnedReads:
         ring = self.reader.ring

@@ -109,6 +109,7 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_clients: Annotated[int | None, values.CLIENTS] = None
     weight: Annotated[int, values.WEIGHT] = 1
     direct_reads: Annotated[bool, values.SWITCH] = False
+    direct_group: Annotated[int | None, values.GROUP] = None
     quota_bytes: Annotated[int, values.SHARE] = msgspec.field(name="quota")
 
 
@@ -314,7 +315,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
 
 USERS: Final = ("uids", "writers", "readers")  # the keys of a tenant that list users
 BUDGETS: Final = ("max_clients", "weight")
-PERMITS: Final = ("direct_reads",)
+PERMITS: Final = ("direct_reads", "direct_group")
 _TenantShare = tuple[str, dict[str, Any], str | int]
 
 

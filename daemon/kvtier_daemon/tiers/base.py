@@ -130,7 +130,7 @@ class DirectFile(Protocol):
     def __hash__(self) -> int: ...
 
 
-class DirectFrame(NamedTuple):
+class GrantedFrame(NamedTuple):
     """The frame of a block. `at`: the place of its key in the request; `epoch`: the present use of the file;
     `digest`: of the payload."""
 
@@ -148,7 +148,7 @@ class DirectGrant(NamedTuple):
     """Frames under a lease; no lease (0) without frames."""
 
     lease: int = 0
-    frames: tuple[DirectFrame, ...] = ()
+    frames: tuple[GrantedFrame, ...] = ()
 
 
 class DirectReads(Protocol):

@@ -83,7 +83,7 @@ def test_every_key_can_be_written(read):
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
-        "max_clients = 2\nweight = 3\n"
+        "max_clients = 2\nweight = 3\ndirect_reads = true\ndirect_group = 7\n"
         '[tenants.b]\nreaders = ["*"]\nquota = "256MiB"\n'
     ).config
     assert msgspec.to_builtins(config, enc_hook=str) == {
@@ -141,6 +141,8 @@ def test_every_key_can_be_written(read):
                 "readers": (),
                 "max_clients": 2,
                 "weight": 3,
+                "direct_reads": True,
+                "direct_group": 7,
                 "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES,
             },
             "b": {
@@ -149,6 +151,8 @@ def test_every_key_can_be_written(read):
                 "readers": ("*",),
                 "max_clients": None,
                 "weight": 1,
+                "direct_reads": False,
+                "direct_group": None,
                 "quota": 256 * MIB,
             },
         },

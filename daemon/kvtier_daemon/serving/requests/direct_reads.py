@@ -21,15 +21,14 @@ class DirectReadRequests:
         self._files: dict[DirectFile, int] = {}  # that the client has
 
     def handlers(self) -> Handlers:
-        return {wire.DirectRead: self.read, wire.DirectReadEnd: self.end}
+        return {
+            wire.DirectRead: self.read,
+            wire.DirectReadEnd: self.end,
+            wire.DirectReadCodec: self.codec,
+        }
 
     def read(self, tenant: Tenant, request: wire.DirectRead) -> wire.Reply:
-        if not tenant.direct_reads:
-            text = (
-                f"tenant {tenant.name} does not permit direct reads; "
-                f"set tenants.{tenant.name}.direct_reads = true and restart the daemon"
-            )
-            raise Refused("bad_request", text)
+        _check_permitted(tenant)
         if not request.id:
             raise need_id()
         if request.deadline_ms < 1:
@@ -67,6 +66,32 @@ class DirectReadRequests:
         self._session.send_with(wire.DirectReadFile(0, number, file.nbytes), opened)
         return True
 
+    def codec(self, tenant: Tenant, request: wire.DirectReadCodec) -> wire.Reply:
+        _check_permitted(tenant)
+        space = tenant.catalog.space(request.space)
+        space.check_place(request.group, request.shard)
+        codec = tenant.calibration(space, request.group, request.shard)
+        if codec is None:
+            return wire.DirectReadCalibrated(request.id)
+        reply = wire.DirectReadCalibrated(
+            request.id, codec.number, codec.level, codec.group_tokens, codec.heads_first, codec.profile,
+            codec.ropes, codec.parts, codec.known,
+        )  # fmt: skip
+        # The daemon decodes blocks of a model whose calibration is larger than a message.
+        texts = [text for part in codec.parts for text in part[4:]]
+        texts += [turns for turns, _ in codec.ropes]
+        too_large = sum(len(text) for text in texts) > wire.LIMIT_CALIBRATION_BYTES
+        return wire.DirectReadCalibrated(request.id) if too_large else reply
+
     def end(self, tenant: Tenant, request: wire.DirectReadEnd) -> wire.Reply:
         valid = tenant.tier.direct.end(self._session.id, request.lease, request.failed)
         return wire.DirectReadChecked(request.id, valid)
+
+
+def _check_permitted(tenant: Tenant) -> None:
+    if not tenant.direct_reads:
+        text = (
+            f"tenant {tenant.name} does not permit direct reads; "
+            f"set tenants.{tenant.name}.direct_reads = true and restart the daemon"
+        )
+        raise Refused("bad_request", text)

@@ -19,11 +19,11 @@ from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.frames import FRAME, FramedBlocks
-from kvtier_daemon.tiers.base import DirectFile, DirectFrame, DirectGrant
+from kvtier_daemon.tiers.base import DirectFile, DirectGrant, GrantedFrame
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.tier import ColdTier
 
-LIMIT_LEASE_S = 2.0  # a full disk waits until its oldest segment can be reused
+LIMIT_DIRECT_S = 2.0  # a full disk waits until its oldest segment can be reused
 LIMIT_LEASES = 16  # of one session
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 # A segment that is continued after a start is BEGINNING, with frames.
@@ -64,7 +64,7 @@ class SegmentFile:
 
 
 @dataclass(slots=True, frozen=True)
-class DirectLease:
+class SegmentLease:
     """Blocks that a session reads. `segments`: how many of them each segment has."""
 
     session: int
@@ -85,7 +85,7 @@ class SegmentReads:
         self._cold = cold
         self._counts = counts
         self._clock = clock
-        self._leases: dict[int, DirectLease] = {}
+        self._leases: dict[int, SegmentLease] = {}
 
     def grant(
         self, session: int, space: KnownSpace, group: int, shard: int, keys: bytes,
@@ -100,7 +100,7 @@ class SegmentReads:
         found, places = self._catalog.direct.find(space, group, shard, keys)
         ids, frames, digests = array("I"), bytearray(), bytearray()
         wanted, segments = bytearray(), Counter[Segment]()
-        rows: list[DirectFrame] = []
+        rows: list[GrantedFrame] = []
         for at, (number, packed, digest) in zip(places, found, strict=True):
             where, page, nbytes, codec, header_pages, _ = FRAME.unpack(packed)
             segment = self._cold.table.segments[where]
@@ -113,7 +113,9 @@ class SegmentReads:
                 continue
             assert segment.head is not None
             rows.append(
-                DirectFrame(at, file, page, nbytes, codec, header_pages, segment.head.epoch, digest)
+                GrantedFrame(
+                    at, file, page, nbytes, codec, header_pages, segment.head.epoch, digest
+                )
             )
             ids.append(number)
             frames += packed
@@ -125,9 +127,9 @@ class SegmentReads:
         for segment, blocks in segments.items():
             segment.reading += blocks
         lease = next(_leases)
-        until = self._clock() + min(within_s, LIMIT_LEASE_S)
+        until = self._clock() + min(within_s, LIMIT_DIRECT_S)
         granted = FramedBlocks(ids.tobytes(), bytes(frames), bytes(digests))
-        self._leases[lease] = DirectLease(session, until, space, bytes(wanted), granted, segments)
+        self._leases[lease] = SegmentLease(session, until, space, bytes(wanted), granted, segments)
         return DirectGrant(lease, tuple(rows))
 
     def end(self, session: int, lease: int, failed: bytes) -> bytes:
