@@ -1,5 +1,5 @@
-"""A real engine whose own cache the daemon knows: blocks leave memory that the engine has, and return when the
-engine drops them."""
+"""A real engine whose own cache the daemon knows: blocks that the engine has leave memory, and return when
+the engine drops them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def prompts() -> list[list[int]]:
 def play(
     engine: Engine, daemon: Daemon, asked: list[list[int]]
 ) -> tuple[int, int, list[list[int]]]:
-    """Serve the prompts one after another: tokens that came from the engine's cache or memory, tokens that came
-    from the disk, and the answers."""
+    """Serve the prompts one after another: tokens that came from the engine's cache or memory, tokens that
+    came from the disk, and the answers."""
     cached, answers = 0, []
     for one in asked:
         (answer,) = engine.generate([one], tokens=1)
