@@ -53,6 +53,7 @@ PIP = re.compile(r"(?:[\w./]*/)?pip install ((?:'[^']+'|[^\s`;|&\"(')]+)(?: '[^'
 # tests/faults/test_package.py installs a checkout and a wheel; the others are on the package index.
 INSTALLED = {".", "'.[transformers]'", "dist/kvtier-*.whl", "'textual>=8'",
              "'torch>=2.6' 'transformers>=5' 'numpy>=2'", "'obstore>=0.12'", "nvidia-cuda-nvrtc",
+             "'mooncake-transfer-engine-non-cuda>=0.3.13'",
              "nvidia-cufile-cu12"}  # fmt: skip
 
 

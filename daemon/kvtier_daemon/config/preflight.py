@@ -382,9 +382,13 @@ def remote_store(config: Config) -> list[MachineFinding]:
     remote, what = config.remote, "remote store"
     if remote is None:
         return []
-    if find_spec("obstore") is None:
-        fix = "run `pip install 'obstore>=0.12'`, or remove [remote]"
-        return [MachineFinding(False, what, "the package obstore is not installed", fix)]
+    module, install = "obstore", "run `pip install 'obstore>=0.12'`"
+    if remote.url:
+        module = "mooncake"
+        install = "run `pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'`"
+    if find_spec(module) is None:
+        missing = f"the package {module} is not installed"
+        return [MachineFinding(False, what, missing, f"{install}, or remove [remote]")]
     file = remote.credentials
     if file is not None:
         try:
@@ -398,7 +402,7 @@ def remote_store(config: Config) -> list[MachineFinding]:
         if not os.access(file, os.R_OK, effective_ids=True):
             value = f"{file} is not readable for uid {os.geteuid()}"
             return [MachineFinding(False, what, value, f"{_GIVE}correct remote.credentials")]
-    return [MachineFinding(True, what, f"bucket {remote.bucket}")]
+    return [MachineFinding(True, what, remote.url or f"bucket {remote.bucket}")]
 
 
 def _no_place_for(directory: Path) -> tuple[str, str]:

@@ -32,6 +32,8 @@ from kvtier_daemon.tiers.remote.messages import (
     TOO_LARGE,
     Answer,
     ListObjects,
+    OpenBucket,
+    OpenPool,
     OpenStore,
     PutObject,
     Request,
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 
 COMMAND: Final = (*MODULE, "kvtier_daemon.tiers.remote.child")
 CREDENTIAL: Final = "kvtier-remote"
+POOL: Final = "mooncake://"
 KEYS: Final = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
@@ -95,8 +98,23 @@ def credentials(config: RemoteConfig) -> dict[str, str]:
 
 def place_of(config: RemoteConfig) -> str:
     """Return the name of the store for people."""
+    if config.url:
+        return config.url + (f"/{config.prefix}" if config.prefix else "")
     where = "/".join(part for part in (config.bucket, config.prefix) if part)
     return f"s3://{where}" + (f" at {config.endpoint}" if config.endpoint else "")
+
+
+def _opening(config: RemoteConfig) -> OpenStore:
+    """Return the request that opens the configured store. Raises TierError."""
+    if config.url:
+        return OpenPool(
+            config.url.removeprefix(POOL), config.prefix, config.metadata, config.protocol,
+            config.devices, config.host, config.segment_bytes, config.deadline_s,
+        )  # fmt: skip
+    return OpenBucket(
+        config.bucket, config.prefix, config.endpoint, config.region, credentials(config),
+        config.deadline_s,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -219,7 +237,7 @@ class StoreDriver:
         config = self._config
         self.epoch += 1
         await asyncio.to_thread(self.keys.load)
-        secrets = await asyncio.to_thread(credentials, config)
+        request = await asyncio.to_thread(_opening, config)
         starting = asyncio.create_task(asyncio.to_thread(StoreProcess, config.buffer_bytes))
         try:
             self.child = await asyncio.shield(starting)
@@ -229,9 +247,6 @@ class StoreDriver:
         reader, self._writer = await asyncio.open_connection(sock=self.child.end)
         self._in_a_row, self._sick = 0, self._loop.create_future()
         opened = asyncio.get_running_loop().create_future()
-        request = OpenStore(
-            config.bucket, config.prefix, config.endpoint, config.region, secrets, config.deadline_s
-        )  # fmt: skip
         self._reading = asyncio.create_task(self._receive(reader))
         self._writer.write(packed(request))
         self._pending[0] = Pending(request, opened.set_result, self._loop.time() + OPEN_S)
