@@ -43,6 +43,7 @@ ELSEWHERE = {
     ("docs/operations.md", "/opt/kvtier/bin/kvtier install-service"): "tests/e2e/test_installed.py",
     ("docs/operations.md", "kvtier config check"): "tests/e2e/test_installed.py",
     ("docs/operations.md", "kvtier tier drain warm"): "tests/e2e/test_installed.py",
+    ("docs/fleet.md", "make demo-fleet"): "builds .venv; tests/e2e/test_demo_fleet.py",
     ("docs/planning.md", "kvtier explain"): "names an example's key; tests/e2e/test_explain.py",
     ("docs/sizing.md", "$ kvtier size"): "needs a model's configuration; tests/daemon/tools/test_sizing.py",
     ("docs/sizing.md", "$ kvtier sim"): "needs a trace; tests/daemon/sim/test_sim.py",
