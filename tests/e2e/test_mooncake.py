@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 
 from kvtier.key import Keys
 from kvtier.space import Space
+from kvtier_daemon.codec.frame import Identity
+from kvtier_daemon.tiers.remote.objects import object_name
 from support.daemons import Daemon
 from support.mooncake import MooncakePool, free_port
 from support.specs import pattern, spec_of
@@ -197,3 +201,38 @@ def test_a_full_pool_drops_writes_and_can_be_read(host: Hosts, tmp_path: Path) -
             assert remote_of(b.stats())["on"]
     finally:
         pool.stop()
+
+
+DAMAGE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", sys.argv[1])
+text = bytearray(store.get(sys.argv[2]))
+assert text, "there must be such an object"
+text[-1] ^= 1
+assert not store.upsert(sys.argv[2], bytes(text))
+"""
+
+
+def test_a_damaged_object_is_a_miss_and_is_replaced(host: Hosts, pool: MooncakePool) -> None:
+    a, b = host("a", pool.config()), host("b", pool.config())
+    wait_until_on(a)
+    wait_until_on(b)
+    with a.connect() as first, b.connect() as second:
+        ours, theirs = first.open(spec_of("damaged")), second.open(spec_of("damaged"))
+        keys = share(a, ours, 1)
+        place = Identity(ours.identity, 0, 0, bytes(keys[1]))
+        name = f"fleet/{object_name(place)}"
+        subprocess.run([sys.executable, "-c", DAMAGE, pool.address, name], check=True)
+        assert loaded(theirs, keys, 1) >= 1
+        b.wait_for(lambda stats: remote_of(stats)["states"]["spoilt"] == 1, WAIT_S)
+        # Computed again on B, used again there, and so replaced in the store.
+        save(theirs, 1)
+        before = remote_of(b.stats())["states"]["written"]
+        assert theirs.match(keys).ready == PROMPT
+        b.wait_for(lambda stats: remote_of(stats)["states"]["written"] > before, WAIT_S)
+    c = host("c", pool.config())
+    wait_until_on(c)
+    with c.connect() as client:
+        assert loaded(client.open(spec_of("damaged")), keys) == PROMPT
