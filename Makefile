@@ -13,7 +13,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo test test-all engines test-engines test-engines-all test-sglang test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
+.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
@@ -41,6 +41,11 @@ $(VENV)/.ready: $(VENV)/.native
 
 demo: $(VENV)/.native  ## run a small daemon with a sample workload
 	$(BIN)/kvtier demo --seconds 10
+
+STORE ?= s3
+
+demo-fleet: venv  ## two hosts that share blocks through a real store (STORE=mooncake: Mooncake Store)
+	$(BIN)/kvtier demo --fleet $(STORE)
 
 # The bytecode of new and changed tests: otherwise each process of the tests compiles all of them, 8 s of CPU time.
 $(VENV)/.collected: $(VENV)/.ready $(wildcard tests/test_*.py tests/*/test_*.py tests/*/*/test_*.py)

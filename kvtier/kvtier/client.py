@@ -193,8 +193,8 @@ class Client:
         return _report(self.link, wire.Settings(self.link.new_id(), order))
 
     def tier(self, tier: str, order: str = "status") -> dict[str, Any]:
-        """Drain a tier ("warm" or "cold"), switch it "off" or "on", or return its "status". Returns the
-        status at once; call again with "status" to follow the progress.
+        """Drain a tier ("warm", "cold" or "remote"), switch it "off" or "on", or return its "status".
+        Returns the status at once; call again with "status" to follow the progress.
 
         Only root and the daemon's user may call this.
         """

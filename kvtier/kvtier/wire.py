@@ -288,8 +288,8 @@ class Settings(Message, tag=23):
 
 
 class Tier(Message, tag=24):
-    """Drain the "warm" or "cold" tier ("drain"), switch it "off" or "on", or return its "status". Answered at
-    once with a Report. Only for root and the daemon's user."""
+    """Drain the "warm", "cold" or "remote" tier ("drain"), switch it "off" or "on", or return its "status".
+    Answered at once with a Report. Only for root and the daemon's user."""
 
     tier: str
     order: str = "status"

@@ -27,7 +27,7 @@ from kvtier_daemon.cli.tables import (
     table_of,
     tier_rows,
 )  # fmt: skip
-from kvtier_daemon.tiers.states import is_away, meaning, remedy
+from kvtier_daemon.tiers.states import is_away, is_switched_off, meaning, remedy
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -300,7 +300,9 @@ def _remote_notes(remote: Mapping[str, Any]) -> dict[str, list[str]]:
         "remote store": [str(remote.get("store", "")), *moved, measured],
         "remote loads": [f"{why} {n:,}" for why, n in falling(remote.get("loads", {}))],
         "remote objects known": [f"{remote.get('known_objects', 0):,}"],
-        "remote failure": [f"off: {failure}; the daemon retries"]
+        "remote failure": [
+            f"off: {failure}" if is_switched_off(remote) else f"off: {failure}; the daemon retries"
+        ]
         if (failure := remote.get("failure"))
         else [f"{faults:,} requests failed, works again"]
         if faults

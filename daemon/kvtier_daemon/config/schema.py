@@ -62,14 +62,22 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The remote tier: a bucket of an S3-compatible object store, which several hosts share."""
+    """The remote tier, which several hosts share: a bucket of an S3-compatible object store (`bucket`), or a
+    Mooncake Store (`url`)."""
 
-    bucket: Annotated[str, values.BUCKET]
+    bucket: Annotated[str, values.BUCKET] = ""
+    url: Annotated[str, values.POOL] = ""
+    protocol: Annotated[str, values.TRANSPORT] = "tcp"
+    devices: Annotated[str, values.DEVICES] = ""
+    metadata: Annotated[str, values.METADATA] = "P2PHANDSHAKE"
+    host: Annotated[str, values.HOST] = ""
+    segment_bytes: Annotated[int, values.SEGMENT] = msgspec.field(name="segment", default=0)
     prefix: Annotated[str, values.PREFIX] = ""
     endpoint: Annotated[str, values.ENDPOINT] = ""
     region: Annotated[str, values.REGION] = "us-east-1"
     credentials: Annotated[Path | None, values.PATH] = None
     write: Annotated[str, values.SHARE_WRITES] = "used"
+    stop_s: Annotated[int, values.SECONDS] = 5
     codec: Annotated[str, values.SHARE_CODEC] = "r32"
     deadline_s: Annotated[int, values.SOME_SECONDS] = 5
     buffer_bytes: Annotated[int, values.BUFFER] = msgspec.field(name="buffer", default=128 * MIB)
@@ -407,16 +415,25 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> ColdConfig
     )  # fmt: skip
 
 
+_BUCKET: Final = frozenset({"bucket", "endpoint", "region", "credentials"})
+_POOL: Final = frozenset({"protocol", "devices", "metadata", "host", "segment"})
+
+
 def _settled_remote(parsed: _Parsed, place: str) -> RemoteConfig | None:
     """Return the remote tier, or None."""
     said = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("remote",)}
     if not said:
         return None
-    if "bucket" not in said:
+    if "bucket" not in said and "url" not in said:
         raise ConfigError(
-            f'{place}remote.bucket: is not set; write bucket = "kvtier-blocks" under [remote]'
+            f'{place}remote.bucket: is not set; write bucket = "kvtier-blocks" under [remote], or '
+            'url = "mooncake://HOST:50051"'
         )
-    renamed = {"buffer": "buffer_bytes", "known": "known_bytes"}
+    other, why = (_BUCKET, "remote.url") if "url" in said else (_POOL, "remote.bucket")
+    for key in said.keys() & other:
+        what = f"cannot be used with {why}; remove one of them"
+        raise unfit(("remote", key), parsed["remote", key][1].place, what)
+    renamed = {"buffer": "buffer_bytes", "known": "known_bytes", "segment": "segment_bytes"}
     return RemoteConfig(**{renamed.get(key, key): value for key, value in said.items()})
 
 

@@ -27,7 +27,8 @@ from kvtier_daemon.config.schema import Config, LoadedConfig
 from kvtier_daemon.observing.hints import LOST
 from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
 from kvtier_daemon.tiers.cold.forget_count import lost_rounds
-from kvtier_daemon.tiers.states import is_away, is_drained, meaning, remedy
+from kvtier_daemon.tiers.states import is_away, is_drained, is_switched_off, meaning, remedy
+from kvtier_daemon.tiers.tier_keys import key_files
 
 PROBE_BYTES: Final = 64 * 1024
 PAGE: Final = 4096
@@ -184,7 +185,9 @@ def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
     if not serves:
         looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
     looks.append(preflight.state_directory(config.state))
-    looks += preflight.remote_store(config)
+    looks += [*preflight.remote_store(config), *key_files(config)]
+    if not serves:
+        looks += preflight.store_answers(config)
     return [
         ok(look.what, look.value) if look.ok else fail(look.what, look.value, look.fix)
         for look in looks
@@ -211,6 +214,10 @@ def cold_engine(cold: Mapping[str, Any]) -> Finding:
 def remote_store(remote: Mapping[str, Any]) -> Finding:
     """Report whether the daemon uses its remote store."""
     name, store = "remote tier", remote.get("store", "")
+    if is_switched_off(remote):
+        return warn(name, f"{store} is switched off", "kvtier tier on remote")
+    if said := meaning("remote", remote):
+        return warn(name, said, "kvtier tier on remote")
     if not remote.get("on"):
         fix = "check the bucket, the credentials and the network; the daemon retries"
         return warn(name, f"{store} is off: {remote.get('failure')}", fix)
