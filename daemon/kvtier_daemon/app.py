@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import kvtier
+from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
 from kvtier_daemon import shutdown
 from kvtier_daemon.catalog import Catalog
@@ -66,9 +67,16 @@ START_S = 60.0  # per extension of the start timeout
 STOP_S = 25.0  # less than the unit's TimeoutStopSec
 
 
-def run(loaded: LoadedConfig) -> None:
-    """Serve until SIGTERM or SIGINT. `preflight.require` has checked the configuration before."""
+def run(loaded: LoadedConfig, with_process: int | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, or until the process with this number ends. `preflight.require` has
+    checked the configuration before."""
     config = loaded.config
+    owner = None
+    if with_process is not None:
+        try:
+            owner = os.pidfd_open(with_process)
+        except ProcessLookupError:
+            raise ConfigError(f"--with-process: no process has the number {with_process}") from None
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(to_journal(2)))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
@@ -81,7 +89,7 @@ def run(loaded: LoadedConfig) -> None:
     try:
         port = web.listen(*config.http.listen) if config.http is not None else None
         with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
-            runner.run(App(loaded, secrets, listener, port, stored).serve())
+            runner.run(App(loaded, secrets, listener, port, stored).serve(owner))
     finally:
         release_socket(listener)
 
@@ -147,7 +155,8 @@ class App:
     def config(self) -> Config:
         return self._settings.config
 
-    async def serve(self) -> None:
+    async def serve(self, owner: int | None = None) -> None:
+        """Serve until a signal, or until the process of the pidfd `owner` ends."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unforeseen.of_loop)
         stopped, hurried = asyncio.Event(), asyncio.Event()
@@ -164,6 +173,13 @@ class App:
 
         loop.add_signal_handler(signal.SIGTERM, terminated)
         loop.add_signal_handler(signal.SIGINT, interrupted)
+        if owner is not None:
+
+            def owner_ended(pidfd: int) -> None:
+                loop.remove_reader(pidfd)  # it stays readable
+                stopped.set()
+
+            loop.add_reader(owner, owner_ended, owner)
         reload = asyncio.Event()
 
         def note_reload(outcome: str, changed: str) -> None:
