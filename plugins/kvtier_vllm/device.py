@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 from kvtier import KvtierError
@@ -47,6 +47,7 @@ class DeviceSide:
     ) -> None:
         self._copier = copier
         self._engine_stream = engine_stream
+        self._failed = False  # and that was logged
         self._lanes = {name: copier.lane() for name in ("save", "load", "now")}
         self.hot: HotSide | None = None
         # The copies that the present load of a lane reads.
@@ -74,7 +75,9 @@ class DeviceSide:
         try:
             return Event(self._copier.driver).record(self._engine_stream())
         except CudaError as error:
-            log.warning("kvtier: the CUDA device failed, disabling copies: %s", str(error))
+            if not self._failed:
+                log.warning("kvtier: the CUDA device failed, disabling copies: %s", str(error))
+            self._failed = True
             return None
 
     def prepare_thread(self) -> None:
@@ -284,10 +287,15 @@ def open_device(
 
     index = arrays[0].device.index
     memory = [(array.data_ptr(), array.numel()) for array in arrays]
-    try:
-        copier = Copier(Driver(index), options.gpu_copies)
-        return DeviceSide(
-            copier, pages, memory, blocks, lambda: int(torch.cuda.current_stream(index).cuda_stream)
-        )
-    except CudaError as error:
-        raise Unsupported(str(error)) from error
+    with ExitStack() as opened:  # closed if a later step fails
+        try:
+            driver = Driver(index)
+            opened.callback(driver.close)
+            copier = Copier(driver, options.gpu_copies)
+            opened.callback(copier.close)
+            stream = lambda: int(torch.cuda.current_stream(index).cuda_stream)  # noqa: E731
+            side = DeviceSide(copier, pages, memory, blocks, stream)
+        except CudaError as error:
+            raise Unsupported(str(error)) from error
+        opened.pop_all()
+        return side

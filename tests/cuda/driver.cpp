@@ -321,6 +321,11 @@ void fake_later(CUstream handle, CUhostFn work, void* data) {
     const StreamPtr stream = stream_of(handle, &devices[0].primary);
     if (stream != nullptr) enqueue(stream, [=] { work(data); });
 }
+// Adds a copy to a stream, which tests do not hold.
+void fake_copy(CUstream handle, void* to, const void* from, size_t size) {
+    const StreamPtr stream = stream_of(handle, &devices[0].primary);
+    if (stream != nullptr) enqueue(stream, [=] { std::memcpy(to, from, size); });
+}
 void fake_kernel(const Piece* pieces, u32 piece_count, const u64* slots, const u32* ids,
                  u32 block_count, u32 inwards, u32 grid, u32 threads) {
     run_on_host(grid, threads, kvtier_copy_blocks, pieces, piece_count, slots, ids, block_count,

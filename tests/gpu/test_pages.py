@@ -196,6 +196,7 @@ def test_an_engine_s_prompt_is_loaded_as_it_was_saved(
     for cached in (0, 8 * BLOCK):
         layout = layout_of([0, 20], ranks=2)
         engines.append(DeviceEngine(gpu, daemon.socket, layout, load=load, gpu_copies=way))
+        assert all(gpu.on_device(address) for address in engines[-1].addresses)
         request = engines[-1].serve(range(8 * BLOCK + 3))
         assert (request.cached, engines[-1].early) == (cached, [])
         engines[-1].settle()

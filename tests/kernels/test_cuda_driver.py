@@ -239,6 +239,27 @@ def test_a_pointer_s_attributes(calls: Calls) -> None:
     calls.free(address)
 
 
+# --- the tests of a GPU ---
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_gpu_s_pages_pass_over_the_driver(
+    cuda_library: Path, tmp_path: Path
+) -> None:
+    """Those that need no compiler: the same programs run on a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "batch",
+               str(HERE / "gpu" / "test_pages.py")]  # fmt: skip
+    done = subprocess.run(
+        command,
+        env=environment(tmp_path, cuda_library),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+    assert "skipped" not in done.stdout
+
+
 # --- kvikio --------------------------------------------------------------------------------------
 
 KVIKIO = """

@@ -328,6 +328,57 @@ def test_a_device_error_does_not_fail_a_step(
     fake_cuda.library.fake_mend()
 
 
+def test_a_lost_device_is_a_line_in_the_log_and_misses(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each step goes on, nothing is saved or loaded, and the end of the engine waits for nothing."""
+    engine = engine_of(daemon)
+    engine.serve(PROMPT)
+    fake_cuda.lose()
+    for prompt in (OTHER, PROMPT):
+        (worker,) = engine.workers
+        assert worker.state.device is not None and worker.state.device.fence() is None
+        request = engine.run(engine.add(prompt))
+        engine.finish(request)
+    engine.until(lambda: not any(engine.scheduler.in_flight.values()))
+    lines = [one.getMessage() for one in caplog.records if "CUDA device failed" in one.getMessage()]
+    assert len(lines) == 1 and "CUDA_ERROR_UNKNOWN" in lines[0]
+    counts = engine.scheduler.counts
+    assert counts["load_failed:error"] >= 1 and counts["drop:lost"] >= 8
+    engine.close()
+    fake_cuda.mend()
+
+
+FAILURES: dict[str, tuple[Callable[[FakeCuda], object], str]] = {
+    "no device": (lambda fake: fake.devices(0), "CUDA_ERROR_NO_DEVICE"),
+    "a number beyond the devices": (lambda fake: None, "CUDA_ERROR_INVALID_DEVICE"),
+    "an old driver": (lambda fake: fake.library.fake_version(11080), "kvtier needs 12.0 or later"),
+    "exclusive mode": (lambda fake: fake.library.fake_taken(1, 1), "exclusive mode"),
+    "no free memory": (lambda fake: fake.memory(100_000, 1), "CUDA_ERROR_OUT_OF_MEMORY"),
+    "a lost device": (lambda fake: fake.lose(1), "CUDA_ERROR_UNKNOWN"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_device_that_can_not_be_used_is_said_and_nothing_is_left(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    """The engine goes on without kvtier; the second device of a machine, as for a second rank."""
+    monkeypatch.setattr(blocks, "compile_kernel", lambda text, architecture: b"host\0")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    monkeypatch.setattr("kvtier_vllm.device.Driver", fake_cuda.driver)
+    fail, text = FAILURES[failure]
+    fake_cuda.devices(1 if failure == "a number beyond the devices" else 2)
+    fail(fake_cuda)
+    tensor = SimpleNamespace(
+        device=SimpleNamespace(type="cuda", index=1), data_ptr=lambda: 0, numel=lambda: 0
+    )
+    with pytest.raises(Unsupported, match=text):
+        open_device(Pages((), "fake"), [tensor], Options(), 1, False)
+    fake_cuda.mend()
+    assert not any(fake_cuda.live().values()), fake_cuda.live()
+
+
 def test_the_memory_of_a_restarted_daemon_is_registered(
     daemon_of: Callable[..., Daemon], tmp_path: Any, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:

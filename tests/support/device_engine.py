@@ -22,8 +22,12 @@ class Gpu(Protocol):
     """A device, real or fake."""
 
     def driver(self) -> Driver: ...
-    def device(self, array: Bytes) -> Bytes:
-        """Let the device read and write this host memory."""
+    def pin(self, array: Bytes) -> None:
+        """Let copies of the engine read and write this host memory without waiting for it."""
+        ...
+
+    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy of the engine's own in a stream. Tests never hold it."""
         ...
 
     def later(self, stream: int, work: Callable[[], None]) -> None:
@@ -32,20 +36,26 @@ class Gpu(Protocol):
 
 
 class DeviceEngine(FakeEngine):
-    """Pages in device memory for every rank, and a stream that computes. `early` lists the pages that it read
-    before they were loaded."""
+    """Pages in device memory for every rank, and a stream that computes, in the memory of the host:
+    `memory` has what it copied from the pages, and what it writes there is copied to the pages. `early`
+    lists the pages that it read before they were loaded."""
 
     def __init__(self, gpu: Gpu, socket: str, *args: Any, **options: Any) -> None:
         self.gpu = gpu
         self.driver = gpu.driver()
         self.stream = self.driver.stream()
         self.early: list[tuple[int, int, int, int]] = []
+        self.addresses: list[int] = []  # of each rank's pages
         super().__init__(socket, *args, **options)
 
     def worker(self, rank: int, pages: Pages) -> WorkerSide:
-        memory = self.gpu.device(self.memory[rank].reshape(-1))
+        memory = self.memory[rank].reshape(-1)
+        self.gpu.pin(memory)
+        address = self.driver.device_memory(memory.nbytes)
+        self.addresses.append(address)
+        self.gpu.copy(self.stream, address, memory.ctypes.data, memory.nbytes)
         copier = Copier(self.gpu.driver(), self.options.gpu_copies)
-        where = [(memory.ctypes.data, memory.nbytes)]
+        where = [(address, memory.nbytes)]
         device = DeviceSide(copier, pages, where, self.memory[rank].shape[2], lambda: self.stream)
         return WorkerSide(self.layout, self.options, rank, pages, [], device=device)
 
@@ -60,6 +70,9 @@ class DeviceEngine(FakeEngine):
                     known = at < start // BLOCK * parts
                     (found if known else written).append(((rank, group, layer, page), data))
 
+        for place, _ in found:
+            self._copy(place, to_device=False)
+
         def later() -> None:
             time.sleep(0.002)
             self.early += [
@@ -69,12 +82,28 @@ class DeviceEngine(FakeEngine):
                 self.memory[place[0]][place[1:]] = np.frombuffer(data, np.uint8)
 
         self.gpu.later(self.stream, later)
+        for place, _ in written:
+            self._copy(place, to_device=True)
+
+    def _copy(self, place: tuple[int, int, int, int], to_device: bool) -> None:
+        """Enqueue the copy of a page."""
+        memory = self.memory[place[0]]
+        page = memory[place[1:]]
+        here = page.ctypes.data
+        there = self.addresses[place[0]] + here - memory.ctypes.data
+        to, source = (there, here) if to_device else (here, there)
+        self.gpu.copy(self.stream, to, source, page.nbytes)
 
     def wrong_pages(self, request: FakeRequest) -> list[tuple[int, int, int, int]]:
+        for memory, address in zip(self.memory, self.addresses, strict=True):
+            self.gpu.copy(self.stream, memory.ctypes.data, address, memory.nbytes)
         self.driver.call("cuStreamSynchronize", self.stream)
         return super().wrong_pages(request)
 
     def close(self) -> None:
         super().close()
+        self.driver.try_call("cuStreamSynchronize", self.stream)
         self.driver.try_call("cuStreamDestroy_v2", self.stream)
+        for address in self.addresses:
+            self.driver.free(address)
         self.driver.close()

@@ -92,6 +92,14 @@ class FakeCuda:
         self._kept.append(array)
         return array
 
+    def pin(self, array: Bytes) -> None:
+        """Do nothing: `copy` reads and writes any memory."""
+
+    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy in a stream, as an engine does. It is neither held nor delayed."""
+        handle, count = ctypes.c_void_p(stream), ctypes.c_size_t(nbytes)
+        self.library.fake_copy(handle, ctypes.c_void_p(to), ctypes.c_void_p(source), count)
+
     def forget(self) -> None:
         """Reset the library: it forgets its memory and the settings of the test."""
         self.hold(False)

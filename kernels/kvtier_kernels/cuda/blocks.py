@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import numpy as np
@@ -110,10 +111,15 @@ class CopyLane:
     def __init__(self, copier: Copier) -> None:
         self._driver = copier.driver
         self._copier = copier
-        self.stream = self._driver.stream()
-        self._event = Event(self._driver)
-        self._table = self._driver.pinned_memory(TABLE_BLOCKS * ENTRY_BYTES)
-        self._device_table = self._driver.device_memory(TABLE_BLOCKS * ENTRY_BYTES)
+        with ExitStack() as made:  # what was made is freed if a later call fails
+            self._device_table = self._driver.device_memory(TABLE_BLOCKS * ENTRY_BYTES)
+            made.callback(self._driver.free, self._device_table)
+            self._table = self._driver.pinned_memory(TABLE_BLOCKS * ENTRY_BYTES)
+            made.callback(self._driver.free_pinned, self._table)
+            self.stream = self._driver.stream()
+            made.callback(self._driver.try_call, "cuStreamDestroy_v2", self.stream)
+            self._event = Event(self._driver)
+            made.pop_all()
         self._used = 0
         self._staging: Any = None
         self._users: list[PinnedExtent] = []
