@@ -255,9 +255,10 @@ CUresult launch_digest(unsigned grid, unsigned threads, const StreamPtr& stream,
     return enqueue(stream, [=] {
         before_copy(device);
         if (device_at(device).error != 0) return;
-        bool good = reachable(reinterpret_cast<uintptr_t>(ranges), count * sizeof *ranges, device) &&
-                    reachable(reinterpret_cast<uintptr_t>(digests), count * kvtier::kDigestBytes,
-                              device, true);
+        bool good =
+            reachable(reinterpret_cast<uintptr_t>(ranges), count * sizeof *ranges, device) &&
+            reachable(reinterpret_cast<uintptr_t>(digests), count * kvtier::kDigestBytes, device,
+                      true);
         for (u32 i = 0; good && i < count; i++) {
             good = ranges[i].bytes == 0 || reachable(ranges[i].address, ranges[i].bytes, device);
         }
