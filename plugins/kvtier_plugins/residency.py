@@ -31,7 +31,7 @@ DRAIN_S = 0.5
 Block = tuple[int, bytes]  # group and key
 
 
-class Session(Protocol):
+class OpenSession(Protocol):
     """A connection of the engine with its space open."""
 
     @property
@@ -109,7 +109,7 @@ class EngineBlocks:
 class ResidencyReports:
     """Sends what an engine holds. `session` returns the present one, or None."""
 
-    def __init__(self, session: Callable[[], Session | None]) -> None:
+    def __init__(self, session: Callable[[], OpenSession | None]) -> None:
         self.ignored = False  # the daemon does not know such reports
         self._session = session
         self._queue: deque[list[tuple[Block, bool]] | frozenset[Block]] = deque()
@@ -144,7 +144,7 @@ class ResidencyReports:
         self._thread.join(DRAIN_S)
 
     def _run(self) -> None:
-        told: Session | None = None
+        told: OpenSession | None = None
         while True:
             self._news.wait()
             self._news.clear()
@@ -188,7 +188,9 @@ class ResidencyReports:
                 (self._held.add if entered else self._held.discard)(block)
         return changed
 
-    def _tell(self, session: Session, group: int, entered: list[bytes], left: list[bytes]) -> None:
+    def _tell(
+        self, session: OpenSession, group: int, entered: list[bytes], left: list[bytes]
+    ) -> None:
         """Send one message, once the daemon has read the last one."""
         while session.client.link.connection.backlog_bytes and not self._closing:
             time.sleep(COALESCE_S)

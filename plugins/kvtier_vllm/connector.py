@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._pages = RankPages("", "the engine registered no caches")
         self._pages_by_rank: dict[int, RankPages] = {}
         self._rank, self._reported = 0, False
+        self._is_held: Callable[[int], bool] | None = None
         note = check_hashes(vllm_config)
         try:
             self._layout = read_layout(vllm_config, kv_cache_config)
@@ -203,14 +204,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.set_limits(
                 EngineLimits(
                     kv_cache_manager, sizes, limits.max_num_seqs, limits.max_num_batched_tokens
-                )
+                ),
+                self._is_held,
             )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The engine's own cache: a page without a hash is not found by later requests."""
-        if self._scheduler is not None and gpu_block_pool.enable_caching:
+        """The engine's own cache: later requests do not find a page without a hash."""
+        if gpu_block_pool.enable_caching:
             pages = gpu_block_pool.blocks
-            self._scheduler.watch_pages(lambda page: pages[page].block_hash is not None)
+            self._is_held = lambda page: pages[page].block_hash is not None
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:

@@ -53,7 +53,6 @@ class Saves:
             group.group_id: at for at, group in enumerate(layout.groups) if group.kind == "state"
         }
         self._windows = any(group.kind == "window" for group in layout.groups)
-        self._parts = {group.group_id: group.parts for group in layout.groups}
         self._group_bytes = [group.block_bytes for group in layout.groups]
         # Without states: few blocks have one, and it may be most of the bytes of its block.
         kept = [group.block_bytes for group in layout.groups if group.kind != "state"]
@@ -62,31 +61,11 @@ class Saves:
         self._saves_of: dict[int, tuple[int, ...]] = {}  # page -> the saves that read it
         self._nbytes = 0
 
-    def fresh_pages(self, scheduled: Any, loaded: set[int]) -> set[int]:
-        """The pages that this step gives to another request; `loaded`: those that it loads into."""
-        pages = set(loaded)
-        for new in scheduled.scheduled_new_reqs:
-            self._add_fresh(pages, new.block_ids, new.num_computed_tokens)
-        cached = scheduled.scheduled_cached_reqs
-        for at, request_id in enumerate(cached.req_ids):
-            if cached.new_block_ids[at]:
-                resumed = request_id in cached.resumed_req_ids
-                first = cached.num_computed_tokens[at] if resumed else 0
-                self._add_fresh(pages, cached.new_block_ids[at], first)
-        return pages
-
     def overwritten(self, pages: set[int]) -> list[int]:
         """The saves that read one of these pages."""
         return sorted(
             {save for page in self._saves_of.keys() & pages for save in self._saves_of[page]}
         )
-
-    def _add_fresh(self, pages: set[int], groups: Sequence[Sequence[int]], computed: int) -> None:
-        # Groups that kvtier does not keep take pages from the same pool.
-        for group_id, ids in enumerate(groups):
-            pages.update(
-                ids[computed * self._parts.get(group_id, 0) // self._layout.block_tokens :]
-            )
 
     def whole_states(self, scheduled: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
         """The states that are whole when this step ends, by request: group, page and tokens."""
@@ -300,6 +279,25 @@ class Saves:
     @property
     def in_flight(self) -> dict[str, int]:
         return {"saves": len(self._pending), "pages": len(self._saves_of), "bytes": self._nbytes}
+
+
+def fresh_pages(layout: Layout, scheduled: Any, loaded: set[int]) -> set[int]:
+    """The pages that this step gives to another request; `loaded`: those that it loads into."""
+    pages, parts = set(loaded), {group.group_id: group.parts for group in layout.groups}
+
+    def add(groups: Sequence[Sequence[int]], computed: int) -> None:
+        # Groups that kvtier does not keep take pages from the same pool.
+        for group_id, ids in enumerate(groups):
+            pages.update(ids[computed * parts.get(group_id, 0) // layout.block_tokens :])
+
+    for new in scheduled.scheduled_new_reqs:
+        add(new.block_ids, new.num_computed_tokens)
+    cached = scheduled.scheduled_cached_reqs
+    for at, request_id in enumerate(cached.req_ids):
+        if cached.new_block_ids[at]:
+            resumed = request_id in cached.resumed_req_ids
+            add(cached.new_block_ids[at], cached.num_computed_tokens[at] if resumed else 0)
+    return pages
 
 
 def savable_tokens(request: Any, options: Options) -> int:

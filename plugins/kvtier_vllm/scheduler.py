@@ -31,7 +31,7 @@ from kvtier_vllm.messages import RankReport, Save, Step
 from kvtier_vllm.options import Options, RequestOptions, read_request_options
 from kvtier_vllm.pins import Pins
 from kvtier_vllm.prompt import Prompt
-from kvtier_vllm.saves import Saves
+from kvtier_vllm.saves import Saves, fresh_pages
 from kvtier_vllm.stats import PluginStats
 from kvtier_vllm.timeline import Timelines
 
@@ -125,14 +125,13 @@ class SchedulerSide:
         self._pins = Pins(layout, daemon, self._keys, self.counts)
         self._resident: EngineResidency | None = None
 
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Use the engine's own cache and limits from now on."""
+    def set_limits(
+        self, limits: EngineLimits, is_held: Callable[[int], bool] | None = None
+    ) -> None:
+        """Use the engine's own cache and limits from now on. `is_held`: whether the engine finds the content
+        of this page; then the daemon is told which blocks its cache holds."""
         self._decisions.queue.limits = limits
-
-    def watch_pages(self, is_held: Callable[[int], bool]) -> None:
-        """Tell the daemon which blocks the engine's own cache holds. `is_held`: whether the engine still
-        finds the content of this page."""
-        if self._options.residency and self._resident is None:
+        if is_held is not None and self._options.residency and self._resident is None:
             self._resident = EngineResidency(self._layout, self._daemon, self._keys, is_held)
 
     def open(self, spec: KvSpec) -> None:
@@ -248,7 +247,7 @@ class SchedulerSide:
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
         overwritten: list[int] = []
         if self._saves.in_progress or self._resident is not None:
-            pages = self._saves.fresh_pages(scheduled, fresh)
+            pages = fresh_pages(self._layout, scheduled, fresh)
             overwritten = self._saves.overwritten(pages)
             if self._resident is not None:
                 self._resident.step(pages, scheduled, self._prompts)

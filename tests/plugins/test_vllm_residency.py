@@ -11,6 +11,7 @@ import pytest
 from kvtier.link import Link
 from kvtier_plugins import residency
 from kvtier_plugins.residency import EngineBlocks, ResidencyReports
+from kvtier_vllm.lookups import EngineLimits
 from support.daemons import Daemon
 from support.fake_engine import BLOCK, FakeEngine, layout_of
 
@@ -42,7 +43,7 @@ def engine(daemon_of: Any, engine_of: EngineOf, forgotten: set[int]) -> Iterator
     daemon = daemon_of(warm="16MiB")
     engine = engine_of(daemon, pages=16)
     engine.daemon = daemon  # type: ignore[attr-defined]
-    engine.scheduler.watch_pages(lambda page: page not in forgotten)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: page not in forgotten)
     yield engine
 
 
@@ -88,7 +89,7 @@ def test_the_engine_holds_nothing_after_its_end(engine: FakeEngine, engine_of: E
 def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf) -> None:
     daemon, layout = daemon_of(warm="16MiB"), layout_of([0, 0], parts=[2, 1])
     engine = engine_of(daemon, layout, pages=64)
-    engine.scheduler.watch_pages(lambda page: True)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: True)
     engine.serve(PROMPT)
     until(daemon, engine, blocks=8, bytes=4 * layout.block_bytes)
 
@@ -96,7 +97,7 @@ def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf
 def test_without_the_option_nothing_is_reported(daemon_of: Any, engine_of: EngineOf) -> None:
     daemon = daemon_of(warm="16MiB")
     engine = engine_of(daemon, residency=False)
-    engine.scheduler.watch_pages(lambda page: True)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: True)
     engine.serve(PROMPT)
     assert shown(daemon)["entered_blocks"] == 0
 
@@ -116,7 +117,7 @@ def test_a_daemon_without_it_gets_no_report(
     monkeypatch.setattr(residency.Client, "stats", older)
     monkeypatch.setattr(Link, "tell", lambda link, one: (told.append(one), tell(link, one))[1])
     engine = engine_of(daemon)
-    engine.scheduler.watch_pages(lambda page: True)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: True)
     engine.serve(PROMPT)
     resident = engine.scheduler._resident
     assert resident is not None
