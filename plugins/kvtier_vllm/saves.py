@@ -296,7 +296,8 @@ def fresh_pages(layout: Layout, scheduled: Any, loaded: set[int]) -> set[int]:
     for at, request_id in enumerate(cached.req_ids):
         if cached.new_block_ids[at]:
             resumed = request_id in cached.resumed_req_ids
-            add(cached.new_block_ids[at], cached.num_computed_tokens[at] if resumed else 0)
+            first = cached.num_computed_tokens[at] if resumed else 0
+            add(cached.new_block_ids[at], first)
     return pages
 
 
