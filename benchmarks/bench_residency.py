@@ -26,6 +26,7 @@ from kvtier_daemon.sim.trace import TraceRequests, read
 from kvtier_daemon.tools.sizing import PrefillCost
 from kvtier_plugins.residency import EngineBlocks
 from kvtier_vllm.layout import Cached, Layout, Shards
+from kvtier_vllm.options import Options
 from kvtier_vllm.scheduler import EngineResidency
 
 SHARE = 0.05
@@ -94,8 +95,8 @@ def steps() -> dict[str, float]:
     session = object()
     keys = [number.to_bytes(32, "big") for number in range(100_000)]
     side = EngineResidency(
-        layout, SimpleNamespace(session=session),  # type: ignore[arg-type]
-        SimpleNamespace(of=lambda prompt, session: keys[50_000:]), lambda page: True,  # type: ignore[arg-type]
+        layout, Options(), SimpleNamespace(session=session),  # type: ignore[arg-type]
+        SimpleNamespace(of=lambda prompt, session: keys[50_000:]), lambda page: "mark",  # type: ignore[arg-type]
     )  # fmt: skip
     side.reports.close()
     told = Told()
@@ -106,7 +107,12 @@ def steps() -> dict[str, float]:
     names = [str(number) for number in range(RUNNING)]
     prompts: dict[str, Any] = {
         name: SimpleNamespace(
-            request=SimpleNamespace(request_id=name, num_computed_tokens=1600), resident=100
+            request=SimpleNamespace(
+                request_id=name, num_computed_tokens=1600, num_tokens=9999, num_prompt_tokens=9999
+            ),
+            resident=100,
+            may_save=True,
+            options=SimpleNamespace(ttl_s=None),
         )
         for name in names
     }

@@ -31,7 +31,7 @@ DRAIN_S = 0.5
 Block = tuple[int, bytes]  # group and key
 
 
-class Session(Protocol):
+class OpenSession(Protocol):
     """A connection of the engine with its space open."""
 
     @property
@@ -42,30 +42,47 @@ class Session(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One copy of a block in the engine's pages."""
+    """One copy of a block in the engine's pages, and their marks when they were filled. `parent`: the key
+    before it, or empty; `savable`: its request may be saved."""
 
     block: Block
     pages: Sequence[int]
+    marks: Sequence[object]
+    parent: bytes = b""
+    savable: bool = False
 
 
 class EngineBlocks:
     """What the pages of an engine contain. Pages of different groups have different numbers. For the engine's
-    thread only."""
+    thread only. `mark_of`: the engine's own name for the content of a page, None if it does not find the
+    page; a page whose mark has changed has other content.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, mark_of: Callable[[int], object]) -> None:
+        self._mark_of = mark_of
         self.copies: dict[Block, int] = {}  # blocks that the engine holds, and how many times
         self._of: dict[int, Copy] = {}  # by page
         self._changes: list[tuple[Block, bool]] = []
 
-    def filled(self, group: int, key: bytes, pages: Sequence[int]) -> None:
+    def filled(
+        self,
+        group: int,
+        key: bytes,
+        pages: Sequence[int],
+        parent: bytes = b"",
+        savable: bool = False,
+    ) -> None:
         """These pages contain a block from now on, and the engine finds it there."""
         known = self._of.get(pages[0])
         if known is not None and known.block == (group, key):
             return
         self.reused(pages)
+        marks = [self._mark_of(page) for page in pages]
+        if None in marks:
+            return
         if len(self._of) >= LIMIT_BLOCKS:
             return
-        copy = Copy((group, key), pages)
+        copy = Copy((group, key), pages, marks, parent, savable)
         for page in pages:
             self._of[page] = copy
         before = self.copies.get(copy.block, 0)
@@ -88,10 +105,26 @@ class EngineBlocks:
                 del self.copies[copy.block]
                 self._changes.append((copy.block, False))
 
-    def check(self, is_held: Callable[[int], bool]) -> None:
+    def copies_in(self, pages: Iterable[int]) -> list[Copy]:
+        """The copies that contain these pages, each once, in the order of the pages. Only those whose pages
+        still have the marks that they were filled with."""
+        found = {id(copy): copy for page in pages if (copy := self._of.get(page)) is not None}
+        return [copy for copy in found.values() if self._is_whole(copy)]
+
+    def _is_whole(self, copy: Copy) -> bool:
+        return all(
+            self._mark_of(page) == mark for page, mark in zip(copy.pages, copy.marks, strict=True)
+        )
+
+    def forget_savable(self) -> None:
+        """No block that is known now is savable."""
+        for copy in self._of.values():
+            copy.savable = False
+
+    def check(self) -> None:
         """Ask for a few pages whether the engine still finds their blocks: each in its turn."""
         for page in list(islice(self._of, CHECKED_PAGES)):
-            if is_held(page):
+            if self._is_whole(self._of[page]):
                 self._of[page] = self._of.pop(page)
             else:
                 self.reused((page,))
@@ -109,7 +142,7 @@ class EngineBlocks:
 class ResidencyReports:
     """Sends what an engine holds. `session` returns the present one, or None."""
 
-    def __init__(self, session: Callable[[], Session | None]) -> None:
+    def __init__(self, session: Callable[[], OpenSession | None]) -> None:
         self.ignored = False  # the daemon does not know such reports
         self._session = session
         self._queue: deque[list[tuple[Block, bool]] | frozenset[Block]] = deque()
@@ -144,7 +177,7 @@ class ResidencyReports:
         self._thread.join(DRAIN_S)
 
     def _run(self) -> None:
-        told: Session | None = None
+        told: OpenSession | None = None
         while True:
             self._news.wait()
             self._news.clear()
@@ -188,7 +221,9 @@ class ResidencyReports:
                 (self._held.add if entered else self._held.discard)(block)
         return changed
 
-    def _tell(self, session: Session, group: int, entered: list[bytes], left: list[bytes]) -> None:
+    def _tell(
+        self, session: OpenSession, group: int, entered: list[bytes], left: list[bytes]
+    ) -> None:
         """Send one message, once the daemon has read the last one."""
         while session.client.link.connection.backlog_bytes and not self._closing:
             time.sleep(COALESCE_S)

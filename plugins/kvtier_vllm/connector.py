@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -97,6 +98,15 @@ def published(event: Event, layout: Layout) -> BlockStored | BlockRemoved:
     )  # fmt: skip
 
 
+def next_pages(pool: Any, count: int) -> Iterator[int]:
+    """The pages that vLLM would give to a request next, at most this many."""
+    queue = pool.free_block_queue
+    page = queue.fake_free_list_head.next_free_block
+    while count > 0 and page is not None and page is not queue.fake_free_list_tail:
+        yield page.block_id
+        page, count = page.next_free_block, count - 1
+
+
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves whole blocks to kvtier's daemon, and loads them. A failure is a cache miss, never an error of the
     engine. vLLM's interface determines the methods, which are therefore more than 20."""
@@ -108,6 +118,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             # A step begins before the last step's failed loads are known, and would save what it computes
             # from unfilled pages. Loads between steps end before a step computes from them.
             self._options = msgspec.structs.replace(self._options, load="async")
+        if self._options.save == "lazy":
+            # Then no block is computed from pages that a load did not fill.
+            self._options = msgspec.structs.replace(self._options, load="async")
         if not self._kv_transfer_config.is_kv_producer:
             self._options = msgspec.structs.replace(self._options, save=False)
         self._layout: Layout | None = None
@@ -116,6 +129,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._pages = RankPages("", "the engine registered no caches")
         self._pages_by_rank: dict[int, RankPages] = {}
         self._rank, self._reported = 0, False
+        self._mark_of: Callable[[int], object] | None = None
+        self._next_pages: Callable[[int], Iterator[int]] | None = None
         note = check_hashes(vllm_config)
         try:
             self._layout = read_layout(vllm_config, kv_cache_config)
@@ -203,14 +218,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.set_limits(
                 EngineLimits(
                     kv_cache_manager, sizes, limits.max_num_seqs, limits.max_num_batched_tokens
-                )
+                ),
+                self._mark_of,
+                self._next_pages,
             )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The engine's own cache: a page without a hash is not found by later requests."""
-        if self._scheduler is not None and gpu_block_pool.enable_caching:
+        """The engine's own cache: later requests do not find a page without a hash."""
+        if gpu_block_pool.enable_caching:
             pages = gpu_block_pool.blocks
-            self._scheduler.watch_pages(lambda page: pages[page].block_hash is not None)
+            self._mark_of = lambda page: pages[page].block_hash
+            self._next_pages = partial(next_pages, gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:

@@ -34,7 +34,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
-    save: bool = True
+    save: bool | Literal["lazy"] = True
     save_decode: bool = True
     patience_ms: int = 1000
     lease_ms: int = 60_000
@@ -54,7 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 EXPECTED = {
     "socket": 'a path, such as "/run/kvtier/kvtier.sock"',
     "load": '"auto", "async" or "sync"',
-    "save": "true or false",
+    "save": 'true, false or "lazy"',
     "save_decode": "true or false",
     "patience_ms": "milliseconds, such as 1000",
     "lease_ms": "milliseconds, such as 60000",

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from kvtier import Keys
 from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_RESERVED
+from kvtier_plugins.residency import Block, EngineBlocks
 from kvtier_vllm.layout import Cached, Layout
 from kvtier_vllm.loads import StepLoad, UnverifiedPages
 from kvtier_vllm.messages import Hole, RankReport, Save, WriteOrder
@@ -53,7 +55,6 @@ class Saves:
             group.group_id: at for at, group in enumerate(layout.groups) if group.kind == "state"
         }
         self._windows = any(group.kind == "window" for group in layout.groups)
-        self._parts = {group.group_id: group.parts for group in layout.groups}
         self._group_bytes = [group.block_bytes for group in layout.groups]
         # Without states: few blocks have one, and it may be most of the bytes of its block.
         kept = [group.block_bytes for group in layout.groups if group.kind != "state"]
@@ -62,31 +63,11 @@ class Saves:
         self._saves_of: dict[int, tuple[int, ...]] = {}  # page -> the saves that read it
         self._nbytes = 0
 
-    def fresh_pages(self, scheduled: Any, loaded: set[int]) -> set[int]:
-        """The pages that this step gives to another request; `loaded`: those that it loads into."""
-        pages = set(loaded)
-        for new in scheduled.scheduled_new_reqs:
-            self._add_fresh(pages, new.block_ids, new.num_computed_tokens)
-        cached = scheduled.scheduled_cached_reqs
-        for at, request_id in enumerate(cached.req_ids):
-            if cached.new_block_ids[at]:
-                resumed = request_id in cached.resumed_req_ids
-                first = cached.num_computed_tokens[at] if resumed else 0
-                self._add_fresh(pages, cached.new_block_ids[at], first)
-        return pages
-
     def overwritten(self, pages: set[int]) -> list[int]:
         """The saves that read one of these pages."""
         return sorted(
             {save for page in self._saves_of.keys() & pages for save in self._saves_of[page]}
         )
-
-    def _add_fresh(self, pages: set[int], groups: Sequence[Sequence[int]], computed: int) -> None:
-        # Groups that kvtier does not keep take pages from the same pool.
-        for group_id, ids in enumerate(groups):
-            pages.update(
-                ids[computed * self._parts.get(group_id, 0) // self._layout.block_tokens :]
-            )
 
     def whole_states(self, scheduled: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
         """The states that are whole when this step ends, by request: group, page and tokens."""
@@ -125,7 +106,7 @@ class Saves:
             return []
         keys, first = keys_of(), state.saved
         states = self.whole_states(scheduled).get(request.request_id)
-        room = (self._most_bytes - self._nbytes) // self._block_bytes
+        room = self.room
         last = min(end, len(keys), first + min(room, most, LIMIT_BLOCKS))
         ids, whole = None, keys
         if last > first or states:
@@ -162,7 +143,7 @@ class Saves:
                     nbytes=nbytes, ranks=self._layout.shards.ranks,
                     windows=writes is not others, behind=writes is behind, tokens=before + tokens,
                 )  # fmt: skip
-                found.append(self._begin(number(), save, writes))
+                found.append(self.begin(number(), save, writes))
         return found
 
     def _count_left_behind(self, saved: int, filled: int, before: int, after: int) -> None:
@@ -212,7 +193,8 @@ class Saves:
                 self._counts["drop:overwritten"] += 1
         return found
 
-    def _begin(self, number: int, save: StepSave, writes: list[WriteOrder]) -> Save:
+    def begin(self, number: int, save: StepSave, writes: list[WriteOrder]) -> Save:
+        """These writes are the save of this number, until all ranks have reported it."""
         self._pending[number] = save
         shared = self._saves_of.keys() & save.pages
         others = [(page, (*self._saves_of[page], number)) for page in shared]
@@ -294,12 +276,91 @@ class Saves:
             self._counts[f"drop:{why}"] += whole - first
 
     @property
+    def room(self) -> int:
+        """How many more blocks may wait to be copied."""
+        return (self._most_bytes - self._nbytes) // self._block_bytes
+
+    @property
     def in_progress(self) -> bool:
         return bool(self._pending)
 
     @property
     def in_flight(self) -> dict[str, int]:
         return {"saves": len(self._pending), "pages": len(self._saves_of), "bytes": self._nbytes}
+
+
+class LazySaves:
+    """Saves blocks only when the engine is about to drop them: those in the first `look` pages that it would
+    give to another request. Blocks that no request uses any longer, so their content is final. If a page is
+    given away before its copy has ended, the step names the save (`Step.overwritten`), and the block is lost.
+    """
+
+    def __init__(
+        self, layout: Layout, saves: Saves, blocks: EngineBlocks,
+        next_pages: Callable[[int], Iterable[int]], look: int,
+    ) -> None:  # fmt: skip
+        self._layout = layout
+        self._saves = saves
+        self._blocks = blocks
+        self._next_pages = next_pages
+        self._look = look
+        self._begun: set[Block] = set()  # of the pages that were next at the last call
+        request = SimpleNamespace(lora_request=None, num_computed_tokens=0)
+        self._prompt = Prompt(request, b"", False, True)
+        self._prompt.save.finished = True  # nothing is tried again
+
+    def take(self, number: Callable[[], int]) -> list[Save]:
+        """The save of the blocks that the engine is about to drop, within the bytes that may wait."""
+        found = self._blocks.copies_in(self._next_pages(self._look))
+        begun, self._begun = self._begun, {copy.block for copy in found}
+        new = dict.fromkeys(
+            copy.block for copy in found if copy.savable and copy.block not in begun
+        )
+        by_block = {copy.block: copy for copy in found}
+        room = min(self._saves.room, LIMIT_BLOCKS)
+        chosen = [by_block[block] for block in new][: max(0, room)]
+        self._begun.difference_update(list(new)[max(0, room) :])
+        if not chosen:
+            return []
+        writes: list[WriteOrder] = []
+        nbytes, last = 0, (-1, b"")
+        for copy in reversed(chosen):  # the tail of a request is dropped first
+            group, key = copy.block
+            if last != (group, copy.parent):
+                writes.append(WriteOrder(group, [], b"", copy.parent))
+            writes[-1].block_ids += copy.pages
+            writes[-1].keys += key
+            nbytes += self._layout.groups[group].block_bytes
+            last = copy.block
+        save = StepSave(
+            self._prompt, 0, 0, 0, pages={page for write in writes for page in write.block_ids},
+            nbytes=nbytes, ranks=self._layout.shards.ranks, windows=False, behind=False, tokens=0,
+        )  # fmt: skip
+        return [self._saves.begin(number(), save, writes)]
+
+    def forget(self) -> None:
+        """The content of some pages is not what the engine meant: save none of the known blocks."""
+        self._blocks.forget_savable()
+
+
+def fresh_pages(layout: Layout, scheduled: Any, loaded: set[int]) -> set[int]:
+    """The pages that this step gives to another request; `loaded`: those that it loads into."""
+    pages, parts = set(loaded), {group.group_id: group.parts for group in layout.groups}
+
+    def add(groups: Sequence[Sequence[int]], computed: int) -> None:
+        # Groups that kvtier does not keep take pages from the same pool.
+        for group_id, ids in enumerate(groups):
+            pages.update(ids[computed * parts.get(group_id, 0) // layout.block_tokens :])
+
+    for new in scheduled.scheduled_new_reqs:
+        add(new.block_ids, new.num_computed_tokens)
+    cached = scheduled.scheduled_cached_reqs
+    for at, request_id in enumerate(cached.req_ids):
+        if cached.new_block_ids[at]:
+            resumed = request_id in cached.resumed_req_ids
+            first = cached.num_computed_tokens[at] if resumed else 0
+            add(cached.new_block_ids[at], first)
+    return pages
 
 
 def savable_tokens(request: Any, options: Options) -> int:

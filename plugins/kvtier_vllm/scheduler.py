@@ -8,9 +8,10 @@ about a millisecond per step.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,24 +32,30 @@ from kvtier_vllm.messages import RankReport, Save, Step
 from kvtier_vllm.options import Options, RequestOptions, read_request_options
 from kvtier_vllm.pins import Pins
 from kvtier_vllm.prompt import Prompt
-from kvtier_vllm.saves import Saves
+from kvtier_vllm.saves import LazySaves, Saves, fresh_pages, savable_tokens
 from kvtier_vllm.stats import PluginStats
 from kvtier_vllm.timeline import Timelines
+
+log = logging.getLogger("vllm.kvtier")
+
+# With `save = "lazy"`: the pages that so many steps of the largest size may give away are saved in time.
+LAZY_STEPS, LAZY_TOKENS = 2, 8192
 
 
 class EngineResidency:
     """The blocks of the engine's own cache. A block is known once its pages are filled, and until they are
-    given to another request; `is_held` detects pages that the engine forgets in another way."""
+    given to another request; marks detect pages that the engine forgets in another way."""
 
     def __init__(
-        self, layout: Layout, daemon: Daemon, keys: BlockKeys, is_held: Callable[[int], bool]
-    ) -> None:
-        self.blocks = EngineBlocks()
+        self, layout: Layout, options: Options, daemon: Daemon, keys: BlockKeys,
+        mark_of: Callable[[int], object],
+    ) -> None:  # fmt: skip
+        self.blocks = EngineBlocks(mark_of)
+        self._options = options
         self.reports = ResidencyReports(lambda: daemon.session)
         self._layout = layout
         self._daemon = daemon
         self._keys = keys
-        self._is_held = is_held
 
     def step(self, fresh: set[int], scheduled: Any, prompts: Mapping[str, Prompt]) -> None:
         """This step gives these pages to requests, and fills some."""
@@ -64,7 +71,7 @@ class EngineResidency:
             prompt.resident = min(prompt.resident, computed // block)  # it was preempted
             if end > prompt.resident:
                 self._filled(prompt, session, end, scheduled)
-        self.blocks.check(self._is_held)
+        self.blocks.check()
         self.reports.add(self.blocks)
 
     def _filled(
@@ -78,12 +85,15 @@ class EngineResidency:
         if ids is None:
             return
         end = prompt.resident = min(end, len(keys))
+        most = savable_tokens(prompt.request, self._options) // self._layout.block_tokens
         for index, group in enumerate(self._layout.groups):
             mine, parts = ids[group.group_id], group.parts
             for at in range(first, min(end, len(mine) // parts)):
                 pages = mine[at * parts : (at + 1) * parts]
-                if all(pages) and self._is_held(pages[-1]):
-                    self.blocks.filled(index, keys[at], pages)
+                if all(pages):
+                    parent = keys[at - 1] if at else b""
+                    savable = prompt.may_save and prompt.options.ttl_s is None and at < most
+                    self.blocks.filled(index, keys[at], pages, parent, savable)
 
 
 class SchedulerSide:
@@ -124,16 +134,34 @@ class SchedulerSide:
         self._saves = Saves(layout, options, self.counts)
         self._pins = Pins(layout, daemon, self._keys, self.counts)
         self._resident: EngineResidency | None = None
+        self._lazy: LazySaves | None = None
 
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Use the engine's own cache and limits from now on."""
+    def set_limits(
+        self, limits: EngineLimits, mark_of: Callable[[int], object] | None = None,
+        next_pages: Callable[[int], Iterable[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Use the engine's own cache and limits from now on. `mark_of`: the engine's name for the content
+        of a page; then the daemon is told which blocks its cache holds. `next_pages`: the pages that it
+        would give to another request next."""
         self._decisions.queue.limits = limits
-
-    def watch_pages(self, is_held: Callable[[int], bool]) -> None:
-        """Tell the daemon which blocks the engine's own cache holds. `is_held`: whether the engine still
-        finds the content of this page."""
-        if self._options.residency and self._resident is None:
-            self._resident = EngineResidency(self._layout, self._daemon, self._keys, is_held)
+        if mark_of is None or self._resident is not None:
+            return
+        lazy = self._options.save == "lazy"
+        if self._options.residency or lazy:
+            self._resident = EngineResidency(
+                self._layout, self._options, self._daemon, self._keys, mark_of
+            )
+        if lazy and next_pages is not None and self._resident is not None:
+            if any(group.kind != "full" for group in self._layout.groups):
+                log.warning(
+                    'kvtier: save is "lazy": this model has windows or states, saving at once'
+                )
+                return
+            pages = sum(group.parts for group in self._layout.groups)
+            tokens = min(limits.step_tokens, LAZY_TOKENS)
+            look = int(LAZY_STEPS * tokens // self._layout.block_tokens + 1) * pages
+            blocks = self._resident.blocks
+            self._lazy = LazySaves(self._layout, self._saves, blocks, next_pages, look)
 
     def open(self, spec: KvSpec) -> None:
         """Connect in the background, and open this space."""
@@ -184,7 +212,8 @@ class SchedulerSide:
         self._decisions.finished(prompt)
         self._loads.finished(request.request_id)
         self.timelines.finished(request.request_id)
-        self._saves.finished(prompt)
+        if not self._is_lazy(prompt):
+            self._saves.finished(prompt)
         return prompt.response()
 
     def _prompt(self, request: Any) -> Prompt:
@@ -193,7 +222,7 @@ class SchedulerSide:
             extras = self._adapters.extras(request)
             options = read_request_options(request.kv_transfer_params)
             may_load = self._may_load and options.load and not request.skip_reading_prefix_cache
-            may_save = options.save and self._options.save
+            may_save = options.save and bool(self._options.save)
             identified = extras is not None
             if not identified:
                 self.counts["miss:adapter"] += 1
@@ -247,16 +276,19 @@ class SchedulerSide:
         self._steps += 1
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
         overwritten: list[int] = []
+        saves: list[Save] = []
         if self._saves.in_progress or self._resident is not None:
-            pages = self._saves.fresh_pages(scheduled, fresh)
+            pages = fresh_pages(self._layout, scheduled, fresh)
             overwritten = self._saves.overwritten(pages)
             if self._resident is not None:
                 self._resident.step(pages, scheduled, self._prompts)
-        saves = []
+                # Without a page given away, the next pages are those of the last step, or come later.
+                if self._lazy is not None and pages and self._session is not None:
+                    saves = self._lazy.take(self._number)
         if self._options.save:
             now = {load.request_id for load in loads if load.now}
             self._saves.unverified.begun(self._steps, scheduled, self._prompts, now, fresh)
-            saves = self._saves.in_order(self._new_saves(scheduled))
+            saves += self._saves.in_order(self._new_saves(scheduled))
         self._forecast_step(scheduled)
         self.timelines.scheduled(self._steps, scheduled.num_scheduled_tokens)
         # Its leases may be promised until the next step, even if it was lost meanwhile.
@@ -298,7 +330,7 @@ class SchedulerSide:
         others = [(name, 0) for name in states if name not in served] if states else ()
         for request_id, tokens in chain(served.items(), others):
             prompt = self._prompts.get(request_id)
-            if prompt is None or not prompt.may_save:
+            if prompt is None or not prompt.may_save or self._is_lazy(prompt):
                 continue
             if session is not None:
                 prompt.use_session(session)
@@ -312,6 +344,11 @@ class SchedulerSide:
                 self._pins.when_saved(prompt, session, saves[-1].number)
             yield from saves
 
+    def _is_lazy(self, prompt: Prompt) -> bool:
+        """Whether its blocks are saved only when the engine is about to drop them."""
+        options = prompt.options
+        return self._lazy is not None and options.ttl_s is None and not options.has_pin_requests
+
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
@@ -322,6 +359,8 @@ class SchedulerSide:
         """Process the ranks' report. `failed`: requests whose load failed; `invalid`: pages that a load
         within the step did not fill, including other connectors' loads."""
         self._saves.unverified.reported(report.step, invalid)
+        if invalid and self._lazy is not None:
+            self._lazy.forget()
         self._decisions.ranks.by_rank |= report.mappings
         for name, count in report.counts.items():
             self.counts[name] += count

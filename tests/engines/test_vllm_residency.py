@@ -58,7 +58,7 @@ def play(
 
 
 @pytest.mark.slow
-def test_more_prompts_are_found_in_memory(
+def test_less_is_computed_again(
     daemon_of: Callable[..., Daemon], engine_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     """With a memory of twice the engine's cache. The answers are the same."""
@@ -78,6 +78,8 @@ def test_more_prompts_are_found_in_memory(
         assert resident["blocks"] == (PAGES - 2 if residency else 0)
         assert (resident["returned_blocks"] > 0) == residency
     blind, known = found[False], found[True]
-    print(f"{sum(map(len, asked))} tokens; found in memory and on disk: {blind[:2]}, {known[:2]}")
+    tokens = sum(map(len, asked))
+    print(f"{tokens} tokens; found in memory and on disk: {blind[:2]}, {known[:2]}")
     assert known[2] == blind[2]
-    assert known[0] > 1.05 * blind[0]
+    # Which of them a lookup finds on disk depends on how fast the disk is.
+    assert tokens - sum(known[:2]) < 0.95 * (tokens - sum(blind[:2]))

@@ -173,7 +173,7 @@ def test_a_frame_in_a_reused_buffer_does_not_depend_on_its_earlier_content() -> 
 
 
 def test_an_optional_request_is_no_part_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients and daemons of other versions work together: it is only sent to daemons that show it."""
+    """Clients and daemons of other versions go on together: it is only sent to a daemon that shows `hot`."""
     assert wire.Resident in wire.OPTIONAL
     without = wire.Request
     for kind in wire.OPTIONAL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from kvtier.link import Link
 from kvtier_plugins import residency
 from kvtier_plugins.residency import EngineBlocks, ResidencyReports
+from kvtier_vllm.lookups import EngineLimits
+from kvtier_vllm.messages import RankReport
 from support.daemons import Daemon
 from support.fake_engine import BLOCK, FakeEngine, layout_of
 
@@ -42,7 +45,7 @@ def engine(daemon_of: Any, engine_of: EngineOf, forgotten: set[int]) -> Iterator
     daemon = daemon_of(warm="16MiB")
     engine = engine_of(daemon, pages=16)
     engine.daemon = daemon  # type: ignore[attr-defined]
-    engine.scheduler.watch_pages(lambda page: page not in forgotten)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: None if page in forgotten else "mark")
     yield engine
 
 
@@ -88,7 +91,7 @@ def test_the_engine_holds_nothing_after_its_end(engine: FakeEngine, engine_of: E
 def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf) -> None:
     daemon, layout = daemon_of(warm="16MiB"), layout_of([0, 0], parts=[2, 1])
     engine = engine_of(daemon, layout, pages=64)
-    engine.scheduler.watch_pages(lambda page: True)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
     until(daemon, engine, blocks=8, bytes=4 * layout.block_bytes)
 
@@ -96,7 +99,7 @@ def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf
 def test_without_the_option_nothing_is_reported(daemon_of: Any, engine_of: EngineOf) -> None:
     daemon = daemon_of(warm="16MiB")
     engine = engine_of(daemon, residency=False)
-    engine.scheduler.watch_pages(lambda page: True)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
     assert shown(daemon)["entered_blocks"] == 0
 
@@ -116,7 +119,7 @@ def test_a_daemon_without_it_gets_no_report(
     monkeypatch.setattr(residency.Client, "stats", older)
     monkeypatch.setattr(Link, "tell", lambda link, one: (told.append(one), tell(link, one))[1])
     engine = engine_of(daemon)
-    engine.scheduler.watch_pages(lambda page: True)
+    engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
     resident = engine.scheduler._resident
     assert resident is not None
@@ -126,6 +129,102 @@ def test_a_daemon_without_it_gets_no_report(
     monkeypatch.undo()
     assert shown(daemon)["entered_blocks"] == 0
     assert engine.scheduler.counts["lost"] == 0
+
+
+# --- save = "lazy" -------------------------------------------------------------------------------
+
+
+def lazy_engine(daemon: Daemon, engine_of: EngineOf, pages: int) -> FakeEngine:
+    """An engine whose marks are the numbers of requests that filled its pages, and which gives away the pages
+    that were free for the longest time."""
+    engine = engine_of(daemon, pages=pages, save="lazy")
+    marks: dict[int, object] = {}
+    engine.marks = marks  # type: ignore[attr-defined]
+    engine.scheduler.set_limits(EngineLimits(), marks.get, lambda count: engine.free[:count])
+    return engine
+
+
+def serve(engine: FakeEngine, tokens: range) -> None:
+    """Serve a prompt, and put its pages at the end of the free ones, the tail first."""
+    request = engine.add(tokens)
+    marks: dict[int, object] = engine.marks  # type: ignore[attr-defined]
+    allocate = engine.allocate
+
+    def marked(one: Any, computed: int, count: int) -> None:
+        allocate(one, computed, count)
+        marks.update(dict.fromkeys((page for pages in one.pages for page in pages), one.request_id))
+
+    engine.allocate = marked  # type: ignore[method-assign]
+    engine.run(request)
+    engine.allocate = allocate  # type: ignore[method-assign]
+    assert not engine.wrong_pages(request)
+    engine.scheduler.finished(request)
+    engine.free += [page for pages in request.pages for page in reversed(pages)]
+
+
+def prompt(number: int) -> range:
+    return range(number * 10_000, number * 10_000 + 4 * BLOCK + 3)
+
+
+def test_lazy_saves_a_block_when_the_engine_is_about_to_drop_it(
+    daemon_of: Any, engine_of: EngineOf
+) -> None:
+    daemon = daemon_of(warm="16MiB")
+    engine = lazy_engine(daemon, engine_of, pages=16)
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
+    serve(engine, prompt(1))
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert daemon.stats()["tiers"]["warm"]["blocks"] == 0
+    serve(engine, prompt(2))  # its step gives pages away, and the first prompt's follow
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert daemon.stats()["tiers"]["warm"]["blocks"] == 4
+    other = engine_of(daemon)
+    assert other.serve(prompt(1)).cached == 4 * BLOCK
+    assert other.serve(prompt(2)).cached == 0
+    assert not engine.scheduler.counts["drop:overwritten"]
+
+
+def test_lazy_never_saves_wrong_bytes(daemon_of: Any, engine_of: EngineOf) -> None:
+    """Pages are given away while they are copied, and blocks are lost; what is found is what was computed."""
+    daemon = daemon_of(warm="16MiB")
+    engine = lazy_engine(daemon, engine_of, pages=13)
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
+    chance = random.Random(1)
+    for _ in range(60):
+        serve(engine, prompt(chance.randrange(12)))
+        if chance.random() < 0.3:
+            chance.shuffle(engine.free)  # other pages are next than those that were expected
+    engine.until(lambda: not any(engine.scheduler.in_flight.values()))
+    other, found = engine_of(daemon), 0
+    for number in range(12):
+        found += other.serve(prompt(number)).cached  # it compares every page
+    assert found > 4 * BLOCK
+
+
+def test_lazy_saves_no_page_that_has_other_content_now(daemon_of: Any, engine_of: EngineOf) -> None:
+    """Another part of the engine has filled the pages: their marks differ."""
+    daemon = daemon_of(warm="16MiB")
+    engine = lazy_engine(daemon, engine_of, pages=16)
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
+    serve(engine, prompt(1))
+    marks: dict[int, object] = engine.marks  # type: ignore[attr-defined]
+    marks.update(dict.fromkeys(marks, "other"))
+    serve(engine, prompt(2))
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert daemon.stats()["tiers"]["warm"]["blocks"] == 0
+
+
+def test_lazy_saves_nothing_that_was_computed_from_unfilled_pages(
+    daemon_of: Any, engine_of: EngineOf
+) -> None:
+    daemon = daemon_of(warm="16MiB")
+    engine = lazy_engine(daemon, engine_of, pages=16)
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
+    serve(engine, prompt(1))
+    engine.scheduler.reported(RankReport(), set(), {99})
+    serve(engine, prompt(2))
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert daemon.stats()["tiers"]["warm"]["blocks"] == 0
 
 
 # --- what is sent --------------------------------------------------------------------------------
@@ -172,7 +271,7 @@ def settled(session: Connected, blocks: EngineBlocks) -> None:
 def test_a_thread_that_falls_behind_sends_all_blocks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "LIMIT_QUEUED", 50)
     monkeypatch.setattr(residency, "SENT_BLOCKS", 7)
-    session, blocks = Connected(), EngineBlocks()
+    session, blocks = Connected(), EngineBlocks(lambda page: "mark")
     reports = ResidencyReports(lambda: session)  # type: ignore[arg-type, return-value]
     try:
         for turn in range(40):
@@ -189,7 +288,7 @@ def test_a_thread_that_falls_behind_sends_all_blocks_again(monkeypatch: pytest.M
 
 
 def test_copies_of_a_block_count_and_parts_leave_together() -> None:
-    blocks = EngineBlocks()
+    blocks = EngineBlocks(lambda page: "mark")
     blocks.filled(0, key(1), (1, 2))
     blocks.filled(0, key(1), (3, 4))
     assert blocks.take_changes() == [((0, key(1)), True)]
@@ -204,7 +303,7 @@ def test_copies_of_a_block_count_and_parts_leave_together() -> None:
 
 def test_the_memory_of_an_engines_blocks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "LIMIT_BLOCKS", 10)
-    blocks = EngineBlocks()
+    blocks = EngineBlocks(lambda page: "mark")
     for page in range(1, 100):
         blocks.filled(0, key(page), (page,))
     assert len(blocks.copies) == 10

@@ -25,7 +25,7 @@ from kvtier_vllm.layout import Cached, Layout, Shards
 from kvtier_vllm.messages import Hole, LoadOrder, RankMapping, RankReport, Save, Step
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import LookupQuery, Prompt
-from kvtier_vllm.saves import TRIES, Saves, runs
+from kvtier_vllm.saves import TRIES, Saves, fresh_pages, runs
 from kvtier_vllm.scheduler import SchedulerSide
 from support.daemons import Daemon
 from support.fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
@@ -128,13 +128,15 @@ def test_a_page_that_was_reused_names_its_save() -> None:
         [[1, 2]], [[3, 4]], [[5, 6]],
     ]  # fmt: skip
     for page, save in zip(range(1, 7), (7, 7, 8, 8, 9, 9), strict=True):
-        assert saves.overwritten(saves.fresh_pages(scheduled(0, [], [], [page]), set())) == [save]
-        assert saves.overwritten(saves.fresh_pages(scheduled(), {page})) == [save]
+        assert saves.overwritten(fresh_pages(layout, scheduled(0, [], [], [page]), set())) == [save]
+        assert saves.overwritten(fresh_pages(layout, scheduled(), {page})) == [save]
     assert (
-        saves.overwritten(saves.fresh_pages(scheduled(BLOCK, [1, 2, 8, 9], [5, 10], []), set()))
+        saves.overwritten(fresh_pages(layout, scheduled(BLOCK, [1, 2, 8, 9], [5, 10], []), set()))
         == []
     )
-    assert saves.overwritten(saves.fresh_pages(scheduled(BLOCK, [1, 2, 3], [5], []), set())) == [8]
+    assert saves.overwritten(fresh_pages(layout, scheduled(BLOCK, [1, 2, 3], [5], []), set())) == [
+        8
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_a_page_given_to_a_running_or_resumed_request_names_its_save(
         req_ids=["other"], new_block_ids=[(ids,) if ids else None], num_computed_tokens=[computed],
         resumed_req_ids={"other"} if resumed else set(),
     )  # fmt: skip
-    assert saves.overwritten(saves.fresh_pages(scheduled, set())) == named
+    assert saves.overwritten(fresh_pages(layout_of(), scheduled, set())) == named
 
 
 def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:

@@ -28,7 +28,7 @@ from kvtier_vllm.forecast import LIMIT_UNLEARNED, Forecast
 from kvtier_vllm.messages import Copied, Hole, RankMapping, RankPages, RankReport, Save
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import LookupQuery, Prompt
-from kvtier_vllm.saves import Saves
+from kvtier_vllm.saves import Saves, fresh_pages
 from kvtier_vllm.worker import Overwritten, SaveCopy
 from support.daemons import Daemon
 from support.fake_engine import BLOCK, FakeEngine, layout_of
@@ -192,13 +192,18 @@ def test_a_page_with_two_pending_saves_names_both_until_each_ends() -> None:
     for number in (7, 8):
         prompt.save.save_again(number - 7)
         saves.filled(prompt, 2 * BLOCK, scheduled, lambda: keys, 9, partial(int, number))
-    assert [saves.overwritten(saves.fresh_pages(scheduled, {page})) for page in (1, 2, 3)] == [
+    assert [
+        saves.overwritten(fresh_pages(layout_of(), scheduled, {page})) for page in (1, 2, 3)
+    ] == [
         [7],
         [7, 8],
         [],
     ]
     saves.reported(RankReport(saves={7: 1}))
-    assert [saves.overwritten(saves.fresh_pages(scheduled, {page})) for page in (1, 2)] == [[], [8]]
+    assert [saves.overwritten(fresh_pages(layout_of(), scheduled, {page})) for page in (1, 2)] == [
+        [],
+        [8],
+    ]
     saves.reported(RankReport(saves={8: 1}))
     assert not any(saves.in_flight.values())
 

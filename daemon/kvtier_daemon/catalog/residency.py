@@ -204,10 +204,6 @@ class Residency:
         }
         return sum(not names.isdisjoint(one.names) for one in self._of.values())
 
-    def blocks_of(self, session: SessionId) -> int:
-        mine = self._of.get(session)
-        return len(mine.names) if mine is not None else 0
-
     def report(self) -> dict[str, int]:
         """The figures of one tenant, for the status. Blocks of several engines count for each of them."""
         return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 
 
 class EngineCache:
@@ -11,6 +12,11 @@ class EngineCache:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self._held: dict[int, None] = {}  # the least recently used first
+        self.leave_first: dict[int, None] = {}  # in memory and on disk, and the engine holds them
+        self.away: set[int] = set()  # of these, those that left memory: the policy holds them
+        self.returning: set[int] = (
+            set()
+        )  # of these, those that are being read: the engine dropped them
 
     def __contains__(self, node: int) -> bool:
         return node in self._held
@@ -29,12 +35,22 @@ class EngineCache:
         for node in reversed(nodes):
             self._held.pop(node, None)
             self._held[node] = None
-        left = list(_first(self._held, len(self._held) - self.blocks))
+        left = list(islice(self._held, max(0, len(self._held) - self.blocks)))
         for node in left:
             del self._held[node]
         return entered, left
 
+    def victims(self, count: int, leased: Container[int]) -> list[int]:
+        """Up to this many blocks leave memory because the engine holds them."""
+        first = list(islice((one for one in self.leave_first if one not in leased), count))
+        for one in first:
+            del self.leave_first[one]
+        self.away.update(first)
+        return first
 
-def _first(items: Iterable[int], count: int) -> Iterable[int]:
-    for _, item in zip(range(max(0, count)), items, strict=False):
-        yield item
+    def drop_away(self, nodes: Iterable[int]) -> list[int]:
+        """These blocks are no longer away; return those that were."""
+        were = [node for node in nodes if node in self.away]
+        self.away.difference_update(were)
+        self.returning.difference_update(were)
+        return were

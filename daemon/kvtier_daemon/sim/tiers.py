@@ -13,7 +13,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
@@ -139,11 +138,6 @@ class Simulation:
         self.hbm_blocks = machine.hbm_bytes // block_bytes
         self._engine = EngineCache(self.hbm_blocks)
         self._knows_engine = self.hbm_blocks > 0 and machine.residency != "off"
-        self._leave_first: dict[int, None] = {}  # in memory and on disk, and the engine holds them
-        self._away: set[int] = set()  # of these, those that left memory: the policy holds them
-        self._returning: set[int] = (
-            set()
-        )  # of these, those that are being read: the engine dropped them
         self._unwritten: deque[int] = deque()  # in the order of the saves
 
     # --- time ----------------------------------------------------------------------------------
@@ -178,7 +172,8 @@ class Simulation:
             if self._reading:
                 expired = [int(str(node)) for node in self._planner.expire()]
                 self._reading.difference_update(expired)
-                self._stay_on_disk(self._returning.intersection(expired))
+                returning = self._engine.returning.intersection(expired)
+                self._policy.left(_ids(self._engine.drop_away(returning)))
                 self._compute_late_loads()
             if at >= then:
                 return
@@ -202,7 +197,7 @@ class Simulation:
             cold.append(node)
         self.totals.looked_up_blocks += len(nodes)
         self._policy.now(self.now)
-        there = [node for node in nodes if self._memory[node] or node in self._away]
+        there = [node for node in nodes if self._memory[node] or node in self._engine.away]
         self._policy.wanted(_ids(there), _names(there))
         self._wanted.update(node for node in nodes if node in self._frames)
         self._admission.note(_keys(nodes[: one.ready + len(cold)]))
@@ -270,7 +265,7 @@ class Simulation:
             self._reading.discard(node)
             waiters = self._waiters.pop(node, [])
             if not self._memory[node]:
-                self._come(node)
+                self._add([node], returns=node in self._engine.returning)
             for one in waiters:
                 self._hold([node])
                 one.missing.discard(node)
@@ -357,10 +352,10 @@ class Simulation:
         if self._knows_engine:
             for node in entered:
                 if self._memory[node] and node in self._frames:
-                    self._leave_first[node] = None
+                    self._engine.leave_first[node] = None
             for node in left:
-                self._leave_first.pop(node, None)
-            self._bring_back([node for node in left if node in self._away])
+                self._engine.leave_first.pop(node, None)
+            self._bring_back([node for node in left if node in self._engine.away])
         self._write_ahead()
 
     def _bring_back(self, nodes: list[int]) -> None:
@@ -371,35 +366,12 @@ class Simulation:
         request = -(len(self._requests) + 1 + nodes[0])
         self._planner.weigh(request, {self._link: len(nodes) * self._frame_bytes}, urgent=False)
         if not self._planner.knows(request):
-            self._stay_on_disk(nodes)
+            self._policy.left(_ids(self._engine.drop_away(nodes)))
             return
         self._planner.add(request, [(node, self._link, self._frame_bytes) for node in nodes])
-        self._returning.update(nodes)
+        self._engine.returning.update(nodes)
         self._reading.update(nodes)
         self.totals.moved["nvme_read_back"] += len(nodes) * self._frame_bytes
-
-    def _stay_on_disk(self, nodes: Iterable[int]) -> None:
-        """These blocks are only on disk from now on."""
-        nodes = list(nodes)
-        self._away.difference_update(nodes)
-        self._returning.difference_update(nodes)
-        if nodes:
-            self._policy.left(_ids(nodes))
-
-    def _come(self, node: int) -> None:
-        """A block was read into memory."""
-        if node in self._returning:
-            self._returning.discard(node)
-            self._away.discard(node)
-            self._memory[node] = 1
-            self._in_memory += 1
-            self._policy.freed(_ids([node]))
-        else:
-            if node in self._away:
-                self._stay_on_disk([node])
-            self._add([node])
-        if self._knows_engine and node in self._engine:
-            self._leave_first[node] = None
 
     def _save(self, nodes: list[int]) -> None:
         """Save computed blocks while there is room. Blocks with a frame on disk keep it."""
@@ -414,14 +386,22 @@ class Simulation:
         self._policy.refreshed(_ids(node for node in nodes if self._memory[node]))
         self._evict_excess()
 
-    def _add(self, nodes: list[int]) -> None:
-        """Add blocks to memory."""
+    def _add(self, nodes: list[int], returns: bool = False) -> None:
+        """Add blocks to memory. Those that return because the engine dropped them take their places again."""
         if not nodes:
             return
         self._policy.now(self.now)
-        self._policy.added(_ids(nodes), _names(nodes), _ids(self._parents[node] for node in nodes))
+        away = self._engine.drop_away(nodes)
+        if returns:
+            self._policy.freed(_ids(nodes))
+        else:
+            self._policy.left(_ids(away))
+            above = _ids(self._parents[node] for node in nodes)
+            self._policy.added(_ids(nodes), _names(nodes), above)
         for node in nodes:
             self._memory[node] = 1
+            if self._knows_engine and node in self._engine and node in self._frames:
+                self._engine.leave_first[node] = None
         self._in_memory += len(nodes)
         if self.hbm_blocks:
             self._unwritten.extend(node for node in nodes if node not in self._frames)
@@ -434,20 +414,13 @@ class Simulation:
 
     def _evict(self, n: int) -> None:
         """Evict first what the engine holds and the disk has, then what the policy selects."""
-        held = (node for node in self._leave_first if node not in self._held)
-        if first := list(islice(held, n)):
+        if first := self._engine.victims(n, self._held):
             for node in first:
-                del self._leave_first[node]
                 self._memory[node] = 0
-            self._away.update(first)
             self._in_memory -= len(first)
             self._policy.held(_ids(first))
             self.totals.moved["left_first"] += len(first) * self._block_bytes
-        if n > len(first):
-            self._evict_victims(n - len(first))
-
-    def _evict_victims(self, n: int) -> None:
-        victims = array("I", self._policy.victims(n))
+        victims = array("I", self._policy.victims(n - len(first)))
         for node in victims:
             self._memory[node] = 0
         self._in_memory -= len(victims)
@@ -509,23 +482,22 @@ class Simulation:
         self._frames[node] = self._segment_number
         self._wanted.discard(node)
         if self._knows_engine and self._memory[node] and node in self._engine:
-            self._leave_first[node] = None
+            self._engine.leave_first[node] = None
 
     def _reclaim(self) -> None:
         """Reclaim the oldest segment: rewrite the requested blocks, drop the others."""
         number = self._segment_number - len(self._segments) + 1
         old = [node for node in self._segments.popleft() if self._frames.get(node) == number]
-        wanted = self._wanted | self._away
+        wanted = self._wanted | self._engine.away
         again = [node for node in old if node in wanted and not self._memory[node]]
         for node in old:
             del self._frames[node]
-            self._leave_first.pop(node, None)
+            self._engine.leave_first.pop(node, None)
         again = again[: max(1, self.nvme_blocks // SEGMENTS) // 2]
         kept = set(again)
         gone = [node for node in old if node not in kept and not self._memory[node]]
         self._policy.gone(_ids(gone))
-        self._away.difference_update(gone)
-        self._returning.difference_update(gone)
+        self._engine.drop_away(gone)
         self._wanted.difference_update(old)
         for node in again:
             self.totals.moved["nvme_written_again"] += self._frame_bytes

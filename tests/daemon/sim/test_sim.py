@@ -156,25 +156,23 @@ def conversations(path: Path) -> TraceRequests:
             "output_length": 1,
             "hash_ids": prompt,
         }
-        for when, prompt in traces.chat(500)
+        for when, prompt in traces.chat(300)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return read(path)
 
 
-@pytest.mark.parametrize("policy", ["lru", "auto"])
-def test_knowledge_of_the_engines_cache_adds_hits_in_memory(tmp_path: Path, policy: str) -> None:
+def test_knowledge_of_the_engines_cache_adds_hits_in_memory(tmp_path: Path) -> None:
     """With a memory of up to four times the engine's cache, and a disk that has every block: at least a tenth
     fewer of the blocks that were saved before come from the disk."""
-    requests, block, fewer = conversations(tmp_path / "trace"), 131_072 * 512, []
+    requests, block, fewer = conversations(tmp_path / "trace"), 1000 * 512, []
     hbm = requests.native.unique // 20
     for memory in (hbm, 2 * hbm, 4 * hbm):
         fast, stored = {}, {}
         for known in RESIDENCY:
             one = machine(
-                policy=policy, hbm_bytes=hbm * block, memory_bytes=memory * block,
-                nvme_bytes=20_000 * block, residency=known, nvme_read_bytes_s=1e11,
-                nvme_write_bytes_s=1e11, memory_bytes_s=1e13, prefill=PrefillCost(1e-5),
+                policy="lru", hbm_bytes=hbm * block, memory_bytes=memory * block, token_bytes=1000,
+                nvme_bytes=20_000 * block, residency=known,
             )  # fmt: skip
             run = Simulation(requests, one)
             run.run()
@@ -252,8 +250,8 @@ def test_every_request_gets_its_first_token_and_no_block_has_too_many_copies(
 
 def check(run: Simulation) -> None:
     """Memory and disk agree after a run."""
-    assert not run._returning and not any(run._memory[node] for node in run._away)
-    assert all(run._memory[node] and node in run._frames for node in run._leave_first)
+    assert not run._engine.returning and not any(run._memory[node] for node in run._engine.away)
+    assert all(run._memory[node] and node in run._frames for node in run._engine.leave_first)
     assert not (run._held or run._loading or run._waiters or run._reading or run._writing)
     assert sum(run._memory) == run._in_memory == len(run._policy) <= run.memory_blocks
     kept = Counter(run._frames.values())
