@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtier import KvtierError, wire
 from kvtier.client import Client, Reader
 from kvtier.errors import Refused
-from kvtier.hot import HotClient, CopySlots
+from kvtier.hot import CopySlots, HotClient
 from kvtier_kernels.cuda import CopyLane, CudaError, DevicePieces, Driver, Event
 from kvtier_kernels.gpu_memory import GpuMemoryError, MappedGpuMemory, uuid_of
 

@@ -16,6 +16,7 @@ from kvtier_daemon.cli.tables import (
     Bar,
     bar_of,
     console_of,
+    copies_rows,
     count,
     duration,
     falling,
@@ -181,7 +182,7 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
     )
     for hint in stats.get("hints", ()):
         yield Text(f"! {hint}", "yellow")
-    yield _tiers(stats.get("tiers", {}), bar)
+    yield _tiers(stats, bar)
     yield _flows(stats, bar)
     if notes := _notes(stats):
         yield notes
@@ -189,9 +190,10 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
         yield _tenants(tenants)
 
 
-def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
+def _tiers(stats: Mapping[str, Any], bar: Bar) -> Table:
     table = table_of("", "", ">", "", "")
-    for name, tier in tiers.items():
+    copies_rows(table, stats, bar)
+    for name, tier in stats.get("tiers", {}).items():
         tier_rows(table, name, tier, bar)
         if meaning(name, tier):
             row(table, "", "", "", tier["state"], "")
