@@ -49,6 +49,7 @@ class HotSide:
         self._uses = 0  # copies in progress
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._following = threading.Lock()
         self._stream = 0
         self._is_off = False
         try:
@@ -74,6 +75,11 @@ class HotSide:
     def follow(self) -> None:
         """Map the memory that was added, and unmap what is gone, once no copy uses it. May wait for the
         device."""
+        with self._following:
+            self._map_arrived()
+        self._unmap()
+
+    def _map_arrived(self) -> None:
         for event in self._client.arrived():
             if isinstance(event, int):
                 with self._lock:
@@ -88,7 +94,6 @@ class HotSide:
                 continue
             with self._lock:
                 self._memory[event.number] = mapped
-        self._unmap()
 
     def _unmap(self) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
 """A worker's side: copies between the engine's pages and the arena, without the GIL.
 
 One thread loads, another one saves. Neither a step nor a load waits for the daemon; a save does, in its
-thread. If the pages are on a device, `device` copies; the result of a load within a step is then checked
-after the engine has submitted the step's computation.
+thread, and so does a load between steps that copies its blocks to the memory of a GPU's holder. If the pages
+are on a device, `device` copies; the result of a load within a step is then checked after the engine has
+submitted the step's computation.
 """
 
 from __future__ import annotations

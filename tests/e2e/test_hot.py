@@ -16,8 +16,9 @@ from kvtier import Client, Refused, Space
 from kvtier.errors import Unavailable
 from kvtier.key import Keys
 from kvtier.wire import LEAVING, SLOT, SLOT_BYTES
+from kvtier_daemon.observing.metrics import SERIES, families
 from kvtier_daemon.serving.writers import DEVICE_HOLD_S
-from support.daemons import Daemon, running
+from support.daemons import Daemon, kvtier, running
 from support.host_holder import GPU, UNIT, HostMemory, held
 from support.specs import pattern, spec_of
 
@@ -357,3 +358,88 @@ def test_memory_of_a_tenant_without_a_size_is_not_offered(
         assert not side.memory
         with pytest.raises(Refused, match="no memory on GPU"):
             side.hot.reserve(b"", False)
+
+
+# --- who may take part ---------------------------------------------------------------------------
+
+NOBODY = 65534
+TENANTS = """
+socket_mode = "0666"
+[hot]
+sizes = ["a=1MiB"]
+[tenants.a]
+uids = [0]
+writers = [{writer}]
+"""
+# As another user: tries to offer memory, then to take part as an engine.
+STRANGER = f"""
+import os, sys
+from kvtier import Client, Refused
+from support.host_holder import HostHolder, HostMemory
+os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
+try:
+    HostHolder(sys.argv[1], 2 << 20, "another")
+except Refused as error:
+    print(error.code, flush=True)
+client = Client.connect(sys.argv[1], populate=False, reconnect_s=0)
+print(len(HostMemory(client).memory), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_only_the_daemons_user_offers_memory_and_a_user_that_leaves_loses_it(
+    open_folder: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    daemon = daemon_of(folder=open_folder, config=TENANTS.format(writer=NOBODY))
+    with (
+        held(daemon.socket, HELD) as holder,
+        daemon.connect(engine="one") as engine,
+        running(STRANGER, daemon.socket) as (_, output),
+    ):
+        space = engine.open(SPEC)
+        _, slots, content = saved(space, 4)
+        side = HostMemory(engine)
+        assert copied(side, slots, content) == 4
+        assert output.readline() == "not_admin\n"
+        assert output.readline() == "1\n", "a writer gets the memory"
+        file = open_folder / "kvtier.toml"
+        file.write_text(file.read_text().replace(f"writers = [{NOBODY}]\n", ""))
+        assert kvtier("reload", "--socket", daemon.socket).returncode == 0
+        daemon.wait_for(lambda stats: not stats["hot"]["arena"]["gpus"])
+        with pytest.raises(Unavailable):
+            holder.connection.poll()
+    with held(daemon.socket, HELD), daemon.connect(engine="one") as engine:
+        side = HostMemory(engine)
+        assert list(side.memory) == [1], "other memory, which the other user does not have"
+
+
+def test_status_metrics_and_explain_show_copies(
+    daemon: Daemon, engine: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = engine.open(SPEC)
+    keys, slots, content = saved(space, 4)
+    with held(daemon.socket, HELD):
+        side = HostMemory(engine)
+        copied(side, slots[: 3 * SLOT_BYTES], content)
+        hot_slots(space, keys)
+        stats = daemon.stats()
+        gpu = stats["hot"]["arena"]["gpus"][GPU]
+        assert gpu["blocks"] == 3 and gpu["capacity_bytes"] == 1 << 20
+        assert gpu == {name: stats["hot"]["arena"][name] for name in gpu}, "of one GPU, so equal"
+        text = "".join(str(family) for family in families(stats))
+        for line in ("kvtier_hot_copies_blocks", "kvtier_hot_copies_loads"):
+            assert line in text
+        values = {one.name: one.read(stats) for one in SERIES}
+        assert values["kvtier_hot_copies_blocks"] == {"ready": 3, "writing": 0, "quarantined": 0}
+        assert values["kvtier_hot_copies_loads"] == {"found": 3, "absent": 1}
+        assert values["kvtier_hot_copies_bytes"] == 3 * SIZE
+        shown = kvtier("status", "--socket", daemon.socket)
+        assert "copies" in shown.stdout and "192 KiB of 1 MiB on GPU 00000000" in shown.stdout
+        found = engine.explain(keys=Keys.of(keys).packed)["keys"]
+        assert [one.get("gpus", []) for one in found] == [[GPU]] * 3 + [[]]
+        told = kvtier("explain", "--socket", daemon.socket, keys[0].hex(), keys[3].hex())
+        assert told.stdout.count(f"a copy is on GPU {GPU}") == 1
+    assert all(
+        not one.read({"tiers": {}}) for one in SERIES if one.name == "kvtier_hot_copies_bytes"
+    )

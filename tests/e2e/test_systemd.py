@@ -102,6 +102,39 @@ def test_the_installed_units_are_valid_and_hardened(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@needs_analyze
+def test_the_unit_that_holds_the_memory_of_a_gpu_is_valid_and_hardened(tmp_path: Path) -> None:
+    config = tmp_path / "etc/kvtier/kvtier.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('[warm]\nsize = "1GiB"\n')
+    assert install.UNITS / install.GPU_UNIT not in plan(tmp_path).files
+    config.write_text(
+        '[warm]\nsize = "1GiB"\n[hot]\nsizes = ["default=3GiB"]\n[tenants.default]\nuids = ["*"]\n'
+    )
+    found = plan(tmp_path)
+    assert found.commands[-1].endswith("systemctl enable --now kvtier-gpu@0")
+    install.write(found)
+    unit = tmp_path / install.UNITS / install.GPU_UNIT
+    text = unit.read_text()
+    assert f"ExecStart={PROGRAM} hold-gpu --gpu %i" in text
+    assert f"KVTIER_GPU_SIZE={3 << 30}\n" in text
+    instance = unit.parent / "kvtier-gpu@0.service"
+    instance.write_text(text.replace(str(PROGRAM), "/bin/true"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(instance)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=35", str(instance)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    instance.unlink()
+    install.remove(install.ours(tmp_path))
+    assert not unit.exists()
+
+
 def test_an_uninstall_removes_installed_files_and_keeps_others(tmp_path: Path) -> None:
     flags = ("--root", str(tmp_path), "--program", str(PROGRAM))
     shown = kvtier("install-service", "--dry-run", *flags)

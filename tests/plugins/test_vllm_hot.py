@@ -8,19 +8,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.client import Lease
+from kvtier.hot import HotClient
 from kvtier_kernels.cuda import blocks
 from kvtier_kernels.gpu_memory import GpuMemoryError, HeldGpu
 from kvtier_plugins import hot
 from support.daemons import Daemon
 from support.device_engine import DeviceEngine
 from support.fake_cuda import FakeCuda, build, environment, soon
-from support.fake_engine import BLOCK, LAYERS, layout_of
+from support.fake_engine import BLOCK, LAYERS, layout_of, spec_for
 
 PROMPT = range(8 * BLOCK + 3)
 OTHER = range(500, 500 + 8 * BLOCK + 3)
@@ -212,22 +215,115 @@ def test_an_engine_that_starts_again_finds_its_copies(
     again.settle()
 
 
-def test_pages_that_are_given_away_during_a_copy_are_not_stored_under_the_block(
+def test_pages_are_not_given_away_while_a_copy_reads_them(
     daemon: Daemon, holder: HoldGpu, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
-    """The step that reuses the pages waits for the copy, or the copy does not begin."""
+    """The save has ended, and its copy on the GPU has begun: the step that reuses the pages waits."""
     engine = engine_of(daemon, pages=10)
     start(engine)
     settled(daemon, engine)
-    fake_cuda.delay(2000)
-    for number in range(6):
-        engine.serve(range(number * 10_000, number * 10_000 + 8 * BLOCK + 3))
-    fake_cuda.delay(0)
+    device = engine.workers[0].state.device
+    assert device is not None and device.hot is not None
+    start_save = device.hot.start_save
+
+    def held(*arguments: Any) -> None:
+        fake_cuda.hold()
+        start_save(*arguments)
+
+    device.hot.start_save = held  # type: ignore[method-assign]
+    engine.finish(engine.run(engine.add(PROMPT)))
+    soon(lambda: fake_cuda.held == 1)
+    device.hot.start_save = start_save  # type: ignore[method-assign]
+    second, over = engine.add(OTHER), threading.Event()
+    step = threading.Thread(target=lambda: (engine.run(second), over.set()))
+    step.start()
+    assert not over.wait(0.1), "computed into pages that were being copied"
+    fake_cuda.hold(False)
+    assert over.wait(60)
+    step.join()
+    engine.finish(second)
     settled(daemon, engine)
-    for number in range(6):
-        request = engine.serve(range(number * 10_000, number * 10_000 + 8 * BLOCK + 3))
-        assert request.cached in (0, 8 * BLOCK) or request.cached % BLOCK == 0
-    assert not engine.early, "a page was not that of its block"
+    before = arena(daemon)["found"]
+    for tokens in (PROMPT, OTHER):
+        assert engine.serve(tokens).cached == 8 * BLOCK
+    assert arena(daemon)["found"] == before + 16 and not engine.early
+
+
+def test_a_copy_whose_pages_were_given_away_before_it_began_is_not_stored(
+    daemon: Daemon, holder: HoldGpu, engine_of: EngineOf
+) -> None:
+    engine = engine_of(daemon, pages=10)
+    start(engine)
+    settled(daemon, engine)
+    device = engine.workers[0].state.device
+    assert device is not None and device.hot is not None
+    reserve, reserved, go = device.hot.reserve, threading.Event(), threading.Event()
+
+    def waits(*arguments: Any, **more: Any) -> Any:
+        copies = reserve(*arguments, **more)
+        reserved.set()
+        assert go.wait(60)
+        return copies
+
+    device.hot.reserve = waits  # type: ignore[method-assign]
+    engine.finish(engine.run(engine.add(PROMPT)))
+    assert reserved.wait(60)
+    second = engine.run(engine.add(OTHER))
+    device.hot.reserve = reserve  # type: ignore[method-assign]
+    go.set()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["drop:overwritten"] == 0, "the save had ended"
+    engine.finish(second)
+    settled(daemon, engine)
+    assert arena(daemon)["counts"]["aborted"] == 8
+    before = arena(daemon)
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    assert (
+        arena(daemon)["found"] == before["found"]
+        and arena(daemon)["absent"] == before["absent"] + 8
+    )
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_copy_that_is_replaced_under_a_load_fails_the_load(
+    daemon: Daemon, holder: HoldGpu, engine_of: EngineOf, fake_cuda: FakeCuda, load: str
+) -> None:
+    """The block is still in memory, and its slot there is the same: only the generation of the copy tells."""
+    engine = engine_of(daemon, load=load)
+    start(engine)
+    engine.serve(PROMPT)
+    settled(daemon, engine)
+    request = engine.add([*PROMPT, *range(40)])
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    lease = engine.scheduler._prompts[request.request_id].lookup.lease
+    assert isinstance(lease, Lease) and lease.parts[0].hot
+    lease.release()
+    fake_cuda.hold()
+    running = threading.Thread(target=engine.run, args=(request,))
+    running.start()
+    soon(lambda: fake_cuda.held == 1)
+    with daemon.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        many = (4 << 20) // space.block_bytes
+        keys = space.keys(list(range(10**6, 10**6 + many * BLOCK)))
+        assert space.save(keys, bytes(many * space.block_bytes)).stored == many
+        side = HotClient(client)
+        gpu = HeldGpu("0", fake_cuda.path).uuid
+        side.join(gpu, [0])
+        others = space.lease(keys)
+        copies = side.reserve(others.part(0, 0).slots, again=True)
+        assert copies is not None and len(copies.granted) > many - 16
+        copies.end(False)
+        others.release()
+        for event in side.arrived():
+            assert not isinstance(event, int)
+            os.close(event.fd)
+    fake_cuda.hold(False)
+    running.join(60)
+    assert engine.scheduler.counts["load_failed:stale"] == 1
+    assert request.failed if load == "async" else engine.bad_pages
+    engine.finish(request)
     engine.settle()
 
 

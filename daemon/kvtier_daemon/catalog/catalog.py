@@ -406,7 +406,13 @@ class Catalog:
 
     def explain(self, key: bytes, space: KnownSpace | None = None) -> dict[str, Any]:
         """Where this block is, or why it is not stored; in this space or in any."""
-        return find_reason(self.blocks, self.spaces, self._policy_name, key, space)
+        found = find_reason(self.blocks, self.spaces, self._policy_name, key, space)
+        if self.hot.arenas and "space" in found:
+            index = self.spaces.at(found["space"]).index
+            ids = self._store.resident(index, key) if index >= 0 else b""
+            if gpus := self.hot.gpus_with(ids):
+                found["gpus"] = gpus
+        return found
 
     # --- sessions and deadlines ----------------------------------------------------------------
 

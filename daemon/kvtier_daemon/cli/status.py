@@ -16,6 +16,7 @@ from kvtier_daemon.cli.tables import (
     Bar,
     bar_of,
     console_of,
+    copies_rows,
     count,
     duration,
     falling,
@@ -193,6 +194,7 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
 def _tiers(stats: Mapping[str, Any], bar: Bar) -> Table:
     table = table_of("", "", ">", "", "")
     resident_row(table, stats)
+    copies_rows(table, stats, bar)
     for name, tier in stats.get("tiers", {}).items():
         tier_rows(table, name, tier, bar)
         if meaning(name, tier):

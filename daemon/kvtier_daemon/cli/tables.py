@@ -115,6 +115,24 @@ def resident_row(table: Table, stats: Mapping[str, Any]) -> None:
         row(table, "hot", "", "", amounts, count(resident["blocks"], "block"))
 
 
+def copies_rows(table: Table, stats: Mapping[str, Any], bar: Bar, cells: int = BAR_CELLS) -> None:
+    """Add a row for the copies in the memory of each GPU."""
+    from kvtier.units import format_bytes
+
+    for gpu, one in stats.get("hot", {}).get("arena", {}).get("gpus", {}).items():
+        used, capacity = one["used_bytes"], one["capacity_bytes"]
+        amounts = f"{format_bytes(used)} of {format_bytes(capacity)} on GPU {gpu[:8]}"
+        share = percent(used, capacity)
+        row(
+            table,
+            "copies",
+            bar(used, capacity, cells),
+            share,
+            amounts,
+            count(one["blocks"], "block"),
+        )
+
+
 def falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the counts above 0, the largest first."""
     return sorted(((name, n) for name, n in counts.items() if n), key=lambda item: -item[1])

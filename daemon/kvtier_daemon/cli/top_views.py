@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier_daemon.cli.tables import (
     bar_of,
+    copies_rows,
     count,
     duration,
     falling,
@@ -193,6 +194,7 @@ def _overview(history: ScreenHistory, room: ScreenRoom) -> Iterator[RenderableTy
 def _tier_bars(history: ScreenHistory, room: ScreenRoom) -> Table:
     table = table_of("", "", ">", "", ">", least=TIERS)
     resident_row(table, history.now.stats)
+    copies_rows(table, history.now.stats, bar_of(room.ascii_only), room.cells(56))
     for name, tier in history.now.stats.get("tiers", {}).items():
         tier_rows(table, name, tier, bar_of(room.ascii_only), room.cells(56))
     return table

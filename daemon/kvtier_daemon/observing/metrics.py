@@ -18,6 +18,7 @@ from typing import Any, Final
 from kvtier.wire import CODES, OUTCOMES
 from kvtier_daemon.catalog import WHY_MISSED
 from kvtier_daemon.catalog.blocks import TIERS, WHY_EVICTED
+from kvtier_daemon.catalog.hot import OUTCOMES as COPY_OUTCOMES
 from kvtier_daemon.catalog.miss_log import UNWRITTEN
 from kvtier_daemon.observing.exposition import Family, Kind, Labels, Sample
 from kvtier_daemon.observing.loop_lag import KEPT_S
@@ -36,6 +37,8 @@ HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
     "written", "not_written", "dropped", "read", "absent", "spoilt", "unknown_key", "not_read", "cancelled",
 )  # fmt: skip
+COPY_STATES: Final = {"ready": "blocks", "writing": "writing", "quarantined": "quarantined"}
+COPY_LOADS: Final = ("found", "absent")
 OTHER: Final = "other"  # a test fails if a daemon reports it
 
 
@@ -109,6 +112,11 @@ def _remote(figures: Figures) -> Mapping[str, Any]:
     """Return the figures of the remote tier; empty without one, so that its metrics are zero."""
     found: Mapping[str, Any] = figures["tiers"].get("remote", {})
     return found
+
+
+def _of_copies(name: str) -> Read:
+    """Read a figure of the copies in the memory of GPUs; zero without any."""
+    return lambda figures: figures.get("hot", {}).get("arena", {}).get(name, 0)
 
 
 def lookups(figures: Figures) -> int:
@@ -283,6 +291,23 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_cold_day_limit_bytes", "gauge", "Limit for the last 24 hours (cold.daily_writes); 0 "
            "means no limit.",
            _of_cold("day_limit_bytes")),
+    # Copies in the memory of GPUs.
+    Metric("kvtier_hot_copies_capacity_bytes", "gauge", "Memory of GPUs that holders have given to tenants.",
+           _of_copies("capacity_bytes")),
+    Metric("kvtier_hot_copies_bytes", "gauge", "The part of it that copies occupy.",
+           _of_copies("used_bytes")),
+    Metric("kvtier_hot_copies_blocks", "gauge", "Copies of blocks in it, by state; quarantined copies are "
+           "part of those that are written: their writers are gone or disconnected.",
+           lambda f: {state: _of_copies(name)(f) for state, name in COPY_STATES.items()}, "state",
+           tuple(COPY_STATES)),
+    Metric("kvtier_hot_copies_saves", "counter", "Blocks for which an engine asked for a copy, by outcome: "
+           "refused means that there was no room, or a copy already, or no block any longer.",
+           lambda f: _of_copies("counts")(f) or {}, "outcome", COPY_OUTCOMES),
+    Metric("kvtier_hot_copies_loads", "counter", "Blocks of loads by engines that use such memory: found if "
+           "they had a copy, absent if not.",
+           lambda f: {name: _of_copies(name)(f) for name in COPY_LOADS}, "copy", COPY_LOADS),
+    Metric("kvtier_hot_copies_evicted", "counter", "Copies that were dropped to make room for others.",
+           _of_copies("evicted")),
     # The remote tier.
     Metric("kvtier_remote_on", "gauge", "1 if the remote store is used; 0 if it does not answer, or if there "
            "is none.", lambda f: int(_remote(f).get("on", False))),

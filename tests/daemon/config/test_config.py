@@ -66,6 +66,12 @@ def test_without_a_size_the_error_says_how_to_give_one(read):
         read("")
 
 
+def test_only_tenants_get_memory_of_gpus(read):
+    assert read(WARM).config.hot.sizes == ()
+    with pytest.raises(ConfigError, match=r"toml:4: hot\.sizes: 'b' is not a tenant; .* default"):
+        read(f'{WARM}[hot]\nsizes = ["b=1GiB"]\n')
+
+
 def test_every_key_can_be_written(read):
     me = pwd.getpwuid(0).pw_name
     config = read(
@@ -81,6 +87,7 @@ def test_every_key_can_be_written(read):
         'metadata = "http://m:8080/metadata"\nhost = "10.0.0.7"\nsegment = "64MiB"\n'
         'write = "all"\nstop_s = 9\ncodec = "raw"\ndeadline_s = 2\nbuffer = "16MiB"\n'
         'known = "4MiB"\nencryption = "aes-256-gcm"\nkey_file = "/r"\n'
+        '[hot]\nsizes = ["a=8GiB", "b = 1GiB"]\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
@@ -140,6 +147,7 @@ def test_every_key_can_be_written(read):
             "encryption": "aes-256-gcm",
             "key_file": "/r",
         },
+        "hot": {"sizes": (("a", 8 * GIB), ("b", GIB))},
         "http": {"listen": ("0.0.0.0", 80), "allow_remote": True, "hosts": ("gpu7.example",)},
         "audit": {"path": "/var/log/a"},
         "tenants": {
@@ -298,13 +306,16 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
         ("lock = true", "lock: unknown key; did you mean warm.lock?"),
         ("[wram]\nsize = 1", "wram: unknown section; did you mean warm?"),
         (
-            "[hot]\nsize = '2TiB'",
-            "hot: unknown section; known: audit, cold, http, remote, tenants, warm",
+            "[ram]\nsize = '2TiB'",
+            "ram: unknown section; known: audit, cold, hot, http, remote, tenants, warm",
         ),
-        ("[disk]", "disk: unknown section; known: audit, cold, http, remote, tenants, warm"),
+        ("[disk]", "disk: unknown section; known: audit, cold, hot, http, remote, tenants, warm"),
         ("[tenants.a]\nuid = [1]", "tenants.a.uid: unknown key; did you mean tenants.a.uids?"),
         ('"a\\nb" = 1', '"a\\nb": unknown key; known: '),
         ("warm = 5", "warm: expected a section, got 5"),
+        ("[hot]\nsizes = ['1GiB']", "hot.sizes: '1GiB' is not TENANT=SIZE"),
+        ("[hot]\nsizes = ['a=1GiB', 'a=2GiB']", "hot.sizes: a is listed twice"),
+        ("[hot]\nsizes = ['a=1KiB']", "hot.sizes: 1 KiB is less than 1 MiB"),
         ("tenants.a = 5", "tenants.a: expected a section, got 5"),
         ("[socket]", "socket: expected an absolute path, got a section"),
         ("[socket]\na = 1", "socket: expected an absolute path, got a section"),
@@ -370,7 +381,7 @@ def test_all_errors_are_reported_together_each_with_its_place(read, tmp_path):
         f"{file}:1: max_client: unknown key; did you mean max_clients?",
         f"{file}:2: log_level: expected one of",
         f"{file}:4: warm.sise: unknown key; did you mean warm.size?",
-        f"{file}: disk: unknown section; known: audit, cold, http, remote, tenants, warm",
+        f"{file}: disk: unknown section; known: audit, cold, hot, http, remote, tenants, warm",
         f"{pieces}/2.toml:2: warm.lok: unknown key; did you mean warm.lock?",
         "environment KVTIER_WARM_EXTENT: warm_extent: unknown key; did you mean KVTIER_WARM__EXTENT?",
         "--warm-size: warm.size: '64G' is ambiguous",
