@@ -57,6 +57,13 @@ KVTIER_DEVICE T joined(Function function, Join join) {
     return found;
 }
 
+// A flag that other warps set or read at the same time: a volatile access is relaxed and atomic,
+// and is not combined with another one.
+KVTIER_DEVICE void set_flag(uint32_t& flag) { *static_cast<volatile uint32_t*>(&flag) = 1; }
+KVTIER_DEVICE bool is_set(const uint32_t& flag) {
+    return *static_cast<const volatile uint32_t*>(&flag) != 0;
+}
+
 KVTIER_DEVICE void count_at(uint32_t* counter) { atomicAdd(counter, 1u); }
 KVTIER_DEVICE uint32_t bits_in(uint32_t mask) { return static_cast<uint32_t>(__popc(mask)); }
 
@@ -105,6 +112,8 @@ inline T joined(Function function, Join join) {
     return found;
 }
 
+inline void set_flag(uint32_t& flag) { flag = 1; }
+inline bool is_set(const uint32_t& flag) { return flag != 0; }
 inline void count_at(uint32_t* counter) { ++*counter; }
 inline uint32_t bits_in(uint32_t mask) { return static_cast<uint32_t>(__builtin_popcount(mask)); }
 #endif

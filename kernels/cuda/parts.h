@@ -114,14 +114,14 @@ KVTIER_DEVICE bool of_elements(const Part& part, Act act) {
 
 KVTIER_DEVICE void fail(Result& result) {
     each([&](uint32_t lane) {
-        if (lane == 0) result.bad = 1;
+        if (lane == 0) set_flag(result.bad);
     });
 }
 
 // True if the part is known to be damaged: the same for all lanes. Another warp may set the flag
 // between the reads of two lanes, and lanes that diverge never meet again in a shuffle.
 KVTIER_DEVICE bool is_bad(const Result& result) {
-    return ballot([&](uint32_t) { return result.bad != 0; }) != 0;
+    return ballot([&](uint32_t) { return is_set(result.bad); }) != 0;
 }
 
 // Calls `act(part, unit of it, result)` for this warp's units: it returns if the part is valid.

@@ -30,7 +30,9 @@ DONT_WAIT = int(socket.MSG_DONTWAIT)
 TRUNCATED = int(socket.MSG_CTRUNC)
 TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 # May arrive without a request.
-UNSOLICITED = (wire.ExtentAdded, wire.DirectReadFile, wire.GoingDown, wire.Failed)
+UNSOLICITED = (
+    wire.ExtentAdded, wire.DirectReadFile, wire.GoingDown, wire.Failed, wire.HotAdded, wire.HotGone,
+)  # fmt: skip
 Clock = Callable[[], float]
 
 _process = os.getpid()  # kept, because asking for it is a system call
@@ -73,6 +75,8 @@ class Connection:
         self.broken: str = ""
         self.is_lost = False  # broken by the daemon's end, or because it did not answer
         self.extents: deque[tuple[int, int, int, int]] = deque()
+        # Memory of a GPU, with two descriptors; or the index of such memory that is gone.
+        self.hot: deque[tuple[int, str, int, int, int] | int] = deque()
         self.files = ReadFiles()
 
     def fileno(self) -> int:
@@ -104,6 +108,18 @@ class Connection:
         if request_id:
             self._expected.add(request_id)
         return request_id
+
+    def send_descriptor(self, message: wire.Message, fd: int) -> int:
+        """Send one small request with a descriptor, and return its id, as `send` does."""
+        self._check_usable()
+        frame = checked_frame(message)
+        try:
+            sent = socket.send_fds(self._sock, [frame], [fd])
+            self._send_all(frame, sent)
+        except OSError as error:
+            raise self._lost(error) from error
+        self._expected.add(message.id)
+        return message.id
 
     def _send(self, data: bytearray | memoryview) -> int:
         """Send what the socket accepts now. Returns how many bytes that is."""
@@ -244,14 +260,24 @@ class Connection:
             self._replies[reply.id] = reply
 
     def _take_unsolicited(
-        self, reply: wire.ExtentAdded | wire.DirectReadFile | wire.GoingDown | wire.Failed
+        self,
+        reply: wire.ExtentAdded
+        | wire.DirectReadFile
+        | wire.GoingDown
+        | wire.Failed
+        | wire.HotAdded
+        | wire.HotGone,
     ) -> None:
-        if isinstance(reply, wire.ExtentAdded):
+        if isinstance(reply, wire.ExtentAdded | wire.HotAdded):
             if len(self._fds) < 2:
                 raise ProtocolError(f"extent {reply.index} arrived without its file descriptors")
-            self.extents.append(
-                (reply.index, reply.bytes, self._fds.popleft(), self._fds.popleft())
-            )
+            fds = self._fds.popleft(), self._fds.popleft()
+            if isinstance(reply, wire.HotAdded):
+                self.hot.append((reply.index, reply.gpu, reply.bytes, *fds))
+            else:
+                self.extents.append((reply.index, reply.bytes, *fds))
+        elif isinstance(reply, wire.HotGone):
+            self.hot.append(reply.index)
         elif isinstance(reply, wire.DirectReadFile):
             if not self._fds:
                 raise ProtocolError(f"file {reply.file} arrived without its file descriptor")
@@ -305,6 +331,10 @@ class Connection:
             os.close(extent_fd)
             os.close(table_fd)
         self.extents.clear()
+        for event in self.hot:
+            for fd in () if isinstance(event, int) else event[3:]:
+                os.close(fd)
+        self.hot.clear()
         self.files.clear()
         self._sock.close()
         return said or self.inherited

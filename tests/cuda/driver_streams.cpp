@@ -232,6 +232,18 @@ using namespace fake;
 
 extern "C" {
 
+// For tests: forgets the events and streams that were left.
+void fake_forget_objects() {
+    const std::lock_guard lock(handles_mutex);
+    for (const auto& [_, stream] : streams) stream->end();
+    live[kStreams] -= static_cast<int>(streams.size());
+    live[kEvents] -= static_cast<int>(events.size());
+    streams.clear();
+    events.clear();
+    const std::lock_guard captures_lock(captures_mutex);
+    captures.clear();
+}
+
 // --- streams -----------------------------------------------------------------------------------
 
 CUresult cuStreamCreate(CUstream* made, unsigned flags) {

@@ -247,24 +247,3 @@ def test_adjacent_pieces_are_merged() -> None:
 def test_pieces_out_of_range_are_refused(row: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         DevicePieces([4096], *([one] for one in row), blocks=3)
-
-
-def test_a_damaged_part_leaves_no_lane_waiting() -> None:
-    """Each lane is a thread here; the damage flag of the part changes between the reads of two lanes."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ here")
-    tests = Path(__file__).parents[1] / "cuda"
-    places = [FOLDER / part for part in ("include", "cuda", "cpu")]
-    command = ["g++", "-std=c++20", "-O1", "-pthread", str(tests / "damaged_lanes.cpp")]
-    command += [f"-I{place}" for place in places]
-
-    def make(into: Path) -> None:
-        subprocess.run([*command, "-o", str(into)], check=True, timeout=300)
-
-    sources = files_in(tests, *places, suffixes=(".h", ".cu", ".cpp"))
-    program = made_once(digest(compiler("g++"), *command, *sources) + ".program", make)
-    hangs_after_s = "120"
-    done = subprocess.run(
-        [str(program), hangs_after_s], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, "a lane waited for ever"

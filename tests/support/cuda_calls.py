@@ -159,3 +159,35 @@ class Calls:
         found = kind()
         self("cuPointerGetAttribute", byref(found), which, c_uint64(address))
         return int(found.value)
+
+    # --- streams ---------------------------------------------------------------------------------
+
+    def copy(self, to: int, source: int, nbytes: int, stream: c_void_p | None) -> None:
+        self("cuMemcpyAsync", c_uint64(to), c_uint64(source), c_size_t(nbytes), stream)
+
+    def record(self, event: c_void_p, stream: c_void_p | None) -> None:
+        self("cuEventRecord", event, stream)
+
+    def wait(self, stream: c_void_p | None, event: c_void_p) -> None:
+        self("cuStreamWaitEvent", stream, event, 0)
+
+    def reached(self, event: c_void_p) -> bool:
+        """Ask whether a stream has reached the event."""
+        try:
+            self("cuEventQuery", event)
+        except CallError as error:
+            if str(error) != "CUDA_ERROR_NOT_READY":
+                raise
+            return False
+        return True
+
+    def begin_capture(self, stream: c_void_p, mode: int) -> None:
+        self("cuStreamBeginCapture_v2", stream, c_int(mode))
+
+    def end_capture(self, stream: c_void_p) -> c_void_p:
+        graph = c_void_p()
+        self("cuStreamEndCapture", stream, byref(graph))
+        return graph
+
+    def thread_mode(self, mode: int) -> None:
+        self("cuThreadExchangeStreamCaptureMode", byref(c_int(mode)))

@@ -59,7 +59,8 @@ class DirectEngine:
 
     def write(self, batch: Sequence[ArrivedBlock], pages: Sequence[int] | None = None) -> None:
         ids = [pages[block.at] if pages is not None else block.at for block in batch]
-        self.lane.start_from(self.pieces, ids, [block.address for block in batch], None)
+        addresses = np.array([block.address for block in batch], np.uint64)
+        self.lane.start_at(self.pieces, ids, addresses, False, None)
         self.lane.finish()
 
     def block(self, number: int) -> bytes:

@@ -107,6 +107,7 @@ class FakeCuda:
             if isinstance(array, np.ndarray):
                 self.library.fake_forget_memory(ctypes.c_void_p(array.ctypes.data))
         self._kept = []
+        self.library.fake_forget_objects()
 
     def hold(self, held: bool = True) -> None:
         """Let no copy begin from now on, or let them continue."""

@@ -31,6 +31,7 @@ ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "col
 FRAMES: Final = (
     "written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key", "direct", "not_direct",
 )  # fmt: skip
+RESIDENT_MOVES = ("entered", "left", "refused", "evicted", "returned")
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
     "written", "not_written", "dropped", "read", "absent", "spoilt", "unknown_key", "not_read", "cancelled",
@@ -89,6 +90,12 @@ def families(figures: Figures) -> Iterable[Family]:
 
 def _warm(figures: Figures) -> Mapping[str, Any]:
     found: Mapping[str, Any] = figures["tiers"]["warm"]
+    return found
+
+
+def _resident(figures: Figures) -> Mapping[str, int]:
+    """Return the figures of the blocks that engines hold in their own caches."""
+    found: Mapping[str, int] = figures["hot"]["resident"]
     return found
 
 
@@ -199,6 +206,18 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: {"warm": _warm(f)["blocks"], "cold": _cold(f).get("blocks", 0)}, "tier", TIERS),
     Metric("kvtier_evicted_blocks", "counter", "Blocks that were removed from memory or dropped, by "
            "reason; demoted blocks are on disk.", lambda f: f["evicted_blocks"], "reason", WHY_EVICTED),
+    # What engines hold in their own caches.
+    Metric("kvtier_hot_resident_blocks", "gauge", "Blocks that engines hold in their own caches, as their "
+           "plugins report it; a block counts for each engine, group and shard.",
+           lambda f: _resident(f)["blocks"]),
+    Metric("kvtier_hot_resident_bytes", "gauge", "Their size.", lambda f: _resident(f)["bytes"]),
+    Metric("kvtier_hot_away_blocks", "gauge", "Blocks that left memory because an engine holds them and the "
+           "disk has them.", lambda f: _resident(f)["away_blocks"]),
+    Metric("kvtier_hot_resident_moves", "counter", "Blocks that entered and left engines' caches; refused "
+           "means that the daemon notes no more of them, evicted that a block left memory because an engine "
+           "holds it, returned that it was read back because the engine dropped it.",
+           lambda f: {name: _resident(f)[f"{name}_blocks"] for name in RESIDENT_MOVES}, "event",
+           RESIDENT_MOVES),
     Metric("kvtier_catalog_memory_bytes", "gauge", "Memory of the catalog of all blocks.",
            lambda f: f["catalog_bytes"]),
     Metric("kvtier_notes_memory_bytes", "gauge", "Memory of the records of removed blocks.",

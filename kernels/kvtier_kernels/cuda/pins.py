@@ -41,7 +41,10 @@ class RegisteredMapping:
     the daemon that use the same memory share it."""
 
     def __init__(self, driver: Driver, mapping: Mapping) -> None:
-        driver.register(mapping.address, mapping.size)
+        if mapping.writable:
+            driver.register(mapping.address, mapping.size)
+        else:
+            driver.register(mapping.address, mapping.size, read_only=True)
         self.free = weakref.finalize(self, _unregister, driver, mapping)
         self.free.atexit = False
 

@@ -286,6 +286,34 @@ def test_gpudirect_in_compatibility_mode_is_reported(world: Callable[..., World]
     assert direct.level is Severity.ok and "1,234 reads" in direct.value
 
 
+P2PDMA = {
+    "etc/cufile.json": '{\n  // comment\n  "properties": {\n    "use_pci_p2pdma": true\n  }\n}',
+    "proc/driver/nvidia/params": 'RegistryDwords: "RMForceStaticBar1=1;RmForceDisableIomapWC=1;"',
+    "sys/module/nvme_core/parameters/multipath": "N",
+}
+
+
+def test_gpudirect_over_pci_p2pdma_needs_no_nvidia_fs(world: Callable[..., World]) -> None:
+    def found(files: dict[str, str], **options: Any) -> Finding:
+        options = {"release": "6.8.0-1", **options}
+        return doctor.gpu_direct(world(GPU | files, loadable=lambda library: True, **options))
+
+    assert found(P2PDMA).level is Severity.ok and "P2PDMA" in found(P2PDMA).value
+    for name, content, lack in (
+        ("proc/driver/nvidia/params", 'RegistryDwords: ""', "RMForceStaticBar1=1"),
+        ("sys/module/nvme_core/parameters/multipath", "Y", "multipath=N"),
+    ):
+        missing = found(P2PDMA | {name: content})
+        assert missing.level is Severity.warn and lack in missing.fix
+    old = found(P2PDMA, release="5.15.0-91-generic")
+    assert old.level is Severity.warn and "6.2 or later (this is 5.15" in old.fix
+    commented = P2PDMA["etc/cufile.json"].replace('    "use', '    // "use')
+    off = found(P2PDMA | {"etc/cufile.json": commented})
+    assert off.level is Severity.warn and "nvidia-fs is not loaded" in off.value
+    by_variable = found(P2PDMA | {"etc/cufile.json": ""}, environ={"CUFILE_USE_PCIP2PDMA": "true"})
+    assert by_variable.level is Severity.ok
+
+
 def test_direct_reads_that_cannot_happen_are_reported(
     world: Callable[..., World], tmp_path: Path
 ) -> None:

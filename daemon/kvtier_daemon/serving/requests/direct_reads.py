@@ -63,7 +63,7 @@ class DirectReadRequests:
         except OSError:  # too many open files, or the disk is gone: the daemon reads these blocks
             return False
         number = self._files[file] = next(_numbers)
-        self._session.send_file(wire.DirectReadFile(0, number, file.nbytes), opened)
+        self._session.send_with(wire.DirectReadFile(0, number, file.nbytes), opened)
         return True
 
     def codec(self, tenant: Tenant, request: wire.DirectReadCodec) -> wire.Reply:
