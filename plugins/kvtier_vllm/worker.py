@@ -241,6 +241,7 @@ class RankLoads:
         self._state = state
         self._mappings = mappings
         self._started: list[DeviceLoad] = []  # within this step
+        self._by_layers = False  # the loads of this step
         self._arrived = threading.Condition(state.lock)
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -249,19 +250,53 @@ class RankLoads:
         self.thread = threading.Thread(target=self._run, name="kvtier-load", daemon=True)
         self.thread.start()
 
-    def start(self, loads: Sequence[LoadOrder]) -> None:
-        """Execute the loads that this step needs; pass the others to the thread."""
+    def start(self, loads: Sequence[LoadOrder], by_layers: bool = False) -> None:
+        """Execute the loads that this step needs; pass the others to the thread. `by_layers`: the step calls
+        `wait_for_layer` for each layer."""
         device = self._state.device
         after = device.fence() if device is not None and loads else None
+        if by_layers and device is not None:
+            self._start_layers(device, [load for load in loads if load.now], after)
         for load in loads:
             if not load.now:
                 with self._state.lock:
                     self._state.pending_loads[load.daemon_run] += 1
                 self.orders.put((load, after))
             elif device is not None:
-                self._started.append(self._start_device(load, after, "now"))
+                if not self._by_layers:
+                    self._started.append(self._start_device(load, after, "now"))
             else:
                 self._end_in_step(load, self._load(load))
+
+    def _start_layers(
+        self, device: DeviceSide, loads: Sequence[LoadOrder], after: Event | None
+    ) -> None:
+        """Start all loads within this step layer by layer, if that is possible. Never raises."""
+        state, begun = self._state, self._state.clock()
+        readers = [self._mappings.readers.get(load.daemon_run) for load in loads]
+        reads = [
+            (reader, read)
+            for load, reader in zip(loads, readers, strict=True)
+            for read in load.shards[state.shard]
+            if reader is not None
+        ]
+        why = ""
+        if None not in readers:
+            try:
+                self._by_layers = device.begin_layers(reads, state.layout.groups[0].parts, after)
+            except Exception as error:  # noqa: BLE001  # becomes a cache miss
+                log.warning("kvtier: a load failed: %s", str(error))
+                self._by_layers, why = True, "error"
+        if self._by_layers:
+            self._started += [
+                DeviceLoad(load, reader, begun, why)
+                for load, reader in zip(loads, readers, strict=True)
+            ]
+
+    def wait_for_layer(self, name: str) -> None:
+        """Let the engine's stream wait for the pages of this layer, which computes next."""
+        if self._state.device is not None:
+            self._state.device.wait_for_layer(name)
 
     def _end_in_step(self, load: LoadOrder, good: bool) -> None:
         if not good:
@@ -275,6 +310,13 @@ class RankLoads:
         if not self._started:
             return
         started, self._started = self._started, []
+        device, by_layers, self._by_layers = self._state.device, self._by_layers, False
+        if by_layers and device is not None and not device.end_layers():
+            log.warning(
+                "kvtier: a layer did not wait for its load, loading whole blocks from now on"
+            )
+            for one in started:
+                one.why = one.why or "error"
         for one in started:
             self._end_in_step(one.order, self._end_device(one, "now"))
             self._fill_hot(one)
@@ -615,6 +657,8 @@ class WorkerSide:
         pieces = [] if device else [_pieces(group, arrays) for group in pages.groups]
         self.state = RankState(layout, options, rank, clock, device, pieces, layout.shards.of(rank))
         self.mappings = DaemonMappings(self.state)
+        if device is not None and options.layerwise_bytes and len(layout.groups) == 1:
+            device.divide(layout.groups[0].pages, options.layerwise_bytes)
         self.loads = RankLoads(self.state, self.mappings)
         self.saves = RankSaves(self.state, self.mappings)
         self._step = 0

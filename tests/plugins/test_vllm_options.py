@@ -28,6 +28,7 @@ WRONG: dict[str, list[Any]] = {
     "residency": [1, "no", None],
     "weights": [5, None],
     "gpu_copies": ["fast", True, None],
+    "layerwise": ["often", -1, None],
 }
 RIGHT: dict[str, Any] = {
     "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
@@ -36,6 +37,7 @@ RIGHT: dict[str, Any] = {
     "verify": True,
     "residency": False,
     "gpu_copies": "batch",
+    "layerwise": "off",
 }  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def test_an_unknown_option_gives_a_line_with_the_nearest_option() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
     with pytest.raises(
-        ValueError, match=r"no option 'disk': known options: socket, load, .*residency$"
+        ValueError, match=r"no option 'disk': known options: socket, load, .*layerwise$"
     ):
         read_options({"disk": "/tmp"})
 
