@@ -49,19 +49,21 @@ class Reconnect:
     """Keeps one session. Its thread connects, and waits on the socket for the end of the session, so that
     an idle engine is connected again before its next request.
 
-    `session` is None while disconnected; `tried`: the first attempt has ended. The loss of the daemon and
-    its return are logged once each, as warnings by the scheduler's connection only. `populate`: map the
-    arena's pages in advance, as a rank does, which reads them. The thread calls `on_idle` from time to time
-    with the session, or None if the daemon has ended, for work that the steps of an idle engine do not do.
-    `device`: a device copies into the slots.
+    `session` is None while disconnected. `tried`: there was one, or no daemon listens, or none has answered
+    for `patience_s`. The loss of the daemon and its return are logged once each, as warnings by the
+    scheduler's connection only. `populate`: map the arena's pages in advance, as a rank does, which reads
+    them. The thread calls `on_idle` from time to time with the session, or None if the daemon has ended, for
+    work that the steps of an idle engine do not do. `device`: a device copies into the slots.
     """
 
     def __init__(
         self, socket: str | None, spec: KvSpec, name: str, populate: bool, level: int = logging.INFO,
         engine: str = "", on_idle: Callable[[DaemonSession | None], None] = lambda _: None,
-        verify: bool = False, device: bool = False,
+        verify: bool = False, device: bool = False, patience_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.session: DaemonSession | None = None
+        self.tried = False
+        self._patient_until = time.monotonic() + patience_s
         self._first_attempt = threading.Event()
         self._lost_reason = ""  # of a loss that was logged
         self._socket = socket
@@ -80,10 +82,6 @@ class Reconnect:
         weakref.finalize(self, os.close, self._wakeup_fd)
         self._thread = threading.Thread(target=self._run, name="kvtier-connect", daemon=True)
         self._thread.start()
-
-    @property
-    def tried(self) -> bool:
-        return self._first_attempt.is_set()
 
     def wait_first(self) -> DaemonSession | None:
         """Wait for the end of the first attempt, for threads that may wait; return the session."""
@@ -178,14 +176,15 @@ class Reconnect:
             session = self._connect()
         except (KvtierError, OSError) as error:
             self._log_lost(str(error))
-            self._first_attempt.set()
             self._gone = isinstance(error, Refused) or isinstance(error.__cause__, NO_DAEMON)
+            self.tried |= self._gone or time.monotonic() >= self._patient_until
+            self._first_attempt.set()
             return isinstance(error, Refused)
         if self._lost_reason:
             log.log(self._level, "kvtier: %s: connected to the daemon again", self._name)
             self._lost_reason = ""
         self._log_connected(session)
-        self.session = session
+        self.session, self.tried = session, True
         self._first_attempt.set()
         if self._closing.is_set():
             session.client.close()
@@ -234,10 +233,18 @@ class Reconnect:
 
 
 class Daemon:
-    """The scheduler's connection, without a session before `open`. `counts`: lost sessions."""
+    """The scheduler's connection, without a session before `open`. `counts`: lost sessions. `patience_s`: how
+    long requests may wait for the first one."""
 
-    def __init__(self, socket: str | None, counts: Counter[str], verify: bool = False) -> None:
+    def __init__(
+        self,
+        socket: str | None,
+        counts: Counter[str],
+        verify: bool = False,
+        patience_s: float = 0.0,
+    ) -> None:
         self.connection: Reconnect | None = None
+        self._patience_s = patience_s
         self._verify = verify
         self._socket = socket
         self._counts = counts
@@ -247,7 +254,7 @@ class Daemon:
         name = f"vllm scheduler {os.getpid()}"
         self.connection = Reconnect(
             self._socket, spec, name, populate=False, level=logging.WARNING, engine=engine,
-            verify=self._verify,
+            verify=self._verify, patience_s=self._patience_s,
         )  # fmt: skip
 
     @property

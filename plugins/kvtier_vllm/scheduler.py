@@ -121,7 +121,8 @@ class SchedulerSide:
         self._session: DaemonSession | None = None  # at the last step
         self._adapters = Adapters()
         self._forecast = Forecast()
-        self._daemon = daemon = Daemon(options.socket, self.counts, options.verify)
+        patience_s = options.patience_ms / 1000
+        self._daemon = daemon = Daemon(options.socket, self.counts, options.verify, patience_s)
         self._events = KvEvents(layout) if events else None
         self._watch = TierWatch(self._events, daemon, self.counts) if self._events else None
         self._keys = BlockKeys(layout, self._events)

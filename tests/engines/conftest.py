@@ -28,6 +28,7 @@ MODULES = {
 START_S = 240.0
 ENGINE = ("model_name", "engine")  # labels of every metric
 ANSWER_S = 240.0
+PATIENCE_MS = 20_000  # a daemon on a busy machine may need more than the default
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(HERE),
@@ -207,7 +208,7 @@ def engine_of(
         spawned = changes.pop("spawned", False)
         kept = records or folder
         other_connector = changes.pop("beside", None)
-        extra = {"socket": socket} | changes.pop("extra", {})
+        extra = {"socket": socket, "patience_ms": PATIENCE_MS} | changes.pop("extra", {})
         transfer = {
             "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
             "kv_connector_extra_config": extra, "kv_load_failure_policy": "recompute",

@@ -167,7 +167,7 @@ def test_a_model_with_states_continues_from_a_saved_state(
     """After a restart, in blocks of 160 tokens: all blocks of one layer, and the last state of three
     layers."""
     # Its linear attention exists only in bfloat16.
-    options = {"dtype": "bfloat16", "extra": {"patience_ms": 20_000}}
+    options = {"dtype": "bfloat16"}
     engine = engine_of("qwen3_next", shared_daemon.socket, **options)
     before = shared_daemon.stats()["tiers"]["warm"]["blocks"]
     text = prompt(1, 700)

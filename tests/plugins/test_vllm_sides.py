@@ -446,6 +446,45 @@ def test_a_hung_daemon_delays_one_request_by_its_patience_and_the_next_not_at_al
     engine.settle()
 
 
+def test_a_request_waits_for_a_daemon_that_is_slow_to_accept_a_new_engine(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, connecting may take longer than one attempt."""
+    engine_of(cold_daemon).serve(PROMPT)
+    monkeypatch.setattr(plugin_daemon, "CONNECT_S", 0.05)
+    cold_daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        engine = engine_of(cold_daemon, patience_ms=60_000)
+        connection = engine.scheduler._daemon.connection
+        assert connection is not None
+        engine.until(lambda: bool(connection._lost_reason))
+        request = engine.add(PROMPT)
+        assert engine.scheduler.matched(request, 0)[0] is None
+    finally:
+        cold_daemon.process.send_signal(signal.SIGCONT)
+    engine.run(request)
+    assert request.cached == 8 * BLOCK, engine.scheduler.counts
+    engine.finish(request)
+
+
+def test_a_daemon_that_does_not_accept_a_new_engine_delays_it_by_the_patience_in_all(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin_daemon, "CONNECT_S", 0.05)
+    cold_daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        engine = engine_of(cold_daemon, patience_ms=300)
+        began = time.monotonic()
+        assert engine.serve(PROMPT).cached == 0
+        engine.until(lambda: engine.scheduler._daemon.tried)
+        assert time.monotonic() - began >= 0.2
+        later = engine.run(engine.add(PROMPT))
+        assert later.cached == 0 and later.steps_asked == 1
+        engine.finish(later)
+    finally:
+        cold_daemon.process.send_signal(signal.SIGCONT)
+
+
 def test_a_restarted_daemon_is_used_again(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
 ) -> None:

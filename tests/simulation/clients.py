@@ -373,6 +373,8 @@ class Resumption:
                 writing.stop()
             else:
                 self._has_others |= any(writing.is_open)
+                # Another daemon may give slots for these keys to a later save.
+                writing.is_lost |= writing.home.daemon is not self._link.daemon
         self._ended()
 
     def _ask(self, writing: Writing, some: list[int]) -> None:

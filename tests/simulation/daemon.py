@@ -45,7 +45,6 @@ from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
 from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
-    attached,
     directory,
     directory_lock,
     disk,
@@ -149,7 +148,7 @@ def install() -> None:
     directory.lock = Child.lock
     directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
     encoder._started = lambda *_: MACHINE.now.make_threads()
-    attached.threads_here = tier.threads_here = lambda: 1
+    tier.threads_here = lambda: 1
     # The user and the permissions of files are those of this process.
     directory_lock.distrust_cold = lambda *_: ("", "")
     directory_lock._warn_of_missing_index = lambda *_: None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,12 @@ from kvtier_daemon.catalog.frames import StoredFrame
 from kvtier_daemon.codec.encryption import FrameCipher
 from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, PAGE
 from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.tiers.cold import disk
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import Head
 from kvtier_daemon.tools.fsck import check
-from kvtier_kernels import seal_frame
+from kvtier_kernels import Disk, seal_frame
 from support.cold_bench import SEGMENT, kill, run
 
 FIRST, SECOND = b"1" * 32, b"2" * 32
@@ -70,6 +72,32 @@ def test_saved_blocks_are_read_back_and_are_not_in_any_file(
         await again.close()
 
     run(work())
+
+
+@pytest.mark.parametrize(
+    ("processors", "plain", "encrypted"), [(1, 1, 1), (2, 1, 2), (4, 2, 2), (16, 4, 4)]
+)
+def test_a_disk_with_encrypted_frames_has_two_decoders_where_there_are_two_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int, plain: int, encrypted: int
+) -> None:
+    started_with = []
+
+    def recorded(*args: Any, decoders: int, **more: Any) -> Any:
+        started_with.append(decoders)
+        return Disk(*args, decoders=decoders, **more)
+
+    async def work(folder: Path, by: FrameCipher | None) -> None:
+        tenant = await started(folder, "raw", by)
+        await saved(tenant, 4)
+        await tenant.same(DTYPE, 0, 4)
+        await tenant.close()
+
+    monkeypatch.setattr(disk, "Disk", recorded)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
+    for name, by in (("plain", None), ("encrypted", cipher())):
+        (tmp_path / name).mkdir()
+        run(work(tmp_path / name, by))
+    assert started_with == [plain, encrypted]
 
 
 def test_frames_are_found_after_a_kill_and_fsck_finds_them_sound(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.access_log import AccessLog
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, space_key
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES, DirectoryDisk, anonymous
-from kvtier_daemon.tiers.cold.encoder import threads_here
+from kvtier_daemon.tiers.cold.encoder import decoders_here
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
 from kvtier_daemon.tiers.cold.recovery import Recovered
@@ -393,7 +393,8 @@ class AttachedDirectories:
         with contextlib.ExitStack() as undo:
             try:
                 disk = DirectoryDisk(
-                    self._loop, str(path), options.engine, self._clock, threads_here(), options.staged_bytes
+                    self._loop, str(path), options.engine, self._clock,
+                    decoders_here(options.encrypted), options.staged_bytes,
                 )  # fmt: skip
                 undo.callback(disk.stop, 0)
                 self.memory.register_with(disk)

@@ -44,9 +44,15 @@ Args = TypeVarTuple("Args")
 
 
 def threads_here() -> int:
-    """Return how many threads encode, and how many decode for each disk: half of the processors, to leave the
-    others to the engines."""
+    """Return how many threads encode, or decode: half of the processors, to leave the others to engines."""
     return max(1, min(THREADS_MOST, len(os.sched_getaffinity(0)) // 2))
+
+
+def decoders_here(encrypted: bool) -> int:
+    """Return how many threads of each disk decode: as many as `threads_here`. One cannot decrypt as fast as a
+    disk reads, so there are two for encrypted frames, except on a single processor."""
+    threads = threads_here()
+    return max(threads, min(2, len(os.sched_getaffinity(0)))) if encrypted else threads
 
 
 @dataclass(frozen=True, slots=True)
