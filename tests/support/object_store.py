@@ -37,14 +37,22 @@ class ObjectStore:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [
-                sys.executable, "-m", "nanio", "serve", "--data-dir", str(self.folder / "data"),
-                "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error", "--no-access-log",
-            ],
-            env={**os.environ, "NANIO_ACCESS_KEY": KEY, "NANIO_SECRET_KEY": SECRET},
-        )  # fmt: skip
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "nanio", "serve", "--data-dir", str(self.folder / "data"),
+                    "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error",
+                    "--no-access-log",
+                ],
+                env={**os.environ, "NANIO_ACCESS_KEY": KEY, "NANIO_SECRET_KEY": SECRET},
+                stdout=log, stderr=log,
+            )  # fmt: skip
         until = time.monotonic() + START_S
         while True:
             assert self._process.poll() is None and time.monotonic() < until, "the server must run"
