@@ -123,7 +123,7 @@ def environment() -> Rows:
     for name in ("nvcc", "compute-sanitizer"):
         found[name] = bool(shutil.which(name) or Path("/usr/local/cuda/bin", name).exists())
     found["direct storage"] = Path("/proc/driver/nvidia-fs/stats").exists()
-    yield Row("installed", float(os.environ.get("KVTIER_INSTALL_S", 0)), "s", more=found)
+    yield Row("installed", float(os.environ.get("GPU_INSTALL_S", 0)), "s", more=found)
 
 
 COMPILE = """

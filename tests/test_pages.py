@@ -34,7 +34,7 @@ ELSEWHERE = {
     ("docs/transformers.md", "from transformers"): "tests/engines/test_transformers_cache.py",
     ("docs/transformers.md", "from kvtier_transformers"): "tests/engines/test_transformers_cache.py",
     ("CONTRIBUTING.md", "make venv"): "builds and runs everything; .ci/run",
-    ("docs/gpu.md", "make venv"): "needs a GPU; make test-gpu",
+    ("docs/gpu.md", "tools/gpu_run.sh prepare"): "needs a GPU; tests/gpu/test_gpu_run.py",
     ("docs/gpu.md", "KVTIER_DEVICE=gpu compute-sanitizer"): "needs a GPU; make test-gpu",
     ("docs/tutorial.md", "make venv"): "builds .venv",
     ("docs/tutorial.md", "pip install ."): "needs vLLM and a model; tests/engines",

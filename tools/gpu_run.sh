@@ -46,8 +46,8 @@ emulated)
         "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target build/gpu/site "$wheels"/*.whl
         PYTHONPATH=$PWD/build/gpu/site
         export PYTHONPATH
-        KVTIER_INSTALL_S=$(awk "BEGIN { print $(date +%s.%N) - $started }")
-        export KVTIER_INSTALL_S
+        GPU_INSTALL_S=$(awk "BEGIN { print $(date +%s.%N) - $started }")
+        export GPU_INSTALL_S
     fi
     exec "$python" benchmarks/gpu_run.py "${out[@]}" "$@"
     ;;
