@@ -1,7 +1,7 @@
 // XXH3-128 of ranges of the device's memory, bit for bit as frames store it (docs/formats.md): a
-// warp per range. Four stripes are read at a time, eight lanes for each: what the 16 stripes of a
-// run add to the accumulators does not depend on them, so all of a run's words are in flight
-// together.
+// warp per range. Four stripes are read at a time, eight lanes for each. What the 16 stripes of a
+// run add to the accumulators does not depend on them: all of a run's words are in flight together,
+// and many warps add up the runs of a long range before its own warp takes the sums in order.
 
 #include "addresses.h"
 #include "codec/digest.h"
@@ -9,11 +9,16 @@
 
 namespace kvtier::cuda::digest {
 
-// At any address.
+// At any address. `sums`: the address of memory for the sums of its runs, aligned to 8 bytes, or 0.
 struct Range {
-    uint64_t address, bytes;
+    uint64_t address, bytes, sums;
 };
-static_assert(sizeof(Range) == 16);
+static_assert(sizeof(Range) == 24);
+
+// Runs of a range that one warp adds up.
+struct Unit {
+    uint32_t range, first, end;
+};
 
 namespace {
 
@@ -48,23 +53,22 @@ __device__ __attribute__((noinline)) void digest_short(const Range& range, uint8
                        digest);
 }
 
-// Eight accumulators; each lane holds the one of its number modulo 8.
-class Accumulated {
+// The keys of a run's words, and what its words add to the accumulators: each lane holds the sum of
+// its number modulo 8.
+class Keys {
  public:
-    KVTIER_DEVICE Accumulated() {
+    KVTIER_DEVICE Keys() {
         each([&](uint32_t lane) {
-            const uint32_t word = lane % kWords;
-            of_[lane] = kStarts[word];
             for (uint32_t step = 0; step < kSteps; step++) {
-                keys_[step][lane] = key(8 * (step * kAtOnce + lane / kWords + word));
+                of_[step][lane] = key(8 * (step * kAtOnce + lane / kWords + lane % kWords));
             }
         });
     }
 
-    // Consumes up to 16 stripes; scrambles after 16. `kInside`: 16 whole stripes and eight bytes
-    // more on both sides are in the range.
+    // Of up to 16 stripes. `kInside`: 16 whole stripes and eight bytes more on both sides are in
+    // the range.
     template <bool kInside>
-    KVTIER_DEVICE void run(const Range& range, uint64_t address, uint32_t stripes) {
+    KVTIER_DEVICE Each<uint64_t> added(const Range& range, uint64_t address, uint32_t stripes) {
         Each<uint64_t> words[kSteps];
         const auto has = [&](uint32_t step, uint32_t lane) {
             return kInside || step * kAtOnce + lane / kWords < stripes;
@@ -82,15 +86,66 @@ class Accumulated {
             for (uint32_t step = 0; step < kSteps; step++) {
                 if (!has(step, lane)) continue;
                 sums[lane] += words[step][lane];
-                products[lane] += xxh3::keyed_product(words[step][lane], keys_[step][lane]);
+                products[lane] += xxh3::keyed_product(words[step][lane], of_[step][lane]);
             }
         });
-        add(sums, products);
-        if (!kInside && stripes != kRun) return;
-        each([&](uint32_t lane) {
-            of_[lane] =
-                xxh3::scrambled(of_[lane], key(kSecretBytes - kStripe + 8 * (lane % kWords)));
-        });
+        return together(sums, products);
+    }
+
+    // A word is added to the accumulator next to its own.
+    KVTIER_DEVICE static Each<uint64_t> together(Each<uint64_t>& sums, Each<uint64_t>& products) {
+        Each<uint64_t> found = crossed(sums, 1);
+        each([&](uint32_t lane) { found[lane] += products[lane]; });
+        for (uint32_t apart = kWords; apart < kWarp; apart *= 2) {
+            Each<uint64_t> other = crossed(found, apart);
+            each([&](uint32_t lane) { found[lane] += other[lane]; });
+        }
+        return found;
+    }
+
+    // The offset is a multiple of 8.
+    KVTIER_DEVICE static uint64_t key(uint64_t offset) { return load<uint64_t>(kSecret + offset); }
+
+ private:
+    Each<uint64_t> of_[kSteps];
+};
+
+// Eight accumulators; each lane holds the one of its number modulo 8.
+class Accumulated {
+ public:
+    KVTIER_DEVICE explicit Accumulated(Keys& keys) : keys_(keys) {
+        each([&](uint32_t lane) { of_[lane] = kStarts[lane % kWords]; });
+    }
+
+    // Consumes up to 16 stripes; scrambles after 16. `kInside` as for `added`.
+    template <bool kInside>
+    KVTIER_DEVICE void run(const Range& range, uint64_t address, uint32_t stripes) {
+        Each<uint64_t> sums = keys_.added<kInside>(range, address, stripes);
+        each([&](uint32_t lane) { of_[lane] += sums[lane]; });
+        if (kInside || stripes == kRun) scramble();
+    }
+
+    // Consumes the first runs of a range from their sums.
+    KVTIER_DEVICE void runs(const uint64_t* sums, uint64_t count) {
+        Each<uint64_t> next;
+        const auto fetch = [&](uint64_t first) {
+            each([&](uint32_t lane) {
+                const uint64_t i = first * kWords + lane;
+                next[lane] = i < count * kWords ? sums[i] : 0;
+            });
+        };
+        fetch(0);
+        for (uint64_t first = 0; first < count; first += kAtOnce) {
+            Each<uint64_t> now = next;
+            fetch(first + kAtOnce);
+            for (uint32_t k = 0; k < kAtOnce && first + k < count; k++) {
+                Each<uint32_t> from;
+                each([&](uint32_t lane) { from[lane] = k * kWords + lane % kWords; });
+                Each<uint64_t> sum = shuffled(now, from);
+                each([&](uint32_t lane) { of_[lane] += sum[lane]; });
+                scramble();
+            }
+        }
     }
 
     // Consumes the last 64 bytes, some of them again, and writes the digest.
@@ -105,7 +160,8 @@ class Accumulated {
             products[lane] = xxh3::keyed_product(
                 word, xxh3::read64(kSecret + (kSecretBytes - kStripe - 7 + 8 * lane)));
         });
-        add(sums, products);
+        Each<uint64_t> last = Keys::together(sums, products);
+        each([&](uint32_t lane) { of_[lane] += last[lane]; });
         Each<uint64_t> next = crossed(of_, 1);
         const auto word = [&](uint64_t position, uint64_t start) {
             return xxh3::avalanche(start + sum([&](uint32_t lane) {
@@ -123,24 +179,45 @@ class Accumulated {
     }
 
  private:
-    // The offset is a multiple of 8.
-    KVTIER_DEVICE static uint64_t key(uint64_t offset) { return load<uint64_t>(kSecret + offset); }
-
-    // A word is added to the accumulator next to its own.
-    KVTIER_DEVICE void add(Each<uint64_t>& sums, Each<uint64_t>& products) {
-        Each<uint64_t> found = crossed(sums, 1);
-        each([&](uint32_t lane) { found[lane] += products[lane]; });
-        for (uint32_t apart = kWords; apart < kWarp; apart *= 2) {
-            Each<uint64_t> other = crossed(found, apart);
-            each([&](uint32_t lane) { found[lane] += other[lane]; });
-        }
-        each([&](uint32_t lane) { of_[lane] += found[lane]; });
+    KVTIER_DEVICE void scramble() {
+        each([&](uint32_t lane) {
+            of_[lane] =
+                xxh3::scrambled(of_[lane], Keys::key(kSecretBytes - kStripe + 8 * (lane % kWords)));
+        });
     }
 
-    Each<uint64_t> of_, keys_[kSteps];
+    Keys& keys_;
+    Each<uint64_t> of_;
 };
 
+KVTIER_DEVICE uint64_t stripes_of(const Range& range) { return (range.bytes - 1) / kStripe; }
+
+// True if the aligned words of a run are inside of the range.
+KVTIER_DEVICE bool inside(uint64_t stripes, uint64_t first) {
+    return first != 0 && first + kRun < stripes;
+}
+
 }  // namespace
+
+// Writes the sums of the runs of units.
+extern "C" __global__ void __launch_bounds__(128, 8)
+    kvtier_digest_runs(const Range* ranges, const Unit* units, uint32_t count) {
+    Keys keys;
+    for (uint32_t i = warp(); i < count; i += warps()) {
+        const Unit unit = units[i];
+        const Range range = ranges[unit.range];
+        const uint64_t stripes = stripes_of(range);
+        uint64_t* const sums = at<uint64_t>(range.sums);
+        for (uint32_t run = unit.first; run < unit.end; run++) {
+            const uint64_t first = uint64_t{run} * kRun, here = range.address + first * kStripe;
+            Each<uint64_t> found = inside(stripes, first) ? keys.added<true>(range, here, kRun)
+                                                          : keys.added<false>(range, here, kRun);
+            each([&](uint32_t lane) {
+                if (lane < kWords) sums[uint64_t{run} * kWords + lane] = found[lane];
+            });
+        }
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(128, 8)
     kvtier_digest(const Range* ranges, uint32_t count, uint8_t* digests) {
@@ -153,11 +230,17 @@ extern "C" __global__ void __launch_bounds__(128, 8)
             });
             continue;
         }
-        Accumulated all;
-        const uint64_t stripes = (range.bytes - 1) / kStripe;
-        for (uint64_t stripe = 0; stripe < stripes; stripe += kRun) {
-            const uint64_t left = stripes - stripe, here = range.address + stripe * kStripe;
-            if (stripe != 0 && left > kRun) {
+        Keys keys;
+        Accumulated all(keys);
+        const uint64_t stripes = stripes_of(range);
+        uint64_t first = 0;
+        if (range.sums != 0) {
+            all.runs(at<const uint64_t>(range.sums), stripes / kRun);
+            first = stripes / kRun * kRun;
+        }
+        for (; first < stripes; first += kRun) {
+            const uint64_t left = stripes - first, here = range.address + first * kStripe;
+            if (inside(stripes, first)) {
                 all.run<true>(range, here, kRun);
             } else {
                 all.run<false>(range, here, left < kRun ? static_cast<uint32_t>(left) : kRun);

@@ -51,7 +51,7 @@ LIMIT_EVENTS = 256  # in one Events
 # at, file, page, payload bytes, codec, header pages, epoch of the segment, digest of the payload
 DIRECT_ROW = struct.Struct("<IIIIBB2xQ16s")
 LIMIT_CALIBRATION_BYTES = 3 << 20  # of one DirectReadCalibrated
-LIMIT_DIRECT_BLOCKS = 4096  # in one DirectReadGranted
+LIMIT_DIRECT_BLOCKS = 1024  # in one DirectReadGranted: some milliseconds
 LIMIT_DIRECT_FILES = 256  # that a session has and did not close
 LIMIT_RESIDENT = 4096  # keys in one Resident: about 2 ms
 LENGTH = struct.Struct("<I")
@@ -393,8 +393,8 @@ class DirectRead(Message, tag=112):
     permits it.
 
     Granted are blocks of this group and shard that a load of `keys` needs, that are only on disk, and whose
-    codec is one of `codecs`: from the key `first` on, at most `most`. `closed`: the numbers of files that the
-    client has closed."""
+    codec is one of `codecs`: among the first `most` ones from the key `first` on. `closed`: the numbers of
+    files that the client has closed."""
 
     space: int
     group: int

@@ -37,7 +37,7 @@ from kvtier.frame import (
     pages,
 )
 from kvtier.layout import PAGE_MARK
-from kvtier.wire import DirectReadCalibrated
+from kvtier.wire import LIMIT_DIRECT_BLOCKS, DirectReadCalibrated
 from kvtier_kernels.cuda import Driver
 from kvtier_kernels.cuda.codecs import ENCODED_PART, Codecs, Coder, DeviceCalibration, calibration
 from kvtier_kernels.cuda.digests import RANGE, Digester
@@ -88,7 +88,7 @@ class Ring:
 
     def __init__(self, driver: Driver, block_bytes: int, ring_bytes: int) -> None:
         self.place_bytes = pages(block_bytes)  # an encoded payload is smaller
-        self.most = min(DIGESTS, ring_bytes // (2 * self.place_bytes))
+        self.most = min(LIMIT_DIRECT_BLOCKS, ring_bytes // (2 * self.place_bytes))
         if self.most < 1:
             text = (
                 f"a block has {block_bytes} bytes: a ring of {ring_bytes} bytes has no room for it"

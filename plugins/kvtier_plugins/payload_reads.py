@@ -104,7 +104,9 @@ class CuFileReads:
             import kvikio
             import kvikio.defaults
         except ImportError as error:
-            text = f"kvikio is not installed ({error}): pip install 'kvtier[gds]'"
+            text = (
+                f"kvikio is not installed ({error}); install kvikio-cu13, the extra gds of kvtier"
+            )
             raise DirectReadsError(text) from error
         self._kvikio = kvikio
         self._open: weakref.WeakKeyDictionary[ReadFile, Any] = weakref.WeakKeyDictionary()

@@ -247,6 +247,38 @@ CUresult launch_codec(const CodecKernel& kernel, unsigned grid, unsigned threads
     });
 }
 
+// All of these must be device memory, as must the sums of ranges that have some.
+bool good_range(const kvtier::cuda::digest::Range& range, int device) {
+    const uint64_t runs = range.bytes == 0 ? 0 : (range.bytes - 1) / kvtier::kStripe / 16;
+    return (range.bytes == 0 || reachable(range.address, range.bytes, device)) &&
+           (range.sums == 0 || reachable(range.sums, runs * 64, device, true));
+}
+
+CUresult launch_digest_runs(unsigned grid, unsigned threads, const StreamPtr& stream,
+                            void** arguments) {
+    const auto* ranges = *static_cast<const kvtier::cuda::digest::Range**>(arguments[0]);
+    const auto* units = *static_cast<const kvtier::cuda::digest::Unit**>(arguments[1]);
+    const auto count = *static_cast<u32*>(arguments[2]);
+    const int device = stream->context->device;
+    return enqueue(stream, [=] {
+        before_copy(device);
+        if (device_at(device).error != 0) return;
+        bool good = reachable(reinterpret_cast<uintptr_t>(units), count * sizeof *units, device);
+        for (u32 i = 0; good && i < count; i++) {
+            const auto* range = ranges + units[i].range;
+            good = reachable(reinterpret_cast<uintptr_t>(range), sizeof *range, device) &&
+                   good_range(*range, device) && range->sums != 0 &&
+                   units[i].end <= (range->bytes - 1) / kvtier::kStripe / 16;
+        }
+        if (!good) {
+            fault(device);
+            return;
+        }
+        run_on_host<32>(grid, threads, kvtier::cuda::digest::kvtier_digest_runs, ranges, units,
+                        count);
+    });
+}
+
 CUresult launch_digest(unsigned grid, unsigned threads, const StreamPtr& stream, void** arguments) {
     const auto* ranges = *static_cast<const kvtier::cuda::digest::Range**>(arguments[0]);
     const auto count = *static_cast<u32*>(arguments[1]);
@@ -260,7 +292,7 @@ CUresult launch_digest(unsigned grid, unsigned threads, const StreamPtr& stream,
             reachable(reinterpret_cast<uintptr_t>(digests), count * kvtier::kDigestBytes, device,
                       true);
         for (u32 i = 0; good && i < count; i++) {
-            good = ranges[i].bytes == 0 || reachable(ranges[i].address, ranges[i].bytes, device);
+            good = good_range(ranges[i], device);
         }
         if (!good) {
             fault(device);
@@ -674,6 +706,9 @@ CUresult cuModuleGetFunction(CUfunction* made, CUmodule handle, const char* name
     if (std::strcmp(name, "kvtier_copy_blocks") == 0) {
         kernel = reinterpret_cast<const void*>(&kvtier_copy_blocks);
     }
+    if (std::strcmp(name, "kvtier_digest_runs") == 0) {
+        kernel = reinterpret_cast<const void*>(&kvtier::cuda::digest::kvtier_digest_runs);
+    }
     if (std::strcmp(name, "kvtier_digest") == 0) {
         kernel = reinterpret_cast<const void*>(&kvtier::cuda::digest::kvtier_digest);
     }
@@ -702,10 +737,13 @@ CUresult cuLaunchKernel(CUfunction of_function, unsigned grid, unsigned y, unsig
         return good ? launch_codec(kernel, grid, threads, stream, arguments)
                     : CUDA_ERROR_INVALID_VALUE;
     }
-    if (function == reinterpret_cast<const void*>(&kvtier::cuda::digest::kvtier_digest)) {
+    const bool sums =
+        function == reinterpret_cast<const void*>(&kvtier::cuda::digest::kvtier_digest_runs);
+    if (sums || function == reinterpret_cast<const void*>(&kvtier::cuda::digest::kvtier_digest)) {
         const bool good = grid != 0 && threads == 32 * kvtier::cuda::kWarps && shared_bytes == 0 &&
                           y * z * block_y * block_z == 1 && extra == nullptr;
-        return good ? launch_digest(grid, threads, stream, arguments) : CUDA_ERROR_INVALID_VALUE;
+        if (!good) return CUDA_ERROR_INVALID_VALUE;
+        return (sums ? launch_digest_runs : launch_digest)(grid, threads, stream, arguments);
     }
     if (function != reinterpret_cast<const void*>(&kvtier_copy_blocks) || grid == 0 ||
         threads == 0 || threads > 256 || y * z * block_y * block_z != 1 || shared_bytes != 0 ||

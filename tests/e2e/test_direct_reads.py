@@ -130,8 +130,22 @@ def test_granted_frames_are_the_blocks_that_were_saved(daemon: Daemon) -> None:
         sound = [frame.at % 3 != 0 for frame in lease.frames]
         assert lease.end(sound) == sound
         assert lease.end([True] * CHAIN) == [False] * CHAIN, "it has ended"
-    counts = daemon.stats()["tiers"]["cold"]["states"]
+    stats = daemon.stats()
+    assert stats["used_tokens"]["cold"] == sum(sound) * SPEC.block_tokens
+    counts = stats["tiers"]["cold"]["states"]
     assert (counts["direct"], counts["not_direct"]) == (sum(sound), CHAIN - sum(sound))
+
+
+@pytest.mark.parametrize(("first", "most"), [(0, 4), (5, 4), (14, 4), (16, 4), (3, 0)])
+def test_a_part_of_the_blocks_can_be_requested(daemon: Daemon, first: int, most: int) -> None:
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        keys = space.keys(tokens(0))
+        lease = read_directly(space, keys, ALL, first=first, most=most)
+        assert [frame.at for frame in lease.frames] == list(range(CHAIN))[first : first + most]
+        for frame in lease.frames:
+            frame.verify(header(frame), SPEC.block_bytes)
+        assert all(lease.end([True] * len(lease.frames)))
 
 
 def test_blocks_in_memory_are_not_granted(daemon: Daemon) -> None:

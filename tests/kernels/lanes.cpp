@@ -214,10 +214,24 @@ class Others : OddParts {
         for (size_t i = 0; i < 12; i++) {
             const size_t first = below(text.size), most = i % 3 == 0 ? 300 : text.size;
             const size_t nbytes = std::min(below(most), text.size - first);
-            ranges.push_back({reinterpret_cast<uint64_t>(text.at.get()) + first, nbytes});
+            ranges.push_back({reinterpret_cast<uint64_t>(text.at.get()) + first, nbytes, 0});
+        }
+        // Two warps or more add up the runs of some ranges.
+        std::vector<cuda::digest::Unit> units;
+        std::vector<std::vector<uint64_t>> sums;
+        for (uint32_t i = 0; i < ranges.size(); i++) {
+            const auto runs = static_cast<uint32_t>(
+                ranges[i].bytes == 0 ? 0 : (ranges[i].bytes - 1) / kStripe / kStripesPerRun);
+            if (runs < 2 || below(3) == 0) continue;
+            const auto split = 1 + static_cast<uint32_t>(below(runs - 1));
+            units.push_back({i, 0, split});
+            units.push_back({i, split, runs});
+            ranges[i].sums = reinterpret_cast<uint64_t>(sums.emplace_back(8 * runs).data());
         }
         const Exactly found(ranges.size() * kDigestBytes);
         const Shape& shape = kShapes[below(std::size(kShapes))];
+        run_on_host(shape.grid, shape.threads, cuda::digest::kvtier_digest_runs, ranges.data(),
+                    units.data(), static_cast<uint32_t>(units.size()));
         run_on_host(shape.grid, shape.threads, cuda::digest::kvtier_digest, ranges.data(),
                     static_cast<uint32_t>(ranges.size()), found.at.get());
         for (size_t i = 0; i < ranges.size(); i++) {

@@ -67,6 +67,25 @@ def test_digests_around_the_ends_of_runs_and_at_every_alignment(
     digested(device, [chance.randbytes(n) for n in lengths], [shift] * len(lengths))
 
 
+def test_long_ranges_that_many_warps_add_up_have_the_same_digest(
+    device: tuple[DeviceCodecs, Digester], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for the sums lasts for the first ones only; the others have one warp."""
+    chance = random.Random(5)
+    runs, unit = digests.LONG_RUNS, digests.UNIT_RUNS
+    lengths = [
+        1_024 * n + more for n in (runs - 1, runs, runs + 1, runs + unit) for more in (0, 1, 65)
+    ]
+    texts = [chance.randbytes(n) for n in lengths]
+    digested(device, texts, [n % 8 for n in range(len(lengths))])
+    monkeypatch.setattr(digests, "SUMS_BYTES", 5 * runs * digests.SUM_BYTES)
+    table, units = device[1]._tables(np.array([(8, n) for n in lengths], RANGE))
+    # (n - 1) // 1,024 runs: four ranges fit, of those that are long enough.
+    assert np.flatnonzero(table["sums"]).tolist() == [4, 5, 6, 7]
+    assert sorted({int(one["range"]) for one in units}) == [4, 5, 6, 7]
+    digested(device, texts, [0] * len(lengths))
+
+
 def test_bytes_around_a_range_do_not_matter(device: tuple[DeviceCodecs, Digester]) -> None:
     """Ranges inside of one text, as the entries of a payload are."""
     memory, digester = device
@@ -146,7 +165,7 @@ def test_ranges_outside_of_the_device_s_memory_break_it(
     fake_cuda: FakeCuda, device: tuple[DeviceCodecs, Digester]
 ) -> None:
     memory, digester = device
-    digester.start(np.array([(64, 100)], RANGE), memory.stream)
-    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):  # in this call or the next one
+        digester.start(np.array([(64, 100)], RANGE), memory.stream)
         digester.finish()
     fake_cuda.library.fake_mend()

@@ -139,7 +139,7 @@ def test_the_installed_kernel_source_equals_the_sources() -> None:
 def test_the_kernels_that_codecs_launch_exist() -> None:
     others = {KERNEL_FILE, digests.KERNEL_FILE}
     assert others | {one.file for one in codecs.KERNELS.values()} == {path.name for path in KERNELS}
-    launched = {KERNEL, digests.KERNEL}
+    launched = {KERNEL, digests.KERNEL, digests.RUNS_KERNEL}
     for one in codecs.KERNELS.values():
         launched |= {*one.decode, *one.begin, one.place, codecs.SETTLE}
     assert launched == {name for path in KERNELS for name in named(path)}

@@ -29,7 +29,7 @@ SANITIZED = ("-O1", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1
 OPTIONS = "halt_on_error=1:exitcode=66:atexit_sleep_ms=0"
 RACE, DIVERGED = 66, 3  # exit statuses
 CODECS = ("fix4", "r32", "q8", "q4", "q2", "fp8", "ecsq", "cachegen")
-DAMAGED = effort(80, 1_000, 20_000)
+DAMAGED = effort(240, 1_000, 20_000)
 SECONDS = 1_800
 MOST_RANDOM_BITS = 28  # of addresses: with more, the sanitizer finds no room
 
@@ -162,7 +162,7 @@ def test_a_missing_barrier_is_found(name: str, tmp_path: Path) -> None:
         assert text.count(before) == 1, f"{bug.file} has changed: change the planted bug"
         text = text.replace(before, after)
     edited.write_text(text)
-    found = run(program(tmp_path), bug.codec, "200", "7")
+    found = run(program(tmp_path), bug.codec, "240", "7")
     assert found.returncode == bug.status, found.stderr[:2000]
     said = "WARNING: ThreadSanitizer: data race" if bug.status == RACE else "lanes diverged"
     assert said in found.stderr

@@ -3,6 +3,7 @@ driver without a device. Reads go through pinned memory; see test_direct_kvikio.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,16 +16,16 @@ from kvtier.direct import calibration_of, read_directly
 from kvtier.frame import PAGE, RAW
 from kvtier.wire import DirectReadCalibrated
 from kvtier_daemon.codec import profile as files
-from kvtier_kernels.cuda import blocks, codecs, digests
+from kvtier_kernels.cuda import Copier, Driver, blocks, codecs, digests
 from kvtier_plugins import direct
 from kvtier_plugins.direct import DirectReader, codecs_for, open_source
 from kvtier_plugins.payload_reads import DirectReadsError, PinnedReads, direct_reads_fail
 from support.daemons import Daemon
 from support.direct_engine import UNTOUCHED, DirectEngine
-from support.fake_cuda import FakeCuda
 from support.losses_by_twins import profile_of
 from support.specs import spec_of
 
+ON_GPU = os.environ.get("KVTIER_DEVICE") == "gpu"
 CHAIN = 16
 RING = 4 << 20
 CALIBRATED = ("ecsq-mid", "cachegen-mid")
@@ -87,9 +88,13 @@ def through_memory(client: Client, spec: KvSpec, chain: int) -> list[bytes]:
 
 
 @pytest.fixture
-def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineOf]:
+def engine_of(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EngineOf]:
+    """Engines on the driver without a device, or, if KVTIER_DEVICE is `gpu`, on a GPU."""
+    fake = None if ON_GPU else request.getfixturevalue("fake_cuda")
     monkeypatch.setattr(direct, "LEASE_MS", 60_000)
-    for module in (blocks, codecs, digests):
+    for module in () if ON_GPU else (blocks, codecs, digests):
         monkeypatch.setattr(module, "compile_kernel", lambda text, architecture: b"host\0")
     made = []
 
@@ -97,8 +102,8 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         spec: KvSpec, pages: int = CHAIN, ring_bytes: int = RING,
         calibrated: DirectReadCalibrated | None = None,
     ) -> DirectEngine:  # fmt: skip
-        driver = fake_cuda.driver()
-        copier = fake_cuda.copier(monkeypatch)
+        driver = Driver(0) if fake is None else fake.driver()
+        copier = Copier(Driver(0)) if fake is None else fake.copier(monkeypatch)
         engine = DirectEngine(driver, copier, spec, pages, ring_bytes, calibrated=calibrated)
         made.append((engine, copier, driver))
         return engine

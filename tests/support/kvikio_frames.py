@@ -122,20 +122,21 @@ def main(socket: str, chains: int, length: int) -> dict[str, int]:
     import rapids_logger
 
     rapids_logger.load_library()  # libkvikio needs it, and does not find it itself
-    for module in (blocks, codecs, digests):
+    on_gpu = os.environ.get("KVTIER_DEVICE") == "gpu"
+    for module in () if on_gpu else (blocks, codecs, digests):
         module.compile_kernel = lambda text, architecture: b"host\0"
     counts: Counter[str] = Counter(sound=0, wrong=0)
     driver = Driver(0)
-    copier = Copier(driver, "kernel")
+    copier = Copier(driver, "auto" if on_gpu else "kernel")
     engine = DirectEngine(driver, copier, SPEC, length, 2 * length * SPEC.block_bytes)
     ring = engine.reader.ring
     source = HarmedReads(ring.payloads, ring.nbytes)
-    assert source.is_compatible_only, "there is no device: kvikio cannot read directly"
+    assert on_gpu or source.is_compatible_only, "there is no device: kvikio cannot read directly"
     for mode, expected in (
         ("auto", "compatibility mode; blocks"),
         ("on", "pinned memory, because kvikio"),
     ):
-        assert expected in selected(mode, engine), mode
+        assert on_gpu or expected in selected(mode, engine), mode
     with Client.connect(socket, populate=False) as client:
         for chain in range(chains):
             load(client, engine, source, chain, length, counts)

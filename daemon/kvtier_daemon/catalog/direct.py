@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from kvtier.key import KEY_BYTES
-from kvtier_daemon.catalog.blocks import BlockTable
+from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.frames import FRAME_BYTES, PLACE_BYTES, FramedBlocks
 from kvtier_daemon.catalog.spaces import KnownSpace
 
@@ -17,10 +17,10 @@ class DirectBlocks:
         self._blocks = blocks
 
     def find(
-        self, space: KnownSpace, group: int, shard: int, keys: bytes
+        self, space: KnownSpace, group: int, shard: int, keys: bytes, first: int, most: int
     ) -> tuple[FramedBlocks, list[int]]:
         """The blocks of this group and shard that a load of these keys needs and that are only on disk, with
-        the places of their keys. They count as requested."""
+        the places of their keys: from the key `first` on, at most `most`. They count as requested."""
         space.check_keys(keys)
         space.check_place(group, shard)
         if space.index < 0 or self._blocks.expiring.late:
@@ -32,11 +32,9 @@ class DirectBlocks:
             if (one, part) == (group, shard):
                 ids = below
                 break
-        packed = store.keys_of(ids)
-        place_of = {
-            keys[at : at + KEY_BYTES]: at // KEY_BYTES for at in range(0, len(keys), KEY_BYTES)
-        }
-        places = [place_of[packed[at : at + KEY_BYTES]] for at in range(0, len(packed), KEY_BYTES)]
+        # In the order of the keys.
+        start, places = _places(keys, store.keys_of(ids), first, most)
+        ids = ids[start * ID_BYTES : (start + len(places)) * ID_BYTES]
         frames, digests = store.frames(ids)
         return FramedBlocks(ids, frames, digests), places
 
@@ -59,3 +57,24 @@ class DirectBlocks:
             place_of.get(one) == granted.frames[at * FRAME_BYTES : at * FRAME_BYTES + PLACE_BYTES]
             for at, one in enumerate(ids)
         )
+
+
+def _places(keys: bytes, some: bytes, first: int, most: int) -> tuple[int, list[int]]:
+    """The places among `keys` of some of them, which are in the same order: from the place `first` on, at
+    most `most`; and how many of them are before that."""
+    places: list[int] = []
+    before = at = 0
+    for start in range(0, len(some), KEY_BYTES):
+        key = some[start : start + KEY_BYTES]
+        if keys[at : at + KEY_BYTES] != key:
+            at = keys.index(key, at)
+            while at % KEY_BYTES:  # a part of two keys
+                at = keys.index(key, at + 1)
+        if at < first * KEY_BYTES:
+            before += 1
+        elif len(places) < most:
+            places.append(at // KEY_BYTES)
+        else:
+            break
+        at += KEY_BYTES
+    return before, places

@@ -6,6 +6,7 @@ The kernel (kernels/cuda/digest.cu) is compiled when a Digester is created. This
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,17 @@ import numpy.typing as npt
 from kvtier_kernels.cuda.compiler import compile_kernel, source
 from kvtier_kernels.cuda.driver import Driver, Event
 
-KERNEL, KERNEL_FILE = "kvtier_digest", "digest.cu"
-# The layout of the kernel, which asserts the size. An address needs no alignment.
+KERNEL, RUNS_KERNEL, KERNEL_FILE = "kvtier_digest", "kvtier_digest_runs", "digest.cu"
+# An address needs no alignment.
 RANGE = np.dtype([("address", "<u8"), ("nbytes", "<u8")])
-DIGEST_BYTES = 16
+# The layouts of the kernels: a range with the address for the sums of its runs; runs that one warp adds up.
+TABLE = np.dtype([*RANGE.descr, ("sums", "<u8")])
+UNIT = np.dtype([("range", "<u4"), ("first", "<u4"), ("end", "<u4")])
+DIGEST_BYTES, RUN_BYTES, SUM_BYTES = 16, 1024, 64
+UNIT_RUNS = 64
+LONG_RUNS = 2 * UNIT_RUNS  # a range with fewer has one warp
+SUMS_BYTES = 8 << 20  # for the long ranges of a batch, 128 MiB of them; others have one warp
+MOST_UNITS = 2 * SUMS_BYTES // (SUM_BYTES * UNIT_RUNS)
 THREADS, WARPS = 128, 4
 MOST_GRID = 8192
 
@@ -33,11 +41,13 @@ class Digester:
         self._driver, self._most = driver, most
         binary = compile_kernel(source(KERNEL_FILE), driver.architecture)
         self._module, self._function = driver.load(binary, KERNEL)
+        self._runs_function = driver.function(self._module, RUNS_KERNEL)
         self._event = Event(driver)
-        nbytes = most * (RANGE.itemsize + DIGEST_BYTES)
+        nbytes = most * (TABLE.itemsize + DIGEST_BYTES) + MOST_UNITS * UNIT.itemsize
         self._host = driver.pinned_memory(nbytes)
         self._device = driver.device_memory(nbytes)
-        self._under_way = -1
+        self._sums = driver.device_memory(SUMS_BYTES)
+        self._under_way, self._digests_at = -1, 0
 
     def close(self) -> None:
         """Wait for the batch in progress, and free everything."""
@@ -46,6 +56,7 @@ class Digester:
         self._under_way = -1
         self._driver.free_pinned(self._host)
         self._driver.try_call("cuMemFree_v2", self._device)
+        self._driver.try_call("cuMemFree_v2", self._sums)
         self._event.free()
         self._driver.try_call("cuModuleUnload", self._module)
 
@@ -62,21 +73,28 @@ class Digester:
             self._event.record(stream)
             self._under_way = 0
             return
-        host, table = ctypes.addressof(self._host), np.ascontiguousarray(ranges, RANGE)
+        table, units = self._tables(ranges)
+        host, device = ctypes.addressof(self._host), self._device
         ctypes.memmove(host, table.ctypes.data, table.nbytes)
-        digests = self._device + table.nbytes
-        arguments = [
-            ctypes.c_uint64(self._device), ctypes.c_uint32(count), ctypes.c_uint64(digests),
-        ]  # fmt: skip
-        grid = min(MOST_GRID, -(-count // WARPS))
+        ctypes.memmove(host + table.nbytes, units.ctypes.data, units.nbytes)
+        at = table.nbytes + units.nbytes
         try:
-            self._driver.copy(self._device, host, table.nbytes, stream)
-            self._driver.launch(self._function, grid, THREADS, arguments, stream)
-            self._driver.copy(host + table.nbytes, digests, count * DIGEST_BYTES, stream)
+            self._driver.copy(device, host, at, stream)
+            given = [
+                ctypes.c_uint64(device),
+                ctypes.c_uint64(device + table.nbytes),
+                ctypes.c_uint32(len(units)),
+            ]
+            if len(units):
+                self._launch(self._runs_function, len(units), given, stream)
+            given = [ctypes.c_uint64(device), ctypes.c_uint32(count), ctypes.c_uint64(device + at)]
+            self._launch(self._function, count, given, stream)
+            self._driver.copy(host + at, device + at, count * DIGEST_BYTES, stream)
             self._event.record(stream)
         except BaseException:
             self._driver.try_call("cuStreamSynchronize", stream)
             raise
+        self._digests_at = at
         self._under_way = count
 
     def finish(self) -> Digests:
@@ -84,6 +102,27 @@ class Digester:
         assert self._under_way >= 0, "nothing was started"
         count, self._under_way = self._under_way, -1
         self._event.wait()
-        start, end = count * RANGE.itemsize, count * (RANGE.itemsize + DIGEST_BYTES)
-        found = np.frombuffer(memoryview(self._host)[start:end], np.uint8)
+        end = self._digests_at + count * DIGEST_BYTES
+        found = np.frombuffer(memoryview(self._host)[self._digests_at : end], np.uint8)
         return found.reshape(count, DIGEST_BYTES).copy()
+
+    def _tables(self, ranges: Records) -> tuple[Records, Records]:
+        """The ranges, long ones with memory for their sums as far as it lasts; and their units."""
+        runs = np.maximum(ranges["nbytes"].astype(np.int64) - 1, 0) // RUN_BYTES
+        needs = np.where(runs >= LONG_RUNS, runs * SUM_BYTES, 0)
+        ends = np.cumsum(needs)
+        split = (needs > 0) & (ends <= SUMS_BYTES)
+        table = np.zeros(len(ranges), TABLE)
+        table["address"], table["nbytes"] = ranges["address"], ranges["nbytes"]
+        table["sums"] = np.where(split, self._sums + ends - needs, 0)
+        counts = np.where(split, -(-runs // UNIT_RUNS), 0)
+        units = np.zeros(int(counts.sum()), UNIT)
+        units["range"] = np.repeat(np.arange(len(ranges)), counts)
+        number = np.arange(len(units)) - np.repeat(np.cumsum(counts) - counts, counts)
+        units["first"] = number * UNIT_RUNS
+        units["end"] = np.minimum((number + 1) * UNIT_RUNS, runs[units["range"]])
+        return table, units
+
+    def _launch(self, function: int, count: int, arguments: list[Any], stream: int) -> None:
+        grid = min(MOST_GRID, -(-count // WARPS))
+        self._driver.launch(function, grid, THREADS, arguments, stream)

@@ -70,6 +70,7 @@ class SegmentLease:
     session: int
     until: float
     space: KnownSpace
+    place: tuple[int, int]  # group and shard
     keys: bytes
     blocks: FramedBlocks
     segments: Counter[Segment]
@@ -97,24 +98,24 @@ class SegmentReads:
             raise Refused("too_many", text)
         if not self._cold.reader.is_on:
             return DirectGrant()
-        found, places = self._catalog.direct.find(space, group, shard, keys)
+        found, places = self._catalog.direct.find(space, group, shard, keys, first, most)
         ids, frames, digests = array("I"), bytearray(), bytearray()
         wanted, segments = bytearray(), Counter[Segment]()
         rows: list[GrantedFrame] = []
+        usable: dict[int, SegmentFile | None] = {}  # by the number of the segment
         for at, (number, packed, digest) in zip(places, found, strict=True):
             where, page, nbytes, codec, header_pages, _ = FRAME.unpack(packed)
+            if codec not in codecs:
+                continue
             segment = self._cold.table.segments[where]
-            if at < first or codec not in codecs or not self._is_open(segment):
+            if where not in usable:
+                file = SegmentFile(segment)
+                usable[where] = file if self._is_open(segment) and may_use(file) else None
+            if (file_of := usable[where]) is None or segment.head is None:
                 continue
-            if len(rows) >= most:
-                break
-            file = SegmentFile(segment)
-            if not may_use(file):
-                continue
-            assert segment.head is not None
             rows.append(
                 GrantedFrame(
-                    at, file, page, nbytes, codec, header_pages, segment.head.epoch, digest
+                    at, file_of, page, nbytes, codec, header_pages, segment.head.epoch, digest
                 )
             )
             ids.append(number)
@@ -129,7 +130,9 @@ class SegmentReads:
         lease = next(_leases)
         until = self._clock() + min(within_s, LIMIT_DIRECT_S)
         granted = FramedBlocks(ids.tobytes(), bytes(frames), bytes(digests))
-        self._leases[lease] = SegmentLease(session, until, space, bytes(wanted), granted, segments)
+        self._leases[lease] = SegmentLease(
+            session, until, space, (group, shard), bytes(wanted), granted, segments
+        )
         return DirectGrant(lease, tuple(rows))
 
     def end(self, session: int, lease: int, failed: bytes) -> bytes:
@@ -146,6 +149,10 @@ class SegmentReads:
             return bytes(blocks)
         still = self._catalog.direct.still(held.space, held.keys, held.blocks)
         valid = bytes(there and not bad for there, bad in zip(still, failed, strict=True))
+        # All parts of a block contain the same tokens, so only the first part counts tokens.
+        tokens = sum(valid) * held.space.spec.block_tokens * (held.place == (0, 0))
+        nbytes = sum(valid) * held.space.block_bytes[held.place[0]]
+        self._catalog.usage.count_used(held.space, 0, tokens, nbytes)
         self._counts["direct"] += sum(valid)
         self._counts["not_direct"] += blocks - sum(valid)
         return valid
