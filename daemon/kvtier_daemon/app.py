@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -50,6 +50,7 @@ from kvtier_daemon.tiers import renewing
 from kvtier_daemon.tiers.base import LowerTier
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.fd_store import fd_store
+from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.kept_arena import KeptArena, clear, owner_of
 from kvtier_daemon.tiers.memory_check import check_memory
 from kvtier_daemon.tiers.remote.tier import RemoteTier
@@ -59,6 +60,7 @@ from kvtier_kernels import Store
 log = logging.getLogger(__name__)
 
 TEND_S = 0.1
+REMOTE = "remote"
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 MakeLowerTier = Callable[[CurrentConfig, Mapping[str, Tenant], WarmTier, InternalErrors], LowerTier]
 TELL_S = 5.0
@@ -119,6 +121,7 @@ class App:
                 Catalog(Store(), uses[name], config.history_bytes // len(quotas), policy),
                 losses=losses,
                 uses=uses[name],
+                direct_reads=config.tenants[name].direct_reads,
             )
             for name, quota in quotas.items()
         }
@@ -139,7 +142,8 @@ class App:
         self._unforeseen = InternalErrors(self._count_failure)
         self.lower = lower(self._settings, self.tenants, self.warm, self._unforeseen)
         self.remote = RemoteTier(self._settings, self.tenants)
-        self.tiers: Collection[str] = ("warm", self.lower.name)
+        self.hot = HotTier(self.tenants, dict(config.hot.sizes))
+        self.tiers: Collection[str] = ("warm", self.lower.name, REMOTE)
         self._in_force = config
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._listener = listener
@@ -147,7 +151,13 @@ class App:
         self._server: Server | None = None
         self._stand_in: shutdown.StandIn | None = None
         self._figures = StatusFigures(
-            self._settings, self.tenants, self.warm, self.lower, self.remote, _address(self._port)
+            self._settings,
+            self.tenants,
+            self.warm,
+            self.lower,
+            self.remote,
+            self.hot,
+            _address(self._port),
         )
         self._history = History(lambda: self._figures.of(None))
 
@@ -204,6 +214,7 @@ class App:
             self,
             kept=self._kept,
             audit=self._audit,
+            hot=self.hot,
         )
         self._server.divide(self.config)
         lag = LoopLag(loop)
@@ -248,7 +259,7 @@ class App:
             self._figures.stopping = True
             log.info("stopping")
             self._server.disconnect("the daemon was told to stop")
-            await self.remote.end()
+            await self._end_sharing(hurried)
             await self._end_moving(hurried)
             for task in (*running, *self._renewing.values()):
                 task.cancel()
@@ -262,12 +273,22 @@ class App:
         if looked_at is not None:
             looked_at.close()
         lag.stop()
+        self.hot.close()
         self.warm.close()
         if self._kept is not None:
             self._kept.close()
         if self._stand_in is not None:
             loop.remove_reader(self._stand_in.ended)
             self._stand_in.end(0)
+
+    async def _end_sharing(self, hurried: asyncio.Event) -> None:
+        """Let the remote tier write what waits, until that has ended or `hurried` is set, and end it."""
+        remote = self.config.remote
+        if remote is not None and remote.stop_s:
+            self._limit_stop(STOP_S + remote.stop_s)
+            self._notifier.extend_timeout(STOP_S + remote.stop_s)
+            await _until_hurried(self.remote.write_last(), hurried)
+        await self.remote.end()
 
     async def _end_moving(self, hurried: asyncio.Event) -> None:
         """Let the tier below memory write what is only in memory, until it has ended or `hurried` is set."""
@@ -278,16 +299,7 @@ class App:
 
         cold = self.config.cold
         self._limit_stop(STOP_S + (cold.stop_s if cold is not None else 0))
-        ways = [
-            asyncio.create_task(self.lower.end_moving(told)),
-            asyncio.create_task(hurried.wait()),
-        ]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in ways:
-            way.cancel()
-        await asyncio.wait(ways)
-        if not ways[0].cancelled():
-            ways[0].result()
+        await _until_hurried(self.lower.end_moving(told), hurried)
 
     def _limit_stop(self, seconds: float) -> None:
         self._notifier.extend_timeout(STOP_S)
@@ -347,6 +359,8 @@ class App:
 
     async def tier(self, tier: str, order: str) -> dict[str, Any]:
         """See `LowerTier.order`."""
+        if tier == REMOTE:
+            return self.remote.order(order)
         return self.lower.order(tier, order)
 
     def _swap(self, config: Config) -> None:
@@ -357,7 +371,7 @@ class App:
         self._server.divide(config)
         self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)
-        self.remote.reconfigure()
+        self.remote.reconfigure(config.remote)
         self._renew(left_tenants(before, config))
         if self._kept is not None:
             self._kept.keep_owners(_owners(config, self.tenants))
@@ -518,6 +532,17 @@ class App:
         for tenant in self.tenants.values():
             retired = any(one.is_retired and not one.is_empty for one in tenant.extents)
             tenant.catalog.growing = not self.warm.complete or retired
+
+
+async def _until_hurried(work: Coroutine[Any, Any, None], hurried: asyncio.Event) -> None:
+    """Do this until it has ended, or is cancelled because `hurried` is set."""
+    ways = [asyncio.create_task(work), asyncio.create_task(hurried.wait())]
+    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    for way in ways:
+        way.cancel()
+    await asyncio.wait(ways)
+    if not ways[0].cancelled():
+        ways[0].result()
 
 
 def _owners(config: Config, tenants: Mapping[str, Tenant]) -> dict[str, bytes]:

@@ -90,6 +90,7 @@ class Client:
         verify: bool = False,
         reconnect_s: float = RECONNECT_S,
         clock: Clock = time.monotonic,
+        device: bool = False,
     ) -> Client:
         """Connect to the daemon at `socket`. None means $KVTIER_SOCKET, then the socket of a daemon of this
         user, then /run/kvtier/kvtier.sock.
@@ -99,6 +100,8 @@ class Client:
         Processes of one engine pass the same `engine`, and the daemon counts them as one. With `verify`,
         loads compare each block with the checksum of its save: a block that another client of the tenant has
         overwritten is a miss, and the daemon forgets it. Blocks saved without a checksum are not compared.
+        `device` declares that a device copies into the slots of saves. Copies that it has begun may outlive
+        this process, so the daemon reuses those slots only 2 seconds after its end.
 
         If the daemon ends, a call waits up to `reconnect_s` for one that comes back, and goes on there; after
         that, calls try once and raise Unavailable. With 0 the client never connects again.
@@ -110,7 +113,7 @@ class Client:
         caller = Caller(
             path, clock, seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S),
             seconds("reconnect_s", reconnect_s), read_only, populate, name or f"pid {os.getpid()}", engine,
-            verify,
+            verify, device,
         )  # fmt: skip
         return cls(Link(caller))
 
@@ -142,7 +145,8 @@ class Client:
         time_limit = seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S)
         daemon = EmbeddedDaemon(warm, cold, cold_size)
         caller = Caller(
-            daemon.socket, time.monotonic, time_limit, 0.0, False, populate, f"pid {os.getpid()}", "", verify
+            daemon.socket, time.monotonic, time_limit, 0.0, False, populate, f"pid {os.getpid()}", "",
+            verify, False,
         )  # fmt: skip
         client = daemon.connected(lambda: cls(Link(caller)))
         client._end_daemon = weakref.finalize(client, daemon.end)
@@ -189,8 +193,8 @@ class Client:
         return _report(self.link, wire.Settings(self.link.new_id(), order))
 
     def tier(self, tier: str, order: str = "status") -> dict[str, Any]:
-        """Drain a tier ("warm" or "cold"), switch it "off" or "on", or return its "status". Returns the
-        status at once; call again with "status" to follow the progress.
+        """Drain a tier ("warm", "cold" or "remote"), switch it "off" or "on", or return its "status".
+        Returns the status at once; call again with "status" to follow the progress.
 
         Only root and the daemon's user may call this.
         """

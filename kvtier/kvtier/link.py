@@ -68,6 +68,7 @@ class Caller:
     name: str
     engine: str
     verify: bool
+    device: bool
 
 
 class OpenedSpace(Protocol):
@@ -392,7 +393,7 @@ class Link:
             ended = _ended_tokens.get(path, [])[: wire.LIMIT_ENDED]
         hello = wire.Hello(
             self.new_id(), wire.SCHEMA, self.caller.name, self.caller.read_only, ended,
-            self.caller.engine, self.caller.verify, token,
+            self.caller.engine, self.caller.verify, token, self.caller.device,
         )  # fmt: skip
         welcome = new.ask(hello, wire.Welcome)
         with _ended_lock:

@@ -450,6 +450,16 @@ class Space:
         """Send a hint without an answer."""
         self.link.tell(wire.Hint(0, self.index, Keys.of(keys).packed, importance))
 
+    def tell_resident(
+        self, group: int, entered: Keys | Sequence[bytes] = (), left: Keys | Sequence[bytes] = (),
+        reset: bool = False,
+    ) -> None:  # fmt: skip
+        """Tell the daemon which blocks of a group this client's engine holds in its own cache from now on,
+        and which it has dropped, at most 4,096 in all. Without an answer, and never waits. With `reset` it
+        held none before. Only if `client.stats()` has `hot`: another daemon ends the connection."""
+        mine, dropped = Keys.of(entered).packed, Keys.of(left).packed
+        self.link.tell(wire.Resident(0, self.index, group, mine, dropped, reset))
+
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
         """Make these blocks impossible to find, also after a restart of the daemon. Returns how many
         blocks there were. Raises Refused with the code `disk_failed` if the second part is not certain."""

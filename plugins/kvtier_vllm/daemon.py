@@ -53,12 +53,13 @@ class Reconnect:
     its return are logged once each, as warnings by the scheduler's connection only. `populate`: map the
     arena's pages in advance, as a rank does, which reads them. The thread calls `on_idle` from time to time
     with the session, or None if the daemon has ended, for work that the steps of an idle engine do not do.
+    `device`: a device copies into the slots.
     """
 
     def __init__(
         self, socket: str | None, spec: KvSpec, name: str, populate: bool, level: int = logging.INFO,
         engine: str = "", on_idle: Callable[[DaemonSession | None], None] = lambda _: None,
-        verify: bool = False,
+        verify: bool = False, device: bool = False,
     ) -> None:  # fmt: skip
         self.session: DaemonSession | None = None
         self._first_attempt = threading.Event()
@@ -68,6 +69,7 @@ class Reconnect:
         self._name = name
         self._engine = engine
         self._verify = verify
+        self._device = device
         self._populate = populate
         self._level = level
         self._on_idle = on_idle
@@ -192,7 +194,7 @@ class Reconnect:
     def _connect(self) -> DaemonSession:
         client = Client.connect(
             self._socket, timeout_s=CONNECT_S, populate=self._populate, name=self._name,
-            engine=self._engine, verify=self._verify, reconnect_s=0,
+            engine=self._engine, verify=self._verify, reconnect_s=0, device=self._device,
         )  # fmt: skip
         try:
             return DaemonSession(client, client.open(self._spec), client.reader())

@@ -7,6 +7,7 @@ after the engine has submitted the step's computation.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -106,6 +107,7 @@ class DaemonMappings:
         self._unwanted: set[bytes] = set()  # runs to unmap with the next step
         self._scheduler_run = b""
         self._pinging = False
+        self._joined: DaemonSession | None = None  # takes part in copies on the GPU
 
     @property
     def session(self) -> DaemonSession | None:
@@ -118,7 +120,7 @@ class DaemonMappings:
             name = f"vllm rank {self._state.rank} {os.getpid()}"
             self.connection = Reconnect(
                 self._state.options.socket, spec, name, populate=True, engine=engine,
-                on_idle=self.on_idle,
+                on_idle=self.on_idle, device=self._state.device is not None,
             )  # fmt: skip
         if self.connection is not None:
             self._follow(step, self.connection)
@@ -136,6 +138,7 @@ class DaemonMappings:
                 self.readers[reader.daemon_run] = reader
             if self._state.device is not None:
                 self._state.device.register(reader)
+                self._join_hot(session, self._state.device)
             behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
             # If the scheduler has lost its daemon, this rank's daemon may be gone too.
             if (behind if step.daemon_run else changed) and not self._pinging:
@@ -155,6 +158,14 @@ class DaemonMappings:
             self._unwanted = unwanted & self.readers.keys()
         else:
             self._unwanted = set()
+
+    def _join_hot(self, session: DaemonSession, device: DeviceSide) -> None:
+        """Take part in copies on the GPU, once, if the daemon has memory for them. They cannot be
+        verified."""
+        hot = session.client.link.welcome.hot and not self._state.options.verify
+        if session is not self._joined and hot:
+            self._joined = session
+            self._state.tasks.put(partial(device.join_hot, session, self._state.shard))
 
     def on_idle(self, session: DaemonSession | None) -> None:
         """If the engine is idle, do the next step's work: register the daemon's memory with the device, and
@@ -265,6 +276,17 @@ class RankLoads:
         started, self._started = self._started, []
         for one in started:
             self._end_in_step(one.order, self._end_device(one, "now"))
+            self._fill_hot(one)
+
+    def _fill_hot(self, load: DeviceLoad) -> None:
+        """Copy what a step loaded to the device's memory, in the thread that saves: the step does not wait
+        for the daemon, and may give the pages away."""
+        device, reader = self._state.device, load.reader
+        if load.why or device is None or reader is None or device.hot_of(reader.daemon_run) is None:
+            return
+        reads = load.order.shards[self._state.shard]
+        sizes = [group.block_bytes for group in self._state.layout.groups]
+        self._state.tasks.put(partial(device.fill_hot, reader, reads, sizes))
 
     def received(self) -> tuple[set[str], set[str]]:
         """The requests whose load between steps ended, and which failed. An idle step waits a moment."""
@@ -291,7 +313,7 @@ class RankLoads:
             if self._state.device is None:
                 good = self._load(load)
             else:
-                good = self._end_device(self._start_device(load, after, "load"), "load")
+                good = self._load_by_device(self._state.device, load, after)
             self._ended(load)
             with self._arrived:
                 self._state.pending_loads -= Counter((load.daemon_run,))
@@ -299,6 +321,16 @@ class RankLoads:
                 if not good:
                     self._failed.add(load.request_id)
                 self._arrived.notify()
+
+    def _load_by_device(self, device: DeviceSide, load: LoadOrder, after: Event | None) -> bool:
+        """Load between steps. The pages are the request's until this has ended, so they can be copied on."""
+        started = self._start_device(load, after, "load")
+        parts = [group.parts for group in self._state.layout.groups]
+        reads = load.shards[self._state.shard] if not started.why else ()
+        kept = device.start_keeping(load.daemon_run, reads, parts)
+        good = self._end_device(started, "load")
+        device.end_keeping(kept, started.why)
+        return good
 
     def _load(self, load: LoadOrder) -> bool:
         """Copy this rank's shard; return whether every page has its content. Never raises."""
@@ -374,6 +406,7 @@ class RankLoads:
                 why = "error"
             slots = {read.group: len(read.slots) // SLOT_BYTES for read in reads}
             nbytes = sum(groups[group].block_bytes * count for group, count in slots.items())
+        started.why = why
         return self._count(started.order, why, nbytes, started.started)
 
     def _count(self, load: LoadOrder, why: str, nbytes: int, started: float) -> bool:
@@ -406,13 +439,18 @@ class Overwritten(Exception):  # noqa: N818
 class SaveCopy:
     """The copy of one save, shared by its thread and the step. It is copied in pieces: `cancel` waits for the
     piece that is being copied, some milliseconds, and no further piece begins. A piece never includes a
-    request to the daemon. `fleeting`: a window may soon give the pages away."""
+    request to the daemon. A device's piece only starts its copy: `cancel` then lets the engine's stream wait
+    for it. `fleeting`: a window may soon give the pages away."""
 
-    def __init__(self, save: Save, after: Event | None, fleeting: bool) -> None:
+    def __init__(
+        self, save: Save, after: Event | None, fleeting: bool, device: DeviceSide | None = None
+    ) -> None:
         self.save = save
         self.after = after
+        self._device = device
         self._ended = threading.Event() if fleeting else None
         self._cancelled = False
+        self._started = 0  # writes that the device has
         self._piece = threading.Lock()
 
     def __enter__(self) -> None:
@@ -425,13 +463,21 @@ class SaveCopy:
         self._piece.release()
 
     def cancel(self, within_s: float = 0.0) -> None:
-        """Return when nothing is copied from these pages any longer. A fleeting save gets this much time to
-        end first, once."""
+        """Return when the engine may overwrite these pages, with work of its stream. A fleeting save gets
+        this much time to end first, once."""
         if self._ended is not None and not self._cancelled and within_s > 0.0:
             self._ended.wait(within_s)
         self._cancelled = True
         with self._piece:
-            pass
+            on_device = self._started > 0
+        if on_device and self._device is not None:
+            self._device.hold_for_saves()
+
+    def started(self) -> None:
+        """The device has the copy of one more write; the save's thread will wait for it. Within a piece."""
+        self._started += 1
+        if self._ended is not None and self._started == len(self.save.writes):
+            self._ended.set()
 
     def ended(self) -> None:
         """The save has ended, with or without success."""
@@ -457,13 +503,13 @@ class RankSaves:
         after = device.fence() if device is not None and saves else None
         for save in saves:
             fleeting = any(self._windows[write.group] for write in save.writes)
-            copy = self.pending[save.number] = SaveCopy(save, after, fleeting)
+            copy = self.pending[save.number] = SaveCopy(save, after, fleeting, device)
             if cancelled:
                 copy.cancel()
             self._state.tasks.put(partial(self._save, copy))
 
     def cancel(self, numbers: Sequence[int], until: float) -> None:
-        """Return when nothing is copied from these saves' pages. Fleeting saves have time until then."""
+        """Return when the engine may overwrite these saves' pages. Fleeting saves have time until then."""
         for number in numbers:
             copy = self.pending.get(number)
             if copy is not None:
@@ -523,10 +569,17 @@ class RankSaves:
                 if state.device is not None:
                     with copy:
                         state.device.gather(saving, write.group, write.block_ids, copy.after)
+                        copy.started()
+                    state.device.end_gather()
                 else:
                     pieces = state.pieces[write.group]
                     saving.gather(pieces, write.block_ids, nice=NICE, turn=copy)
                 saving.commit(len(saving))
+                if state.device is not None and state.device.hot is not None:
+                    run = session.reader.daemon_run
+                    # The blocks are saved, whoever gets their pages now.
+                    with contextlib.suppress(Overwritten):
+                        state.device.save_hot(run, saving, write.group, write.block_ids, copy)
         nbytes = len(saving) * state.layout.groups[write.group].block_bytes
         counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
         if write.group == state.layout.whole_group and state.shard == 0:
@@ -607,6 +660,8 @@ class WorkerSide:
         for thread in threads:
             thread.join(max(0.0, until - state.clock()))
         self.saves.cancel(list(self.saves.pending), 0.0)
+        if state.device is not None:
+            state.device.wait_for_saves()
         self.loads.end_in_step()
         # The memory of a copy that has not ended stays mapped until the process ends.
         if state.device is not None and not any(thread.is_alive() for thread in threads):

@@ -247,6 +247,29 @@ CUresult launch_codec(const CodecKernel& kernel, unsigned grid, unsigned threads
     });
 }
 
+CUresult launch_digest(unsigned grid, unsigned threads, const StreamPtr& stream, void** arguments) {
+    const auto* ranges = *static_cast<const kvtier::cuda::digest::Range**>(arguments[0]);
+    const auto count = *static_cast<u32*>(arguments[1]);
+    auto* digests = *static_cast<uint8_t**>(arguments[2]);
+    const int device = stream->context->device;
+    return enqueue(stream, [=] {
+        before_copy(device);
+        if (device_at(device).error != 0) return;
+        bool good =
+            reachable(reinterpret_cast<uintptr_t>(ranges), count * sizeof *ranges, device) &&
+            reachable(reinterpret_cast<uintptr_t>(digests), count * kvtier::kDigestBytes, device,
+                      true);
+        for (u32 i = 0; good && i < count; i++) {
+            good = ranges[i].bytes == 0 || reachable(ranges[i].address, ranges[i].bytes, device);
+        }
+        if (!good) {
+            fault(device);
+            return;
+        }
+        run_on_host<32>(grid, threads, kvtier::cuda::digest::kvtier_digest, ranges, count, digests);
+    });
+}
+
 }  // namespace
 
 }  // namespace fake
@@ -651,6 +674,9 @@ CUresult cuModuleGetFunction(CUfunction* made, CUmodule handle, const char* name
     if (std::strcmp(name, "kvtier_copy_blocks") == 0) {
         kernel = reinterpret_cast<const void*>(&kvtier_copy_blocks);
     }
+    if (std::strcmp(name, "kvtier_digest") == 0) {
+        kernel = reinterpret_cast<const void*>(&kvtier::cuda::digest::kvtier_digest);
+    }
     for (const CodecKernel& one : kCodecKernels) {
         if (std::strcmp(name, one.name) == 0) kernel = &one;
     }
@@ -675,6 +701,11 @@ CUresult cuLaunchKernel(CUfunction of_function, unsigned grid, unsigned y, unsig
                           y * z * block_y * block_z == 1 && extra == nullptr;
         return good ? launch_codec(kernel, grid, threads, stream, arguments)
                     : CUDA_ERROR_INVALID_VALUE;
+    }
+    if (function == reinterpret_cast<const void*>(&kvtier::cuda::digest::kvtier_digest)) {
+        const bool good = grid != 0 && threads == 32 * kvtier::cuda::kWarps && shared_bytes == 0 &&
+                          y * z * block_y * block_z == 1 && extra == nullptr;
+        return good ? launch_digest(grid, threads, stream, arguments) : CUDA_ERROR_INVALID_VALUE;
     }
     if (function != reinterpret_cast<const void*>(&kvtier_copy_blocks) || grid == 0 ||
         threads == 0 || threads > 256 || y * z * block_y * block_z != 1 || shared_bytes != 0 ||

@@ -24,6 +24,7 @@ from kvtier_vllm.device import open_device
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import LoadOrder, ReadOrder, Save, WriteOrder
 from kvtier_vllm.options import Options
+from kvtier_vllm.worker import SaveCopy
 from support.daemons import Daemon
 from support.device_engine import DeviceEngine
 from support.fake_cuda import FakeCuda, soon
@@ -139,15 +140,37 @@ def test_no_slot_is_committed_before_its_copy_has_ended(
     assert known(daemon, engine, request) == 8
 
 
-def test_pages_of_a_copy_that_has_begun_are_not_given_away(
+def test_a_step_that_reuses_pages_under_a_copy_waits_on_the_device_only(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
-    """The step that reuses the pages waits for the device, and the saved data is that of the first
-    request."""
+    """The step's thread launches its computation, which runs after the copy: the saved data is that of the
+    first request."""
+    engine = engine_of(daemon, pages=10)
+    engine.until(lambda: bool(pins_of(engine)._arenas and pins_of(engine)._arenas[0].ready))
+    engine.finish(saving(engine, fake_cuda))
+    second, computed = engine.add(OTHER), threading.Event()
+    engine.run(second)
+    assert fake_cuda.held == 1, "the copy has not ended, and the step has"
+    fake_cuda.later(engine.stream, computed.set)
+    assert not computed.wait(0.1), "computed into pages that were being saved"
+    fake_cuda.hold(False)
+    assert computed.wait(60)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["drop:overwritten"] == 0
+    engine.finish(second)
+    for tokens in (PROMPT, OTHER):
+        assert engine.serve(tokens).cached == 8 * BLOCK
+    assert not engine.early
+
+
+def test_a_step_that_reuses_pages_under_a_staged_copy_waits_for_it(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    """Without registered memory the thread that saves copies by parts, so the step's thread waits for it."""
+    fake_cuda.library.fake_refuse_registration(100)
     engine = engine_of(daemon, pages=10)
     engine.finish(saving(engine, fake_cuda))
-    second = engine.add(OTHER)
-    over = threading.Event()
+    second, over = engine.add(OTHER), threading.Event()
     step = threading.Thread(target=lambda: (engine.run(second), over.set()))
     step.start()
     assert not over.wait(0.1), "computed into pages that were being saved"
@@ -155,11 +178,40 @@ def test_pages_of_a_copy_that_has_begun_are_not_given_away(
     assert over.wait(60)
     step.join()
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
-    assert engine.scheduler.counts["drop:overwritten"] == 0
     engine.finish(second)
     for tokens in (PROMPT, OTHER):
         assert engine.serve(tokens).cached == 8 * BLOCK
-    assert not engine.early
+
+
+def test_a_step_waits_for_a_window_only_until_the_device_has_its_copies() -> None:
+    waited: list[int] = []
+    device: Any = SimpleNamespace(hold_for_saves=lambda: waited.append(1))
+    writes = [WriteOrder(0, [1], b"", b""), WriteOrder(1, [2], b"", b"")]
+    copy = SaveCopy(Save(1, writes), None, True, device)
+    for _ in writes:
+        with copy:
+            copy.started()
+    copy.cancel(threading.TIMEOUT_MAX)
+    assert waited
+
+
+def test_a_failing_device_is_waited_for_before_pages_change_hands(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    engine = engine_of(daemon, pages=10)
+    saving(engine, fake_cuda)
+    device = engine.workers[0].state.device
+    assert device is not None
+    lane = device._lanes["save"]
+    lane.hold = lambda _: (_ for _ in ()).throw(blocks.CudaError("no"))  # type: ignore[method-assign]
+    over = threading.Event()
+    waiting = threading.Thread(target=lambda: (device.hold_for_saves(), over.set()))
+    waiting.start()
+    assert not over.wait(0.1), "the copy has not ended"
+    fake_cuda.hold(False)
+    assert over.wait(60)
+    waiting.join()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
 
 
 def test_a_copy_that_has_not_begun_is_cancelled(

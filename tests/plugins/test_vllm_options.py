@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "copy_threads": [0, "two", 2.5],
     "timeline": [5, True, None],
     "verify": [1, "yes", None],
+    "residency": [1, "no", None],
     "weights": [5, None],
     "gpu_copies": ["fast", True, None],
 }
@@ -33,6 +34,7 @@ RIGHT: dict[str, Any] = {
     "patience_ms": 1, "lease_ms": 1, "saving": 1 << 20, "copy_threads": 1, "weights": "w",
     "timeline": "/tmp/hits.json",
     "verify": True,
+    "residency": False,
     "gpu_copies": "batch",
 }  # fmt: skip
 
@@ -73,7 +75,7 @@ def test_an_unknown_option_gives_a_line_with_the_nearest_option() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
     with pytest.raises(
-        ValueError, match=r"no option 'disk': known options: socket, load, .*verify$"
+        ValueError, match=r"no option 'disk': known options: socket, load, .*residency$"
     ):
         read_options({"disk": "/tmp"})
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier import wire
 from kvtier_kernels import Mapping, xxh3_128
 
-from .machine import PAGE, Machine, Process
+from .machine import DEVICE_S, PAGE, Machine, Process
 from .oracle import NEVER, Oracle, Pin, User, Value, content
 from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, block_bytes, places
 from .virtual import CLOCK
@@ -145,8 +145,9 @@ class Link:
                 tokens.append(self._stolen[0])
             resumes = resumes or self._stolen[0]
         hello = wire.Hello(
-            0, wire.SCHEMA, client.name, read_only, tokens, "engine", resumes=resumes
-        )
+            0, wire.SCHEMA, client.name, read_only, tokens, "engine", resumes=resumes,
+            device=client.process.device,
+        )  # fmt: skip
         self.ask(hello, self._welcomed)
 
     def _welcomed(self, reply: wire.Welcome) -> None:
@@ -471,7 +472,8 @@ class Client:
 
     def new_process(self) -> None:
         machine = self.machine
-        self.process = Process(5000 + len(machine.processes), self.uid)
+        pid = 5000 + len(machine.processes)
+        self.process = Process(pid, self.uid, device=pid % 3 == 0)
         machine.processes[self.process.pid] = self.process
 
     def connected(self, read_only: bool = False) -> Link | None:
@@ -542,14 +544,21 @@ class Client:
             self.lost_links.remove(link)
 
     def die(self) -> None:
-        """The process ends: it writes no longer, and its sockets close."""
+        """The process ends, and its sockets close: it writes no longer, but its device may."""
         self.machine.trace(self.name, "dies")
         self.process.end()
         if self.link is not None:
             self.link.close("dies")
-        for link in self.lost_links:
-            link.stop_writing()
-        self.lost_links.clear()
+        links, self.lost_links = self.lost_links, []
+
+        def stop() -> None:
+            for link in links:
+                link.stop_writing()
+
+        if self.process.device:
+            self.machine.after(DEVICE_S, stop)
+        else:
+            stop()
         self.new_process()
 
     # --- operations --------------------------------------------------------------------------
@@ -680,10 +689,10 @@ class Client:
     ) -> None:
         """Write the blocks, in two steps, and then commit or abort them, or leave them open."""
         machine = self.machine
-        is_alive = self.process
+        process = self.process
 
         def half() -> None:
-            if not is_alive.is_alive:
+            if not process.writes:
                 return
             for value, slot, is_open in zip(
                 writing.values, writing.slots, writing.is_open, strict=True
@@ -692,7 +701,7 @@ class Client:
                     link.write(slot, content(value.number, slot.nbytes)[: slot.nbytes // 2])
 
         def whole() -> None:
-            if not is_alive.is_alive:
+            if not process.writes:
                 return
             for value, slot, is_open in zip(
                 writing.values, writing.slots, writing.is_open, strict=True

@@ -3,9 +3,13 @@ held at its end."""
 
 from __future__ import annotations
 
+import array
+import asyncio
 import logging
+import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,16 +23,25 @@ from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Mapper, Peer
 from kvtier_daemon.serving.requests import NEEDED, WITHOUT_TENANT, Requests, check_role
-from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
+from kvtier_daemon.serving.sending import (
+    BLOCKED,
+    FAILED,
+    PAUSE_S,
+    PAUSED,
+    Outbox,
+)
 from kvtier_daemon.serving.turns import Share, Turns
-from kvtier_daemon.serving.writers import Writers
+from kvtier_daemon.serving.writers import DEVICE_HOLD_S, Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Descriptors
 
 log = logging.getLogger(__name__)
 
 LIMIT_UNSENT_BYTES = 1 << 20  # of answers; above this, no requests are read
 LIMIT_NAME = 64
 TOKEN_BYTES = 16
+LIMIT_DESCRIPTORS = 16  # that a client may send ahead
+ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_DESCRIPTORS * 4)
 RECEIVE_FIRST_BYTES = 1 << 16  # received at once without reserved memory
 HALF_S = 10.0  # how long a request may take to arrive
 
@@ -67,6 +80,7 @@ class Inbox:
         self.reserved = 0  # bytes of memory for the rest of it
         self.received = server.receive_first[:0]  # by the last call of `receive`
         self.is_starved = False  # there is no memory for the rest of it
+        self.descriptors: deque[int] | None = None  # that arrived; None: they are not received
         server.loop.add_reader(sock.fileno(), ready)
 
     def read(self, wanted: bool) -> None:
@@ -85,13 +99,21 @@ class Inbox:
         # A session with reserved memory may receive much at once.
         buffer = server.receive_buffer if self.reserved else server.receive_first
         try:
-            count = self._sock.recv_into(buffer)
+            if self.descriptors is None:
+                count = self._sock.recv_into(buffer)
+            else:
+                count = _receive_with(self._sock, buffer, self.descriptors)
         except (BlockingIOError, InterruptedError):
             return -1
         except OSError:
             return 0
         self.received = buffer[:count]
         return count
+
+    def close_descriptors(self) -> None:
+        """Close what arrived and was not taken."""
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
 
     @property
     def needs_memory(self) -> bool:
@@ -119,6 +141,18 @@ class Inbox:
         return self.half_since > 0 and not self.is_starved and now - self.half_since > HALF_S
 
 
+def _receive_with(sock: socket.socket, buffer: memoryview, descriptors: deque[int]) -> int:
+    """Receive bytes, and the descriptors that come with them. Raises OSError if some were lost."""
+    count, control, flags, _ = sock.recvmsg_into([buffer], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds = array.array("i", data[: len(data) - len(data) % array.array("i").itemsize])
+            descriptors.extend(fds)
+    if flags & socket.MSG_CTRUNC or len(descriptors) > LIMIT_DESCRIPTORS:
+        raise OSError("too many descriptors arrived")
+    return count
+
+
 class Session:
     """Reads when the loop reports the socket, decides at once, and answers. It never waits."""
 
@@ -137,6 +171,8 @@ class Session:
         self.greeted = False
         self.read_only = False  # by its own choice
         self.verifies = False
+        self.device = False  # a device writes to the slots of this client
+        self._freeing: asyncio.TimerHandle | None = None
         self._farewell = False  # the client has declared that it does not write
         self._closing = False
         self._share = server.share_of(peer.tenant)
@@ -292,6 +328,8 @@ class Session:
         tenant = self.tenant
         if tenant is not None and self.outbox.announced < len(tenant.extents):
             self.announce()
+        if tenant is not None and self.requests.hot.gpu:
+            self.requests.hot.announce(tenant)
         try:
             if tenant is not None:
                 if tenant.catalog.blocks.expiring.times:
@@ -327,6 +365,15 @@ class Session:
         if self.outbox.announces(self.tenant.extents) and not waits:
             self._flush()
 
+    def accept_descriptors(self) -> None:
+        """Receive descriptors from now on."""
+        self.inbox.descriptors = deque()
+
+    def take_descriptor(self) -> int | None:
+        """The next descriptor that arrived; None: there is none. The caller closes it."""
+        arrived = self.inbox.descriptors
+        return arrived.popleft() if arrived else None
+
     def send(self, message: wire.Message) -> None:
         """Send this after all earlier messages. The rest that the socket does not take now is sent later."""
         if self._closing:
@@ -345,6 +392,14 @@ class Session:
                 outbox.sent_bytes += sent
         if sent < len(frame):
             outbox.queue(memoryview(frame)[sent:])
+            if not waits:
+                self._flush()
+
+    def send_with(self, message: wire.Message, of: Descriptors) -> None:
+        """Send this with descriptors, after all earlier messages."""
+        if not self._closing:
+            waits = bool(self.outbox.unsent)
+            self.outbox.queue(memoryview(wire.encode(message)), of)
             if not waits:
                 self._flush()
 
@@ -392,6 +447,8 @@ class Session:
         self.inbox.framer = wire.Framer()
         self.inbox.next = None
         self.inbox.end_request(self._share)
+        self.inbox.close_descriptors()
+        self.requests.hot.session_ended(why)
         self._server.sessions.discard(self)
         self._server.events.leave(self.id)
         if self.greeted:
@@ -399,20 +456,24 @@ class Session:
         if self.tenant is not None:
             try:
                 self.tenant.pending.session_ended(self.id)
+                self.tenant.tier.direct.session_ended(self.id)
             except Exception:
                 # Its leases must end.
                 self._server.failures["internal"] += 1
                 log.exception("client %r: internal error while cancelling its reads", self.name)
-        gone = self._farewell or self.peer.gone
-        if self.tenant is not None and self.tenant.catalog.end_session(self.id, gone):
+        gone = self.peer.gone
+        free = self._farewell or (gone and not self.device)
+        if self.tenant is not None and self.tenant.catalog.end_session(self.id, free):
             self._server.ghosts.add(self)
+            if gone:
+                self._free_later()
         else:
             self.abandon()
 
     def end_for_good(self) -> None:
         """The client declares in another session that no thread of it writes to slots of this one."""
         if self._closing:
-            self._process_gone()
+            self._free()
         else:
             self._farewell = True
             self.end("ended by its next connection")
@@ -420,6 +481,21 @@ class Session:
     def _process_gone(self) -> None:
         """The client's process has ended, even if another process has its socket."""
         self.end("its process ended")
+        if self.device and self in self._server.ghosts:
+            self._free_later()
+        else:
+            self._free()
+
+    def _free_later(self) -> None:
+        """Free the quarantined slots when no copy of the ended process's device can be in progress."""
+        if self._freeing is None:
+            loop = self._server.loop
+            if self.peer.pidfd >= 0:
+                loop.remove_reader(self.peer.pidfd)  # it stays readable
+            self._freeing = loop.call_later(DEVICE_HOLD_S, self._free)
+
+    def _free(self) -> None:
+        """Free the quarantined slots: nothing writes to them."""
         if self in self._server.ghosts:
             assert self.tenant is not None
             self._server.ghosts.discard(self)
@@ -429,6 +505,8 @@ class Session:
     def abandon(self) -> None:
         """Stop waiting for the end of the process."""
         self._server.writers.ended(self.id)
+        if self._freeing is not None:
+            self._freeing.cancel()
         if self.peer.pidfd >= 0:
             self._server.loop.remove_reader(self.peer.pidfd)
         self.peer.close()
@@ -466,16 +544,20 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     session.greeted = True
     session.inbox.framer.limit = wire.LIMIT_FRAME_BYTES
     session.read_only, session.verifies = request.read_only, request.verify
+    session.device = request.device
     if session.tenant is not None and session.writes:
         resumes = bool(request.resumes) and server.resume(session, request.resumes)
         if not resumes:
-            server.writers.began(session.id, session.tenant, session.token, session.peer)
+            server.writers.began(
+                session.id, session.tenant, session.token, session.peer, session.device
+            )
     if session.tenant is not None:
         server.mapped[session.tenant.name].add(session.peer.mapper)
     session.announce()
     _tell_client(session, server, "came")
     name = session.tenant.name if session.tenant else ""
-    session.send(wire.Welcome(request.id, kvtier.__version__, name, session.token, server.run))
+    hot = name in server.hot.sizes and session.writes
+    session.send(wire.Welcome(request.id, kvtier.__version__, name, session.token, server.run, hot))
 
 
 def _tell_client(session: Session, server: Listener, what: str, **more: object) -> None:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.kept_arena import KeptArena, KeptSession
 
+# How long slots that a device writes to stay in quarantine after the end of the process. A child that has
+# inherited its descriptors keeps the device's work alive: queued copies still run, for milliseconds.
+DEVICE_HOLD_S = 2.0
 
-class EarlierSession(NamedTuple):
-    """Of an earlier daemon. `pidfd` is -1 if the end of its process cannot be detected."""
+
+@dataclass(slots=True)
+class EarlierSession:
+    """Of an earlier daemon. `pidfd` is -1 if the end of its process cannot be detected, or if it has ended.
+    `freeing`: it has ended, and its device may still write."""
 
     tenant: Tenant
     noted: KeptSession
     pidfd: int
+    freeing: asyncio.TimerHandle | None = None
 
 
 class Writers:
@@ -32,11 +39,13 @@ class Writers:
         self.next_session = kept.next_session if kept is not None else 1
         self._earlier: dict[SessionId, EarlierSession] = {}
 
-    def began(self, session: SessionId, tenant: Tenant, token: bytes, peer: Peer) -> None:
+    def began(
+        self, session: SessionId, tenant: Tenant, token: bytes, peer: Peer, device: bool
+    ) -> None:
         """The session may write from now on."""
         if self._kept is not None:
             process = os.fstat(peer.pidfd).st_ino if peer.pidfd >= 0 else 0
-            noted = KeptSession(tenant.name, token, peer.pid, self._pid_namespace, process)
+            noted = KeptSession(tenant.name, token, peer.pid, self._pid_namespace, process, device)
             self._kept.session_began(session, noted)
 
     def ended(self, session: SessionId) -> None:
@@ -48,7 +57,7 @@ class Writers:
         """These sessions of earlier daemons hold slots of the tenant: free them when their processes end."""
         assert self._kept is not None
         for session in sessions:
-            noted = self._kept.earlier_sessions.get(session)
+            noted = before = self._kept.earlier_sessions.get(session)
             pidfd = -1
             # 0 is a process outside the daemon's pid namespace. Another daemon's namespace has other numbers.
             if noted is not None and noted.pid and noted.pid_namespace == self._pid_namespace:
@@ -61,12 +70,17 @@ class Writers:
                     if os.fstat(pidfd).st_ino != noted.process:
                         os.close(pidfd)
                         noted = None
+            if noted is None and before is not None and before.device:
+                # Perhaps it ended just now.
+                self._earlier[session] = EarlierSession(tenant, before, -1)
+                self._process_ended(session)
+                continue
             if noted is None:
                 tenant.catalog.process_gone(session)
                 continue
             self._earlier[session] = EarlierSession(tenant, noted, pidfd)
             if pidfd >= 0:
-                self._loop.add_reader(pidfd, self._gone, session)
+                self._loop.add_reader(pidfd, self._process_ended, session)
 
     def forget_others(self) -> None:
         """Let the next manifest contain only the earlier sessions that hold slots."""
@@ -94,8 +108,8 @@ class Writers:
 
     def end_all(self, tenant: Tenant) -> None:
         """No slot of the tenant that such a process may write to is used again."""
-        for session, (owner, _, _) in list(self._earlier.items()):
-            if owner is tenant:
+        for session, one in list(self._earlier.items()):
+            if one.tenant is tenant:
                 self._gone(session)
 
     def close(self) -> None:
@@ -107,9 +121,22 @@ class Writers:
     def _with(self, tenant: Tenant | None, token: bytes) -> list[SessionId]:
         return [
             session
-            for session, (owner, noted, _) in self._earlier.items()
-            if noted.token == token and owner is tenant
+            for session, one in self._earlier.items()
+            if one.noted.token == token and one.tenant is tenant
         ]
+
+    def by_device(self, session: SessionId) -> bool:
+        """Whether a device writes to the slots of this earlier session."""
+        return self._earlier[session].noted.device
+
+    def _process_ended(self, session: SessionId) -> None:
+        one = self._earlier[session]
+        if not one.noted.device:
+            self._gone(session)
+            return
+        if one.pidfd >= 0:
+            self._loop.remove_reader(one.pidfd)  # it stays readable
+        one.freeing = self._loop.call_later(DEVICE_HOLD_S, self._gone, session)
 
     def _gone(self, session: SessionId) -> None:
         tenant = self._stop_watching(session)
@@ -117,8 +144,10 @@ class Writers:
         self.ended(session)
 
     def _stop_watching(self, session: SessionId) -> Tenant:
-        tenant, _, pidfd = self._earlier.pop(session)
-        if pidfd >= 0:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        return tenant
+        one = self._earlier.pop(session)
+        if one.freeing is not None:
+            one.freeing.cancel()
+        if one.pidfd >= 0:
+            self._loop.remove_reader(one.pidfd)
+            os.close(one.pidfd)
+        return one.tenant

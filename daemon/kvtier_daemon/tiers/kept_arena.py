@@ -61,13 +61,14 @@ class KeptTenant(msgspec.Struct):
 
 class KeptSession(msgspec.Struct, frozen=True):
     """A session that may write to slots. `pid` is a number in the namespace with this inode; `process` is the
-    inode of the process's pidfd."""
+    inode of the process's pidfd. `device`: a device writes to the slots."""
 
     tenant: str
     token: bytes
     pid: int
     pid_namespace: int
     process: int
+    device: bool = False
 
 
 class Format(msgspec.Struct):

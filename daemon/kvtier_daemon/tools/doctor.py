@@ -27,7 +27,8 @@ from kvtier_daemon.config.schema import Config, LoadedConfig
 from kvtier_daemon.observing.hints import LOST
 from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
 from kvtier_daemon.tiers.cold.forget_count import lost_rounds
-from kvtier_daemon.tiers.states import is_away, is_drained, meaning, remedy
+from kvtier_daemon.tiers.states import is_away, is_drained, is_switched_off, meaning, remedy
+from kvtier_daemon.tiers.tier_keys import key_files
 
 PROBE_BYTES: Final = 64 * 1024
 PAGE: Final = 4096
@@ -39,6 +40,7 @@ COPYING: Final = ("btrfs", "zfs", "bcachefs")
 GOOD_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 NVIDIA: Final = "0x10de"
 LOST_SHARE: Final = 0.01  # of the blocks that were to be written
+COUNTED_READS: Final = re.compile(r"^Reads\s*:.*\bn=\d", re.MULTILINE)  # by nvidia-fs
 DAEMON: Final = "daemon"  # the check whether the daemon answers
 
 
@@ -142,6 +144,11 @@ def examine(
     for directory in directories:
         found += [file_system(world, directory), direct_io(directory), owned(directory)]
         found.append(age(directory, config.state))
+    found += [
+        direct_reads(world, config, name)
+        for name, tenant in config.tenants.items()
+        if tenant.direct_reads
+    ]
     if config.cold is not None:
         found.append(free_space(world, directories, config.cold.size_bytes))
     found.append(nodes(world, directories))
@@ -178,7 +185,9 @@ def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
     if not serves:
         looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
     looks.append(preflight.state_directory(config.state))
-    looks += preflight.remote_store(config)
+    looks += [*preflight.remote_store(config), *key_files(config)]
+    if not serves:
+        looks += preflight.store_answers(config)
     return [
         ok(look.what, look.value) if look.ok else fail(look.what, look.value, look.fix)
         for look in looks
@@ -205,6 +214,10 @@ def cold_engine(cold: Mapping[str, Any]) -> Finding:
 def remote_store(remote: Mapping[str, Any]) -> Finding:
     """Report whether the daemon uses its remote store."""
     name, store = "remote tier", remote.get("store", "")
+    if is_switched_off(remote):
+        return warn(name, f"{store} is switched off", "kvtier tier on remote")
+    if said := meaning("remote", remote):
+        return warn(name, said, "kvtier tier on remote")
     if not remote.get("on"):
         fix = "check the bucket, the credentials and the network; the daemon retries"
         return warn(name, f"{store} is off: {remote.get('failure')}", fix)
@@ -586,6 +599,25 @@ def _p2pdma_lacks(world: World) -> list[str] | None:
     if world.text("sys/module/nvme_core/parameters/multipath") == "Y":
         lacks.append("multipath=N for the module nvme_core")
     return lacks
+
+
+def direct_reads(world: World, config: Config, tenant: str) -> Finding:
+    """Check whether the clients of a tenant that permits direct reads can read frames."""
+    name = f"direct reads of tenant {tenant}"
+    group, cold = config.tenants[tenant].direct_group, config.cold
+    permit = f"tenants.{tenant}.direct_reads"
+    if cold is None:
+        return warn(name, "permitted, but there is no cold tier", f"remove {permit}")
+    if cold.encryption != "off":
+        value = "permitted, but encrypted frames are never read directly"
+        return warn(name, value, f"remove {permit} or cold.encryption")
+    stats = world.text("proc/driver/nvidia-fs/stats")
+    if world.gpus and stats and not COUNTED_READS.search(stats):
+        fix = "echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
+        return warn(name, "nvidia-fs counts no reads, so gpu_direct = auto stays off", fix)
+    if group is None:
+        return ok(name, "permitted; by kvikio only for engines of the daemon's own user")
+    return ok(name, f"permitted, also by kvikio for members of group {group}")
 
 
 def udev(world: World) -> Finding:

@@ -174,13 +174,43 @@ class CopyLane:
             self.drain()
             raise
 
+    def start_at(
+        self,
+        pieces: DevicePieces,
+        block_ids: Sequence[int],
+        addresses: Numbers,
+        inwards: bool,
+        after: Event | None,
+    ) -> None:
+        """Start to copy blocks to addresses of the device's memory or from them, after this event and
+        after what this lane has started."""
+        ids = np.array(block_ids, np.int64)
+        if len(ids) != len(addresses) or (
+            len(ids) and not 0 <= ids.min() <= ids.max() < pieces.blocks
+        ):
+            raise IndexError(
+                f"block_ids: {len(ids)} for {len(addresses)} addresses, each of {pieces.blocks} blocks"
+            )
+        try:
+            if after is not None:
+                after.hold(self.stream)
+            self.move(pieces, ids.astype(np.uint32), addresses, inwards, pieces.ways[inwards])
+            self._event.record(self.stream)
+        except BaseException:
+            self.drain()
+            raise
+
     def hold(self, stream: int | None) -> None:
         """Let all later work of this stream wait for the copies that were started."""
         self._event.hold(stream)
 
+    def wait(self) -> None:
+        """Wait for the copies that were started, in any thread. Errors of the device end the wait."""
+        self._driver.try_call("cuStreamSynchronize", self.stream)
+
     def drain(self) -> None:
         """Wait for started copies after an error, because their slots and pages will be reused."""
-        self._driver.try_call("cuStreamSynchronize", self.stream)
+        self.wait()
         self._forget()
 
     def finish(self) -> None:

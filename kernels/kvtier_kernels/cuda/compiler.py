@@ -18,7 +18,8 @@ OPTIONS = (b"--std=c++17", b"--fmad=false", b"--ftz=false", b"--prec-div=true")
 # The headers of the kernels: those of this project, and the used part of the standard library,
 # which no driver contains.
 HEADERS = (
-    "lanes.h", "parts.h", "streams.h", "codec/lossless.h", "codec/quantized.h", "codec/calibrated.h",
+    "addresses.h", "lanes.h", "parts.h", "streams.h", "codec/lossless.h", "codec/quantized.h",
+    "codec/calibrated.h", "codec/digest.h",
 )  # fmt: skip
 STANDARD = {
     "cstddef": "#pragma once\nusing size_t = decltype(sizeof 0);\n",

@@ -188,6 +188,8 @@ class Driver:
         context = c_void_p()
         self.checked("cuDevicePrimaryCtxRetain", byref(context), self._device)
         self.context = context.value
+        # For functions that this class does not declare.
+        self.library, self.device = self._library, self._device.value
         # A slot must have one address for both the host and the device.
         for attribute in (UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER):
             if not self.attribute(attribute):

@@ -314,6 +314,22 @@ def test_gpudirect_over_pci_p2pdma_needs_no_nvidia_fs(world: Callable[..., World
     assert by_variable.level is Severity.ok
 
 
+def test_direct_reads_that_cannot_happen_are_reported(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    def found(files: Mapping[str, str] | None = None, **values: Any) -> Finding:
+        tenant = {"tenants.a.uids": "*", "tenants.a.direct_reads": "true"}
+        return doctor.direct_reads(world(files), config(tmp_path, **tenant, **values).config, "a")
+
+    cold = {"cold.directories": str(tmp_path), "cold.size": "64GiB"}
+    assert "no cold tier" in found().value
+    assert "encrypted" in found(**cold, **{"cold.encryption": "aes-256-gcm"}).value
+    assert found(**cold).level is Severity.ok and "own user" in found(**cold).value
+    assert "group 7" in found(**cold, **{"tenants.a.direct_group": "7"}).value
+    silent = GPU | {"proc/driver/nvidia-fs/stats": "IO stats: Disabled\nReads : err=0\n"}
+    assert "rw_stats_enabled" in found(silent, **cold).fix
+
+
 def test_udev_is_needed_with_a_gpu(world: Callable[..., World]) -> None:
     assert doctor.udev(world()).level is Severity.ok
     assert doctor.udev(world(GPU)).level is Severity.warn
