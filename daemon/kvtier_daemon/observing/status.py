@@ -163,7 +163,7 @@ class StatusFigures:
             },
         }
         if self._hot.sizes:
-            body.setdefault("hot", {})["arena"] = self._hot.report([each.name for each in tenants])
+            body["hot"]["arena"] = self._hot.report([each.name for each in tenants])
         if self._lower.tier is not None:
             reported = [each.name for each in tenants]
             body["tiers"][self._lower.name] = self._lower.report(reported)

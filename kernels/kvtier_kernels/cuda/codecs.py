@@ -114,6 +114,18 @@ class DeviceCalibration:
         self._driver.free(self._memory)
 
 
+def _upload(driver: Driver, to: int, content: bytearray) -> None:
+    """Copy these bytes to the device, on a stream of its own: neither the engine's work nor a graph that it
+    records is affected. When this returns, they are there."""
+    source = (ctypes.c_uint8 * len(content)).from_buffer(content)
+    stream = driver.stream()
+    try:
+        driver.copy(to, ctypes.addressof(source), len(content), stream)
+        driver.call("cuStreamSynchronize", stream)
+    finally:
+        driver.try_call("cuStreamDestroy_v2", stream)
+
+
 def calibration(
     driver: Driver,
     codec: int,
@@ -151,7 +163,7 @@ def calibration(
     for place, text in zip(places, texts, strict=True):
         whole[place : place + len(text)] = text
     try:
-        driver.upload(memory, whole)
+        _upload(driver, memory, whole)
     except CudaError:
         driver.free(memory)
         raise

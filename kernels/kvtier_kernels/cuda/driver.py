@@ -132,6 +132,12 @@ class _Current(threading.local):
         self.found = c_void_p()
         self.place = byref(self.found)
 
+    def look(self, driver: Driver) -> None:
+        """Find out which context this thread has."""
+        if driver.context is None:
+            raise CudaError("the CUDA device was closed")
+        driver.checked("cuCtxGetCurrent", self.place)
+
 
 class _Inside:
     """Makes the device's context current in a `with` block, and restores the thread's own at its end.
@@ -143,7 +149,7 @@ class _Inside:
     def __enter__(self) -> None:
         driver, thread = self._driver, self._driver.thread
         if thread.depth == 0:
-            driver.look(thread)
+            thread.look(driver)
             thread.pushed = thread.found.value != driver.context
             if thread.pushed:
                 driver.checked("cuCtxPushCurrent_v2", driver.context)
@@ -175,13 +181,16 @@ class ContextCalls:
                 raise CudaError(f"the CUDA driver is too old: it has no {name}")
             function.argtypes, function.restype = arguments, c_int
             self._batch = self._batch or (name if name in BATCH else "")
+        self.has_batch = bool(self._batch)
         self.thread = _Current()
         self.inside = _Inside(self)
         self.context: int | None = None
         self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self._device = c_int()
         self.checked("cuInit", 0)
-        self.version = self._version()
+        number = c_int()
+        self.checked("cuDriverGetVersion", byref(number))
+        self.version = number.value // 1000, number.value % 1000 // 10
         if self.version < OLDEST:
             has, needs = (".".join(map(str, one)) for one in (self.version, OLDEST))
             raise CudaError(f"the driver supports CUDA {has}; kvtier needs {needs} or later")
@@ -191,11 +200,6 @@ class ContextCalls:
         self.context = context.value
         # For functions that this class does not declare.
         self.library, self.device = self._library, self._device.value
-
-    def _version(self) -> tuple[int, int]:
-        number = c_int()
-        self.checked("cuDriverGetVersion", byref(number))
-        return number.value // 1000, number.value % 1000 // 10
 
     def close(self) -> None:
         """Free the events, and release the context. Later calls raise CudaError, except `try_call`; objects
@@ -211,30 +215,21 @@ class ContextCalls:
         """Call a function that needs no context. Raise CudaError with the driver's name for the error."""
         result = getattr(self._library, name)(*arguments)
         if result:
-            raise CudaError(f"{name}: {self._text(result)}")
-
-    def _text(self, result: int) -> str:
-        text = c_char_p()
-        self._library.cuGetErrorName(result, byref(text))
-        advice = f": {ADVICE[result]}" if result in ADVICE else ""
-        return f"{(text.value or b'').decode() or result}{advice}"
+            text = c_char_p()
+            self._library.cuGetErrorName(result, byref(text))
+            advice = f": {ADVICE[result]}" if result in ADVICE else ""
+            raise CudaError(f"{name}: {(text.value or b'').decode() or result}{advice}")
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function in the device's context. Raise CudaError with the driver's name for the error."""
         thread = self.thread
         if thread.depth == 0:
-            self.look(thread)
+            thread.look(self)
             if thread.found.value != self.context:
                 with self.inside:
                     self.checked(name, *arguments)
                 return
         self.checked(name, *arguments)
-
-    def look(self, thread: _Current) -> None:
-        """Find out which context this thread has."""
-        if self.context is None:
-            raise CudaError("the CUDA device was closed")
-        self.checked("cuCtxGetCurrent", thread.place)
 
     def own_thread(self) -> None:
         """Let this thread of ours call the driver without effect on a graph that the engine records, and
@@ -280,10 +275,6 @@ class Driver(ContextCalls):
         found.cuda = self.version
         return found
 
-    @property
-    def has_batch(self) -> bool:
-        return bool(self._batch)
-
     def stream(self) -> int:
         """A new non-blocking stream."""
         handle = c_void_p()
@@ -300,17 +291,6 @@ class Driver(ContextCalls):
     def free(self, address: int) -> None:
         """Free memory on the device. This waits for all of the device's work, also for the engine's."""
         self.try_call("cuMemFree_v2", address)
-
-    def upload(self, to: int, content: bytes | bytearray) -> None:
-        """Copy these bytes to the device, on a stream of its own: neither the engine's work nor a graph
-        that it records is affected. When this returns, they are there."""
-        source = (ctypes.c_uint8 * len(content)).from_buffer_copy(content)
-        stream = self.stream()
-        try:
-            self.copy(to, ctypes.addressof(source), len(content), stream)
-            self.call("cuStreamSynchronize", stream)
-        finally:
-            self.try_call("cuStreamDestroy_v2", stream)
 
     def pinned_memory(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         """New memory of the host that the device can access. Free it with `free_pinned`."""
