@@ -123,11 +123,11 @@ class EngineBlocks:
 
     def check(self) -> None:
         """Ask for a few pages whether the engine still finds their blocks: each in its turn."""
-        for page in list(islice(self._of, CHECKED_PAGES)):
-            if self._is_whole(self._of[page]):
-                self._of[page] = self._of.pop(page)
-            else:
-                self.reused((page,))
+        for page, copy in list(islice(self._of.items(), CHECKED_PAGES)):
+            if not self._is_whole(copy):
+                self.reused(copy.pages)
+            elif self._of.pop(page, None) is copy:
+                self._of[page] = copy
 
     def clear(self) -> None:
         """The engine holds nothing."""

@@ -60,6 +60,9 @@ from kvtier_vllm.worker import WorkerSide
 log = logging.getLogger("vllm.kvtier")
 
 BLOCK_OUTERMOST = "BLHNC"
+NEXT_PAGES_PART = (
+    4  # with `save = "lazy"`: blocks in this part of the pages are about to be dropped
+)
 
 
 @dataclass
@@ -99,8 +102,8 @@ def published(event: Event, layout: Layout) -> BlockStored | BlockRemoved:
 
 
 def next_pages(pool: Any, count: int) -> Iterator[int]:
-    """The pages that vLLM would give to a request next, at most this many."""
-    queue = pool.free_block_queue
+    """The pages that vLLM would give to a request next, at most this many, and a part of all."""
+    queue, count = pool.free_block_queue, min(count, pool.num_gpu_blocks // NEXT_PAGES_PART)
     page = queue.fake_free_list_head.next_free_block
     while count > 0 and page is not None and page is not queue.fake_free_list_tail:
         yield page.block_id

@@ -281,10 +281,6 @@ class Saves:
         return (self._most_bytes - self._nbytes) // self._block_bytes
 
     @property
-    def in_progress(self) -> bool:
-        return bool(self._pending)
-
-    @property
     def in_flight(self) -> dict[str, int]:
         return {"saves": len(self._pending), "pages": len(self._saves_of), "bytes": self._nbytes}
 
@@ -308,6 +304,10 @@ class LazySaves:
         request = SimpleNamespace(lora_request=None, num_computed_tokens=0)
         self._prompt = Prompt(request, b"", False, True)
         self._prompt.save.finished = True  # nothing is tried again
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Whether the blocks of this prompt are saved late."""
+        return prompt.options.ttl_s is None and not prompt.options.has_pin_requests
 
     def take(self, number: Callable[[], int]) -> list[Save]:
         """The save of the blocks that the engine is about to drop, within the bytes that may wait."""

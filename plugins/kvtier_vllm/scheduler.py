@@ -213,7 +213,7 @@ class SchedulerSide:
         self._decisions.finished(prompt)
         self._loads.finished(request.request_id)
         self.timelines.finished(request.request_id)
-        if not self._is_lazy(prompt):
+        if self._lazy is None or not self._lazy.takes(prompt):
             self._saves.finished(prompt)
         return prompt.response()
 
@@ -278,7 +278,7 @@ class SchedulerSide:
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
         overwritten: list[int] = []
         saves: list[Save] = []
-        if self._saves.in_progress or self._resident is not None:
+        if self._saves.in_flight["saves"] or self._resident is not None:
             pages = fresh_pages(self._layout, scheduled, fresh)
             overwritten = self._saves.overwritten(pages)
             if self._resident is not None:
@@ -331,7 +331,9 @@ class SchedulerSide:
         others = [(name, 0) for name in states if name not in served] if states else ()
         for request_id, tokens in chain(served.items(), others):
             prompt = self._prompts.get(request_id)
-            if prompt is None or not prompt.may_save or self._is_lazy(prompt):
+            if prompt is None or not prompt.may_save:
+                continue
+            if self._lazy is not None and self._lazy.takes(prompt):
                 continue
             if session is not None:
                 prompt.use_session(session)
@@ -344,11 +346,6 @@ class SchedulerSide:
             if saves:
                 self._pins.when_saved(prompt, session, saves[-1].number)
             yield from saves
-
-    def _is_lazy(self, prompt: Prompt) -> bool:
-        """Whether its blocks are saved only when the engine is about to drop them."""
-        options = prompt.options
-        return self._lazy is not None and options.ttl_s is None and not options.has_pin_requests
 
     def _number(self) -> int:
         self._numbers += 1

@@ -14,7 +14,7 @@ import pytest
 
 from engines.conftest import Engine
 from support.daemons import Daemon
-from support.prompts import BLOCK
+from support.prompts import BLOCK, check_same, prompt
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 traces = importlib.import_module("traces")
@@ -83,3 +83,26 @@ def test_less_is_computed_again(
     assert known[2] == blind[2]
     # Which of them a lookup finds on disk depends on how fast the disk is.
     assert tokens - sum(known[:2]) < 0.95 * (tokens - sum(blind[:2]))
+
+
+def test_lazy_saves_what_the_engine_drops_and_no_wrong_page(
+    daemon_of: Callable[..., Daemon], engine_of: Callable[..., Any]
+) -> None:
+    """24 prompts of 10 blocks in 128 pages, twice: the second time, the first ones are loaded."""
+    daemon = daemon_of(warm="64MiB")
+    engine = engine_of(
+        "llama", daemon.socket, extra={"save": "lazy"}, num_gpu_blocks_override=PAGES
+    )
+    asked = [prompt(seed) for seed in range(700, 724)]
+    first = [engine.generate([one])[0] for one in asked[:8]]
+    assert daemon.stats()["tiers"]["warm"]["blocks"] == 0  # the engine still has all of them
+    first += [engine.generate([one])[0] for one in asked[8:]]
+    engine.wait_for_saves(daemon, 40)
+    again = [engine.generate([one])[0] for one in asked]
+    for one, other in zip(again, first, strict=True):
+        check_same(one, other)
+    loaded = sum(one["cached"] for one in again)
+    count, wrong = engine.compare()
+    print(f"{loaded} tokens found again, {count} pages compared, {daemon.stats()['used_tokens']}")
+    assert wrong == [] and count > 100
+    assert daemon.stats()["used_tokens"]["warm"] > 40 * BLOCK

@@ -17,7 +17,7 @@ from kvtier_vllm.options import EXPECTED, Options, read_options
 WRONG: dict[str, list[Any]] = {
     "socket": [5, ["a"]],
     "load": ["fast", True, None],
-    "save": ["yes", 1],
+    "save": ["yes", 1, "late"],
     "save_decode": ["no", None],
     "patience_ms": ["1s", 0, -5, 1.5, True],
     "lease_ms": ["1min", 0, None],
