@@ -97,6 +97,14 @@ def published(event: Event, layout: Layout) -> BlockStored | BlockRemoved:
     )  # fmt: skip
 
 
+def calls_layers(forward_context: Any) -> bool:
+    """Whether a step in this context calls `wait_for_layer_load` for each layer. A graph of the whole model
+    does not: the first model runner names it in the context, and the second one passes an empty context."""
+    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+    layers = getattr(forward_context, "attn_metadata", None)
+    return layers is not None and getattr(mode, "name", "") in ("NONE", "PIECEWISE")
+
+
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves whole blocks to kvtier's daemon, and loads them. A failure is a cache miss, never an error of the
     engine. vLLM's interface determines the methods, which are therefore more than 20."""
@@ -142,8 +150,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: nothing is done per layer. An engine on a GPU calls this before it loads weights, so an
-        invalid option stops it here, not minutes later."""
+        """False: no load is by layers in a step that replays a graph of the whole model. An engine on a GPU
+        calls this before it loads weights, so an invalid option stops it here, not minutes later."""
         read_options(extra_config)
         return False
 
@@ -325,10 +333,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._step()
         if self._worker is not None and step is not None:
-            self._worker.loads.start(step.loads)
+            self._worker.loads.start(step.loads, calls_layers(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: no load is per layer."""
+        """On a GPU, the engine's stream waits for this layer's part of the loads within the step."""
+        if self._worker is not None:
+            self._worker.loads.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any

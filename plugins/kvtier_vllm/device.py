@@ -20,6 +20,7 @@ from kvtier.wire import SLOT_BYTES
 from kvtier_kernels.cuda import Copier, CudaError, Driver, Event
 from kvtier_plugins import Unsupported
 from kvtier_plugins.hot import HotSide
+from kvtier_plugins.layers import LayerParts
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import ReadOrder
@@ -51,6 +52,7 @@ class DeviceSide:
         self.hot: HotSide | None = None
         # The copies that the present load of a lane reads.
         self._hot_used: dict[str, list[tuple[HotSide, bytes]]] = {"load": [], "now": []}
+        self._layers: LayerParts | None = None
         start = self.fence()
         self._pieces = [
             copier.pieces(
@@ -88,17 +90,37 @@ class DeviceSide:
         """Unregister these extents once no copy uses them."""
         self._copier.pins.forget(reader.mappings)
 
+    def end_gather(self) -> None:
+        """Return when the copies of `gather` have ended; also if this raises."""
+        try:
+            self._lanes["save"].finish()
+        except CudaError as error:
+            self._lanes["save"].drain()
+            raise DeviceCopyError(str(error)) from error
+
+    def hold_for_saves(self) -> None:
+        """Let all later work of the engine's stream wait for the copies that `gather` has started. If the
+        device fails, wait for them here."""
+        lane = self._lanes["save"]
+        try:
+            lane.hold(self._engine_stream())
+        except CudaError:
+            lane.wait()
+
+    def wait_for_saves(self) -> None:
+        """Return when the copies that `gather` has started have ended."""
+        self._lanes["save"].wait()
+
     def gather(
         self, saving: Saving, group: int, block_ids: Sequence[int], after: Event | None
     ) -> None:
-        """Copy pages into the granted slots. When this returns or raises, the copy has ended."""
+        """Start to copy pages into the granted slots. If this raises, no copy is in progress."""
         if after is None:
             raise DeviceCopyError("no event to wait for")
         pieces, lane = self._pieces[group], self._lanes["save"]
         ids, slots = saving.placed(block_ids, pieces.block_bytes)
         try:
             lane.start(pieces, ids, saving.mappings, slots, True, after)
-            lane.finish()
         except CudaError as error:
             raise DeviceCopyError(str(error)) from error
 
@@ -187,6 +209,53 @@ class DeviceSide:
         except (CudaError, KvtierError) as error:
             log.warning("kvtier: a copy on the GPU failed: %s", str(error))
 
+    # --- loads within a step, by layers -----------------------------------------------------------
+
+    def divide(self, layers: Sequence[tuple[str, int]], least_bytes: int) -> None:
+        """Copy later loads within a step by parts of at least this many bytes, if they are of the only group,
+        which has these layers."""
+        (pieces,) = self._pieces
+        try:
+            self._layers = LayerParts(self._copier, pieces, layers, least_bytes)
+        except CudaError as error:
+            log.warning("kvtier: loads are not divided by layers: %s", str(error))
+
+    def begin_layers(
+        self, loads: Sequence[tuple[Reader, ReadOrder]], parts: int, after: Event | None
+    ) -> bool:
+        """Start to copy slots into pages, `parts` per slot, layer by layer. The engine's stream
+        waits for each layer in `wait_for_layer`. False if these loads are to be started by `begin`."""
+        if self._layers is None or after is None or not loads:
+            return False
+        if any(read.hot and self.hot_of(reader.daemon_run) for reader, read in loads):
+            return False  # a copy on the device is faster than what layers could overlap
+        lane, copies = self._lanes["now"], []
+        for reader, read in loads:
+            nbytes = self._pieces[0].block_bytes
+            ids, slots = reader.placed(read.slots, read.block_ids, nbytes, parts)
+            copies.append((ids, reader.mappings, slots))
+        try:
+            return self._layers.start(lane, copies, after)
+        except CudaError as error:
+            raise DeviceCopyError(str(error)) from error
+
+    def wait_for_layer(self, name: str) -> None:
+        """Let the engine's stream wait for what this layer needs of the loads of `begin_layers`."""
+        if self._layers is not None:
+            try:
+                self._layers.wait(name, self._engine_stream)
+            except CudaError as error:
+                # `end_layers` reports that this layer did not wait.
+                log.warning("kvtier: the CUDA device failed: %s", str(error))
+
+    def end_layers(self) -> bool:
+        """Whether each layer has waited for its part of the loads of `begin_layers`. Otherwise what the step
+        has computed is wrong; then no copy is in progress."""
+        complete = self._layers is None or self._layers.end()
+        if not complete:
+            self._lanes["now"].drain()
+        return complete
+
     def begin(
         self,
         lane: Literal["load", "now"],
@@ -246,6 +315,8 @@ class DeviceSide:
         """Wait for the copies, then free all resources. No other thread may be copying."""
         if self.hot is not None:
             self.hot.close()
+        if self._layers is not None:
+            self._layers.close()
         self._copier.close()
         self._copier.driver.close()
 

@@ -30,7 +30,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     for an answer and for blocks from disk. `saving`: how many bytes may wait to be copied. `weights`: a name
     of the weights, if kvtier cannot identify them. `gpu_copies`: the method for a cache on a GPU; `auto`
     measures both. `timeline`: a file for the time line of each hit. `verify`: compare loaded blocks with the
-    checksums of their saves."""
+    checksums of their saves. `layerwise`: on a GPU, the least bytes of a part of a load within a step, whose
+    layers do not wait for the rest."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -44,10 +45,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu_copies: Literal["auto", "batch", "kernel"] = "auto"
     timeline: str = ""
     verify: bool = False
+    layerwise: str | int = "16MiB"
 
     @property
     def saving_bytes(self) -> int:
         return parse_bytes(self.saving)
+
+    @property
+    def layerwise_bytes(self) -> int:
+        """0: never."""
+        return parse_bytes(self.layerwise) if self.layerwise not in ("off", 0) else 0
 
 
 EXPECTED = {
@@ -63,6 +70,7 @@ EXPECTED = {
     "verify": "true or false",
     "weights": 'a name of the weights, such as "llama-3.1-8b at step 9000"',
     "gpu_copies": '"auto", "batch" or "kernel"',
+    "layerwise": 'bytes, such as "16MiB", or "off"',
 }
 
 
@@ -81,7 +89,8 @@ def read_options(extra: Mapping[str, Any]) -> Options:
     for name, value in extra.items():
         try:
             one = msgspec.convert({name: value}, Options)
-            if min(one.patience_ms, one.lease_ms, one.copy_threads, one.saving_bytes) < 1:
+            least = min(one.patience_ms, one.lease_ms, one.copy_threads, one.saving_bytes)
+            if least < 1 or one.layerwise_bytes < 0:
                 raise ValueError
         except ValueError as error:
             text = f"kv_connector_extra_config: {name} is {value!r}: expected {EXPECTED[name]}"

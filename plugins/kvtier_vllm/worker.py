@@ -241,6 +241,7 @@ class RankLoads:
         self._state = state
         self._mappings = mappings
         self._started: list[DeviceLoad] = []  # within this step
+        self._by_layers = False  # the loads of this step
         self._arrived = threading.Condition(state.lock)
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -249,19 +250,53 @@ class RankLoads:
         self.thread = threading.Thread(target=self._run, name="kvtier-load", daemon=True)
         self.thread.start()
 
-    def start(self, loads: Sequence[LoadOrder]) -> None:
-        """Execute the loads that this step needs; pass the others to the thread."""
+    def start(self, loads: Sequence[LoadOrder], by_layers: bool = False) -> None:
+        """Execute the loads that this step needs; pass the others to the thread. `by_layers`: the step calls
+        `wait_for_layer` for each layer."""
         device = self._state.device
         after = device.fence() if device is not None and loads else None
+        if by_layers and device is not None:
+            self._start_layers(device, [load for load in loads if load.now], after)
         for load in loads:
             if not load.now:
                 with self._state.lock:
                     self._state.pending_loads[load.daemon_run] += 1
                 self.orders.put((load, after))
             elif device is not None:
-                self._started.append(self._start_device(load, after, "now"))
+                if not self._by_layers:
+                    self._started.append(self._start_device(load, after, "now"))
             else:
                 self._end_in_step(load, self._load(load))
+
+    def _start_layers(
+        self, device: DeviceSide, loads: Sequence[LoadOrder], after: Event | None
+    ) -> None:
+        """Start all loads within this step layer by layer, if that is possible. Never raises."""
+        state, begun = self._state, self._state.clock()
+        readers = [self._mappings.readers.get(load.daemon_run) for load in loads]
+        reads = [
+            (reader, read)
+            for load, reader in zip(loads, readers, strict=True)
+            for read in load.shards[state.shard]
+            if reader is not None
+        ]
+        why = ""
+        if None not in readers:
+            try:
+                self._by_layers = device.begin_layers(reads, state.layout.groups[0].parts, after)
+            except Exception as error:  # noqa: BLE001  # becomes a cache miss
+                log.warning("kvtier: a load failed: %s", str(error))
+                self._by_layers, why = True, "error"
+        if self._by_layers:
+            self._started += [
+                DeviceLoad(load, reader, begun, why)
+                for load, reader in zip(loads, readers, strict=True)
+            ]
+
+    def wait_for_layer(self, name: str) -> None:
+        """Let the engine's stream wait for the pages of this layer, which computes next."""
+        if self._state.device is not None:
+            self._state.device.wait_for_layer(name)
 
     def _end_in_step(self, load: LoadOrder, good: bool) -> None:
         if not good:
@@ -275,6 +310,13 @@ class RankLoads:
         if not self._started:
             return
         started, self._started = self._started, []
+        device, by_layers, self._by_layers = self._state.device, self._by_layers, False
+        if by_layers and device is not None and not device.end_layers():
+            log.warning(
+                "kvtier: a layer did not wait for its load, loading whole blocks from now on"
+            )
+            for one in started:
+                one.why = one.why or "error"
         for one in started:
             self._end_in_step(one.order, self._end_device(one, "now"))
             self._fill_hot(one)
@@ -440,13 +482,18 @@ class Overwritten(Exception):  # noqa: N818
 class SaveCopy:
     """The copy of one save, shared by its thread and the step. It is copied in pieces: `cancel` waits for the
     piece that is being copied, some milliseconds, and no further piece begins. A piece never includes a
-    request to the daemon. `fleeting`: a window may soon give the pages away."""
+    request to the daemon. A device's piece only starts its copy: `cancel` then lets the engine's stream wait
+    for it. `fleeting`: a window may soon give the pages away."""
 
-    def __init__(self, save: Save, after: Event | None, fleeting: bool) -> None:
+    def __init__(
+        self, save: Save, after: Event | None, fleeting: bool, device: DeviceSide | None = None
+    ) -> None:
         self.save = save
         self.after = after
+        self._device = device
         self._ended = threading.Event() if fleeting else None
         self._cancelled = False
+        self._started = 0  # writes that the device has
         self._piece = threading.Lock()
 
     def __enter__(self) -> None:
@@ -459,13 +506,21 @@ class SaveCopy:
         self._piece.release()
 
     def cancel(self, within_s: float = 0.0) -> None:
-        """Return when nothing is copied from these pages any longer. A fleeting save gets this much time to
-        end first, once."""
+        """Return when the engine may overwrite these pages, with work of its stream. A fleeting save gets
+        this much time to end first, once."""
         if self._ended is not None and not self._cancelled and within_s > 0.0:
             self._ended.wait(within_s)
         self._cancelled = True
         with self._piece:
-            pass
+            on_device = self._started > 0
+        if on_device and self._device is not None:
+            self._device.hold_for_saves()
+
+    def started(self) -> None:
+        """The device has the copy of one more write; the save's thread will wait for it. Within a piece."""
+        self._started += 1
+        if self._ended is not None and self._started == len(self.save.writes):
+            self._ended.set()
 
     def ended(self) -> None:
         """The save has ended, with or without success."""
@@ -491,13 +546,13 @@ class RankSaves:
         after = device.fence() if device is not None and saves else None
         for save in saves:
             fleeting = any(self._windows[write.group] for write in save.writes)
-            copy = self.pending[save.number] = SaveCopy(save, after, fleeting)
+            copy = self.pending[save.number] = SaveCopy(save, after, fleeting, device)
             if cancelled:
                 copy.cancel()
             self._state.tasks.put(partial(self._save, copy))
 
     def cancel(self, numbers: Sequence[int], until: float) -> None:
-        """Return when nothing is copied from these saves' pages. Fleeting saves have time until then."""
+        """Return when the engine may overwrite these saves' pages. Fleeting saves have time until then."""
         for number in numbers:
             copy = self.pending.get(number)
             if copy is not None:
@@ -557,6 +612,8 @@ class RankSaves:
                 if state.device is not None:
                     with copy:
                         state.device.gather(saving, write.group, write.block_ids, copy.after)
+                        copy.started()
+                    state.device.end_gather()
                 else:
                     pieces = state.pieces[write.group]
                     saving.gather(pieces, write.block_ids, nice=NICE, turn=copy)
@@ -600,6 +657,8 @@ class WorkerSide:
         pieces = [] if device else [_pieces(group, arrays) for group in pages.groups]
         self.state = RankState(layout, options, rank, clock, device, pieces, layout.shards.of(rank))
         self.mappings = DaemonMappings(self.state)
+        if device is not None and options.layerwise_bytes and len(layout.groups) == 1:
+            device.divide(layout.groups[0].pages, options.layerwise_bytes)
         self.loads = RankLoads(self.state, self.mappings)
         self.saves = RankSaves(self.state, self.mappings)
         self._step = 0
@@ -646,6 +705,8 @@ class WorkerSide:
         for thread in threads:
             thread.join(max(0.0, until - state.clock()))
         self.saves.cancel(list(self.saves.pending), 0.0)
+        if state.device is not None:
+            state.device.wait_for_saves()
         self.loads.end_in_step()
         # The memory of a copy that has not ended stays mapped until the process ends.
         if state.device is not None and not any(thread.is_alive() for thread in threads):

@@ -93,3 +93,21 @@ def test_the_contiguous_block_layout_is_requested_if_available(
     monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     assert resolved("LBNHC", "LBHNC", "BLNHC", "BLHNC") == "BLHNC"
     assert resolved("LBNHC", "LBHNC") == "LBNHC"
+
+
+def test_loads_are_divided_only_in_steps_that_call_each_layer() -> None:
+    """A step that replays a graph of the whole model calls no layer. The second model runner starts its loads
+    with an empty context then."""
+    context = pytest.importorskip("vllm.forward_context")
+    from vllm.config import CUDAGraphMode, VllmConfig
+
+    connector = pytest.importorskip("kvtier_vllm.connector")
+    config = VllmConfig()
+    for mode, layers, divided in (
+        (CUDAGraphMode.NONE, {"layer": object()}, True),
+        (CUDAGraphMode.PIECEWISE, {"layer": object()}, True),
+        (CUDAGraphMode.FULL, {"layer": object()}, False),
+        (CUDAGraphMode.NONE, None, False),
+    ):
+        with context.set_forward_context(layers, config, cudagraph_runtime_mode=mode):
+            assert connector.calls_layers(context.get_forward_context()) is divided

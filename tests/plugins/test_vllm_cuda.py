@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 
 from kvtier.client import Lease
-from kvtier_kernels.cuda import ExtentPins, blocks
-from kvtier_plugins import Unsupported
+from kvtier_kernels.cuda import Event, ExtentPins, blocks
+from kvtier_plugins import Unsupported, layers
+from kvtier_plugins.layers import LayerParts
 from kvtier_vllm.device import open_device
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import LoadOrder, ReadOrder, Save, WriteOrder
 from kvtier_vllm.options import Options
+from kvtier_vllm.worker import SaveCopy
 from support.daemons import Daemon
 from support.device_engine import DeviceEngine
 from support.fake_cuda import FakeCuda, soon
@@ -139,15 +141,37 @@ def test_no_slot_is_committed_before_its_copy_has_ended(
     assert known(daemon, engine, request) == 8
 
 
-def test_pages_of_a_copy_that_has_begun_are_not_given_away(
+def test_a_step_that_reuses_pages_under_a_copy_waits_on_the_device_only(
     daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
-    """The step that reuses the pages waits for the device, and the saved data is that of the first
-    request."""
+    """The step's thread launches its computation, which runs after the copy: the saved data is that of the
+    first request."""
+    engine = engine_of(daemon, pages=10)
+    engine.until(lambda: bool(pins_of(engine)._arenas and pins_of(engine)._arenas[0].ready))
+    engine.finish(saving(engine, fake_cuda))
+    second, computed = engine.add(OTHER), threading.Event()
+    engine.run(second)
+    assert fake_cuda.held == 1, "the copy has not ended, and the step has"
+    fake_cuda.later(engine.stream, computed.set)
+    assert not computed.wait(0.1), "computed into pages that were being saved"
+    fake_cuda.hold(False)
+    assert computed.wait(60)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["drop:overwritten"] == 0
+    engine.finish(second)
+    for tokens in (PROMPT, OTHER):
+        assert engine.serve(tokens).cached == 8 * BLOCK
+    assert not engine.early
+
+
+def test_a_step_that_reuses_pages_under_a_staged_copy_waits_for_it(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    """Without registered memory the thread that saves copies by parts, so the step's thread waits for it."""
+    fake_cuda.library.fake_refuse_registration(100)
     engine = engine_of(daemon, pages=10)
     engine.finish(saving(engine, fake_cuda))
-    second = engine.add(OTHER)
-    over = threading.Event()
+    second, over = engine.add(OTHER), threading.Event()
     step = threading.Thread(target=lambda: (engine.run(second), over.set()))
     step.start()
     assert not over.wait(0.1), "computed into pages that were being saved"
@@ -155,11 +179,40 @@ def test_pages_of_a_copy_that_has_begun_are_not_given_away(
     assert over.wait(60)
     step.join()
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
-    assert engine.scheduler.counts["drop:overwritten"] == 0
     engine.finish(second)
     for tokens in (PROMPT, OTHER):
         assert engine.serve(tokens).cached == 8 * BLOCK
-    assert not engine.early
+
+
+def test_a_step_waits_for_a_window_only_until_the_device_has_its_copies() -> None:
+    waited: list[int] = []
+    device: Any = SimpleNamespace(hold_for_saves=lambda: waited.append(1))
+    writes = [WriteOrder(0, [1], b"", b""), WriteOrder(1, [2], b"", b"")]
+    copy = SaveCopy(Save(1, writes), None, True, device)
+    for _ in writes:
+        with copy:
+            copy.started()
+    copy.cancel(threading.TIMEOUT_MAX)
+    assert waited
+
+
+def test_a_failing_device_is_waited_for_before_pages_change_hands(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    engine = engine_of(daemon, pages=10)
+    saving(engine, fake_cuda)
+    device = engine.workers[0].state.device
+    assert device is not None
+    lane = device._lanes["save"]
+    lane.hold = lambda _: (_ for _ in ()).throw(blocks.CudaError("no"))  # type: ignore[method-assign]
+    over = threading.Event()
+    waiting = threading.Thread(target=lambda: (device.hold_for_saves(), over.set()))
+    waiting.start()
+    assert not over.wait(0.1), "the copy has not ended"
+    fake_cuda.hold(False)
+    assert over.wait(60)
+    waiting.join()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
 
 
 def test_a_copy_that_has_not_begun_is_cancelled(
@@ -231,6 +284,149 @@ def test_a_step_does_not_wait_for_a_load_that_it_needs(
     fake_cuda.hold(False)
     running.join(60)
     assert request.cached == 8 * BLOCK and not engine.early and not engine.wrong_pages(request)
+
+
+def layered(engine_of: EngineOf, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> DeviceEngine:
+    """An engine whose layers wait for their parts of a load, which it has saved before."""
+    monkeypatch.setattr(layers, "LEAST_PIECE_BYTES", 1)
+    engine = engine_of(daemon, load="sync", by_layers=True, layerwise=1)
+    engine.serve(PROMPT)
+    engine.until(lambda: bool(pins_of(engine)._arenas[0].ready))
+    return engine
+
+
+def parts_of(engine: DeviceEngine) -> LayerParts:
+    device = engine.workers[0].state.device
+    assert device is not None and device._layers is not None
+    return device._layers
+
+
+def starts_of(engine: DeviceEngine) -> list[bool]:
+    """Whether each following load within a step was started by parts."""
+    device, started = engine.workers[0].state.device, []
+    assert device is not None
+    lane = device._lanes["now"]
+    start_parts = lane.start_parts
+
+    def start(*args: Any) -> bool:
+        started.append(start_parts(*args))
+        return started[-1]
+
+    lane.start_parts = start  # type: ignore[method-assign]
+    return started
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "staged"])
+@pytest.mark.parametrize("way", ["batch", "kernel"])
+def test_prompts_are_loaded_layer_by_layer_as_they_were_saved(
+    daemon: Daemon,
+    engine_of: EngineOf,
+    fake_cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    registered: bool,
+) -> None:
+    monkeypatch.setattr(layers, "LEAST_PIECE_BYTES", 1)
+    if not registered:
+        fake_cuda.library.fake_refuse_registration(100)
+    fake_cuda.delay(2000)
+    engine = engine_of(daemon, load="sync", by_layers=True, layerwise=1, gpu_copies=way, pages=256)
+    prompts = [PROMPT, OTHER, range(900, 900 + 3 * BLOCK + 1)]
+    for prompt in prompts:
+        engine.serve(prompt)
+    if registered:
+        engine.until(lambda: bool(pins_of(engine)._arenas[0].ready))
+    started = starts_of(engine)
+    requests = [engine.add(prompt) for prompt in prompts]
+    for request in requests:
+        engine.run(request)
+        assert not engine.wrong_pages(request)
+    assert [request.cached for request in requests] == [8 * BLOCK, 8 * BLOCK, 3 * BLOCK]
+    assert started and all(one == registered for one in started)
+    assert not engine.early and not engine.scheduler.counts["load_failed:error"]
+    for request in requests:
+        engine.finish(request)
+    engine.settle()
+
+
+def test_a_layer_computes_while_the_next_one_is_copied(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = layered(engine_of, daemon, monkeypatch)
+    paused, computed = threading.Event(), [threading.Event(), threading.Event()]
+    first = parts_of(engine)._events[0]
+    record, compute_layer = first.record, engine.compute_layer
+
+    def recorded(stream: int | None) -> Event:
+        assert stream is not None
+        record(stream)
+        fake_cuda.later(stream, lambda: bool(paused.wait(20)))  # type: ignore[arg-type,return-value]
+        return first
+
+    def computing(layer: int, request: FakeRequest, start: int, stop: int) -> None:
+        compute_layer(layer, request, start, stop)
+        if stop:
+            fake_cuda.later(engine.stream, computed[layer].set)
+
+    first.record = recorded  # type: ignore[method-assign]
+    engine.compute_layer = computing  # type: ignore[method-assign]
+    request = engine.add(PROMPT)
+    running = threading.Thread(target=engine.run, args=(request,))
+    running.start()
+    assert computed[0].wait(60), "waited for all layers"
+    assert not computed[1].wait(0.1), "computed from a layer that is not copied yet"
+    paused.set()
+    running.join(60)
+    assert request.cached == 8 * BLOCK and not engine.early and not engine.wrong_pages(request)
+
+
+def test_a_slot_that_is_given_away_under_the_copy_of_a_layer_fails_the_whole_load(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = layered(engine_of, daemon, monkeypatch)
+    request = engine.add([*PROMPT, *range(40)])
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    lease = engine.scheduler._prompts[request.request_id].lookup.lease
+    keys = engine.scheduler._prompts[request.request_id].keys
+    assert isinstance(lease, Lease) and keys is not None
+    lease.release()
+    started = starts_of(engine)
+    fake_cuda.hold()
+    running = threading.Thread(target=engine.run, args=(request,))
+    running.start()
+    soon(lambda: fake_cuda.held == 1 and bool(started))
+    assert started == [True]
+    with daemon.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        assert space.forget(keys[7:8]) == 1
+        space.save(space.keys(list(range(3000 * BLOCK))), bytes(3000 * space.block_bytes))
+    fake_cuda.hold(False)
+    running.join(60)
+    assert engine.scheduler.counts["load_failed:stale"] == 1
+    assert engine.bad_pages == {page for pages in request.pages for page in pages[:8]}
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["saved"] == 8, "kept what was computed from it"
+    engine.finish(request)
+    engine.settle()
+
+
+def test_a_layer_that_does_not_wait_fails_the_load_and_ends_loads_by_layers(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that replays a graph of the whole model calls no layer."""
+    engine = layered(engine_of, daemon, monkeypatch)
+    call_layer = engine.call_layer
+    engine.call_layer = lambda *_: None  # type: ignore[method-assign]
+    request = engine.run(engine.add(PROMPT))
+    assert engine.scheduler.counts["load_failed:error"] == 1
+    assert engine.bad_pages == {page for pages in request.pages for page in pages[:8]}
+    engine.finish(request)
+    engine.call_layer = call_layer  # type: ignore[method-assign]
+    engine.early.clear()
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    assert not engine.early and parts_of(engine)._ways == {}
+    engine.settle()
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])

@@ -218,7 +218,7 @@ def test_an_engine_that_starts_again_finds_its_copies(
 def test_pages_are_not_given_away_while_a_copy_reads_them(
     daemon: Daemon, holder: HoldGpu, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
-    """The save has ended, and its copy on the GPU has begun: the step that reuses the pages waits."""
+    """The save has ended, and its copy on the GPU has begun: the engine's stream waits for it."""
     engine = engine_of(daemon, pages=10)
     start(engine)
     settled(daemon, engine)
@@ -234,13 +234,13 @@ def test_pages_are_not_given_away_while_a_copy_reads_them(
     engine.finish(engine.run(engine.add(PROMPT)))
     soon(lambda: fake_cuda.held == 1)
     device.hot.start_save = start_save  # type: ignore[method-assign]
-    second, over = engine.add(OTHER), threading.Event()
-    step = threading.Thread(target=lambda: (engine.run(second), over.set()))
-    step.start()
-    assert not over.wait(0.1), "computed into pages that were being copied"
+    second, computed = engine.add(OTHER), threading.Event()
+    engine.run(second)
+    assert fake_cuda.held == 1, "the copy has not ended, and the step has"
+    fake_cuda.later(engine.stream, computed.set)
+    assert not computed.wait(0.1), "computed into pages that were being copied"
     fake_cuda.hold(False)
-    assert over.wait(60)
-    step.join()
+    assert computed.wait(60)
     engine.finish(second)
     settled(daemon, engine)
     before = arena(daemon)["found"]

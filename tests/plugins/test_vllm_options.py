@@ -27,6 +27,7 @@ WRONG: dict[str, list[Any]] = {
     "verify": [1, "yes", None],
     "weights": [5, None],
     "gpu_copies": ["fast", True, None],
+    "layerwise": ["often", -1, None],
 }
 RIGHT: dict[str, Any] = {
     "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
@@ -34,6 +35,7 @@ RIGHT: dict[str, Any] = {
     "timeline": "/tmp/hits.json",
     "verify": True,
     "gpu_copies": "batch",
+    "layerwise": "off",
 }  # fmt: skip
 
 
@@ -73,7 +75,7 @@ def test_an_unknown_option_gives_a_line_with_the_nearest_option() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
     with pytest.raises(
-        ValueError, match=r"no option 'disk': known options: socket, load, .*verify$"
+        ValueError, match=r"no option 'disk': known options: socket, load, .*layerwise$"
     ):
         read_options({"disk": "/tmp"})
 

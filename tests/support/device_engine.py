@@ -51,8 +51,18 @@ class DeviceEngine(FakeEngine):
 
     def compute(self, request: FakeRequest, start: int, stop: int) -> None:
         """Enqueue the work in the stream, which runs it later."""
+        for layer in range(LAYERS):
+            for worker in self.workers if self.by_layers and stop else ():
+                for group in range(len(self.layout.groups)):
+                    self.call_layer(worker, f"{group}.{layer}")
+            self.compute_layer(layer, request, start, stop)
+
+    def call_layer(self, worker: WorkerSide, name: str) -> None:
+        worker.loads.wait_for_layer(name)
+
+    def compute_layer(self, layer: int, request: FakeRequest, start: int, stop: int) -> None:
         found, written = [], []
-        for rank, group, layer in np.ndindex(len(self.memory), len(self.layout.groups), LAYERS):
+        for rank, group in np.ndindex(len(self.memory), len(self.layout.groups)):
             parts = self.parts(group)
             for at in range(stop // BLOCK * parts):
                 if page := request.pages[group][at]:

@@ -101,6 +101,7 @@ class FakeEngine:
     ) -> None:
         self.layout = layout or layout_of()
         events = options.pop("events", False)
+        self.by_layers = options.pop("by_layers", False)  # each layer waits for its loads
         self.options = Options(socket=socket, **options)
         shape = (len(self.layout.groups), LAYERS, pages, PAGE_BYTES)
         self.memory = [np.zeros(shape, np.uint8) for _ in range(self.layout.shards.ranks)]
@@ -259,7 +260,7 @@ class FakeEngine:
         failed: set[str] = set()
         for worker in self.workers:
             worker.begin(step)
-            worker.loads.start(step.loads)
+            worker.loads.start(step.loads, self.by_layers)
         for name, count in tokens.items():
             request = requests[name]
             start = request.num_computed_tokens

@@ -9,6 +9,7 @@ module needs NumPy, which is always installed with a library for device tensors.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import os
@@ -88,6 +89,18 @@ class DevicePieces:
         self.ways: dict[bool, Way] = {}
         self.told: list[str] = []
         self.table, self.units = 0, 0
+
+    def part(self, first: int, stop: int) -> DevicePieces:
+        """The bytes [first, stop) of each block, with the same places in a slot."""
+        part = copy.copy(self)
+        rows = []
+        for base, stride, start, nbytes in self.rows.tolist():
+            begin, end = max(start, first), min(start + nbytes, stop)
+            if begin < end:
+                rows.append((base + begin - start, stride, begin, end - begin))
+        part.rows = np.array(rows, PIECE)
+        part.table, part.units = 0, 0
+        return part
 
     def split(self) -> npt.NDArray[np.void]:
         """The same pieces, divided to fit the unit of a thread block."""
@@ -182,13 +195,59 @@ class CopyLane:
             self.drain()
             raise
 
+    def start_parts(
+        self,
+        parts: Sequence[DevicePieces],
+        copies: Sequence[tuple[Sequence[int], Extents, bytes]],
+        after: Event | None,
+        events: Sequence[Event],
+    ) -> bool:
+        """Start to copy slots into pages, after this event: a part of all blocks, then the next one, and
+        record the event of each part. `copies`: the blocks, extents and slots. False if that is not possible,
+        because some extents are not registered or the blocks are too many: nothing is started."""
+        placed: list[tuple[npt.NDArray[np.uint32], Numbers]] = []
+        users = []
+        for block_ids, extents, slots in copies:
+            places, ids = _checked(parts[0], block_ids, extents, slots, False)
+            pinned = self._copier.pins.of(extents)
+            if not np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32)).all():
+                return False
+            bases = np.array([0 if one is None else one.address for one in extents], np.uint64)
+            placed.append((ids, bases[places["extent"]] + places["offset"]))
+            users.append(pinned)
+        # Room for all tables: `_place_table` waits for the device if there is none.
+        if sum(len(ids) + 1 for ids, _ in placed) > TABLE_BLOCKS or self._used:
+            return False
+        try:
+            if after is not None:
+                after.hold(self.stream)
+            self._users += users
+            by_kernel = parts[0].ways[False] == "kernel"
+            tables = [self._place_table(ids, slots) for ids, slots in placed if by_kernel]
+            for part, event in zip(parts, events, strict=True):
+                for at, (ids, addresses) in enumerate(placed):
+                    if by_kernel:
+                        self._launch_at(part, tables[at], len(ids), False)
+                    else:
+                        self.move(part, ids, addresses, False, "batch")
+                event.record(self.stream)
+            self._event.record(self.stream)
+        except BaseException:
+            self.drain()
+            raise
+        return True
+
     def hold(self, stream: int | None) -> None:
         """Let all later work of this stream wait for the copies that were started."""
         self._event.hold(stream)
 
+    def wait(self) -> None:
+        """Wait for the copies that were started, in any thread. Errors of the device end the wait."""
+        self._driver.try_call("cuStreamSynchronize", self.stream)
+
     def drain(self) -> None:
         """Wait for started copies after an error, because their slots and pages will be reused."""
-        self._driver.try_call("cuStreamSynchronize", self.stream)
+        self.wait()
         self._forget()
 
     def finish(self) -> None:
@@ -236,6 +295,10 @@ class CopyLane:
     def _launch(
         self, pieces: DevicePieces, ids: npt.NDArray[np.uint32], slots: Numbers, inwards: bool
     ) -> None:
+        self._launch_at(pieces, self._place_table(ids, slots), len(ids), inwards)
+
+    def _place_table(self, ids: npt.NDArray[np.uint32], slots: Numbers) -> int:
+        """The address on the device of a new table of these slots and blocks."""
         count = len(ids)
         start = -(-self._used // 8) * 8
         if start + count * ENTRY_BYTES > len(self._table):
@@ -246,6 +309,9 @@ class CopyLane:
         ctypes.memmove(_at(self._table, start), table, len(table))
         on_device = self._device_table + start
         self._driver.copy(on_device, _at(self._table, start), len(table), self.stream)
+        return on_device
+
+    def _launch_at(self, pieces: DevicePieces, on_device: int, count: int, inwards: bool) -> None:
         arguments = [
             ctypes.c_uint64(pieces.table), ctypes.c_uint32(pieces.units), ctypes.c_uint64(on_device),
             ctypes.c_uint64(on_device + 8 * count), ctypes.c_uint32(count), ctypes.c_uint32(inwards),
@@ -379,18 +445,37 @@ class Copier:
         pieces = DevicePieces(addresses, sizes, offsets, strides, piece_bytes, blocks)
         lane = CopyLane(self)
         try:
-            if self.function:
-                units = pieces.split()
-                pieces.units, pieces.table = len(units), self.driver.device_memory(units.nbytes)
-                self._tables.append(pieces.table)
-                self.driver.copy(pieces.table, units.ctypes.data, units.nbytes, lane.stream)
-                self.driver.call("cuStreamSynchronize", lane.stream)
+            self._describe(pieces, lane)
             if after is not None:
                 after.wait()
             self._choose(lane, pieces)
         finally:
             lane.close()
         return pieces
+
+    def parts(self, pieces: DevicePieces, bounds: Sequence[int]) -> list[DevicePieces]:
+        """The parts of these pieces that end at these bytes of a block; the last bound is the end of the
+        block."""
+        lane = CopyLane(self)
+        try:
+            parts = [
+                pieces.part(first, stop)
+                for first, stop in zip([0, *bounds[:-1]], bounds, strict=True)
+            ]
+            for part in parts:
+                self._describe(part, lane)
+        finally:
+            lane.close()
+        return parts
+
+    def _describe(self, pieces: DevicePieces, lane: CopyLane) -> None:
+        """Copy the kernel's description of these pieces to the device."""
+        if self.function:
+            units = pieces.split()
+            pieces.units, pieces.table = len(units), self.driver.device_memory(units.nbytes)
+            self._tables.append(pieces.table)
+            self.driver.copy(pieces.table, units.ctypes.data, units.nbytes, lane.stream)
+            self.driver.call("cuStreamSynchronize", lane.stream)
 
     def _choose(self, lane: CopyLane, pieces: DevicePieces) -> None:
         """Measure both ways, and check that each reads what the other wrote."""
