@@ -322,15 +322,12 @@ class DeviceSide:
 
 
 def open_device(
-    pages: Pages, arrays: Sequence[Any], options: Options, blocks: int, zeroes: bool
+    pages: Pages, arrays: Sequence[Any], options: Options, blocks: int
 ) -> DeviceSide | None:
-    """The device of these tensors, or None if they are in the host's memory. `blocks`: the number of blocks;
-    `zeroes`: the engine writes zeros into pages before it gives them to a request. Raises Unsupported."""
+    """The device of these tensors, or None if they are in the host's memory. `blocks`: the number of blocks.
+    Raises Unsupported."""
     if not arrays or arrays[0].device.type == "cpu":
         return None
-    if zeroes:
-        # It does so before the connector learns of the new request: a save would store zeros.
-        raise Unsupported("pages on a GPU that the engine zeroes are not supported yet")
     import torch
 
     index = arrays[0].device.index

@@ -662,11 +662,15 @@ class WorkerSide:
         self.loads = RankLoads(self.state, self.mappings)
         self.saves = RankSaves(self.state, self.mappings)
         self._step = 0
+        self._begun: Step | None = None
         self._began = float("-inf")  # the last step
 
     def begin(self, step: Step) -> None:
-        """A step begins, before it writes any page: end the copies from pages of other requests now."""
-        state = self.state
+        """A step begins, before it writes any page: end the copies from pages of other requests now. Called
+        twice for a step that the model runner announces itself."""
+        if step is self._begun:
+            return
+        state, self._begun = self.state, step
         with state.lock:
             state.within_step = True
         self._step, state.idle = step.number, step.idle
