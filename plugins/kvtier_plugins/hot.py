@@ -203,7 +203,7 @@ class HotSide:
     # --- saves ---------------------------------------------------------------------------------
 
     def reserve(self, slots: bytes, again: bool) -> CopySlots | None:
-        """Get slots for copies of these blocks; None if there are none now. Waits for the daemon."""
+        """Get slots for copies of these blocks; None without a free one. Waits for the daemon."""
         if self._is_off or not slots:
             return None
         self.follow()
@@ -229,7 +229,7 @@ class HotSide:
         parts: int,
         after: Event | None,
     ) -> None:
-        """Start to copy pages, `parts` for each of the slots that `copies` was asked for. When the lane has
+        """Start to copy pages, `parts` for each slot that `reserve` was called with. When the lane has
         finished, call `done`, then `copies.end`."""
         theirs = _pages(pages, copies.granted, parts)
         self._start(lane, pieces, copies.slots, theirs, parts, True, after)
