@@ -1,7 +1,10 @@
 // Copies of blocks in the memory of a GPU: their slots, and the order of their use.
 #include "hot.h"
 
+#include <algorithm>
+
 #include "make_room.h"
+#include "store.h"
 
 namespace kvtier {
 
@@ -113,6 +116,55 @@ void HotCopies::check() const {
         before = id;
     }
     hold(ready == 0 && before == newest_, "a copy is not in the order of copies");
+}
+
+// ---- the store's calls ----
+
+namespace {
+
+bool distinct_ids(Ids ids) {
+    IdList sorted(ids.begin(), ids.end());
+    std::ranges::sort(sorted);
+    return std::ranges::adjacent_find(sorted) == sorted.end();
+}
+
+}  // namespace
+
+std::uint32_t Store::add_hot(std::uint64_t bytes, std::uint64_t* generations) {
+    hot_.emplace(next_hot_, std::make_unique<HotCopies>(records_, next_hot_, bytes, generations));
+    return next_hot_++;
+}
+
+HotCopies& Store::hot(std::uint32_t number) const {
+    const auto found = hot_.find(number);
+    if (found == hot_.end()) throw std::out_of_range("no such memory of a GPU");
+    return *found->second;
+}
+
+std::vector<CopyAnswer> Store::reserve_copies(std::uint32_t number, Ids ids, bool evict) {
+    HotCopies& copies = hot(number);
+    for (Id id : ids)
+        need(records_.known(id) && records_[id].in_memory() && records_[id].leases,
+             "only a leased block in memory can be copied");
+    need(distinct_ids(ids), "an id is given twice");
+    return copies.reserve(ids, evict,
+                          [this](Id id) { return places_[records_[id].place].block_bytes; });
+}
+
+void Store::end_copies(std::uint32_t number, Ids ids, bool good) {
+    need(distinct_ids(ids), "an id is given twice");
+    good ? hot(number).commit(ids) : hot(number).abort(ids);
+}
+
+// A leased block that was forgotten can still be read, but gets no copy.
+IdList Store::at(std::span<const SlotAddress> slots) const {
+    IdList ids;
+    ids.reserve(slots.size());
+    for (const SlotAddress& slot : slots) {
+        const Id id = slot.reserved ? none : slabs_.at(slot);
+        ids.push_back(id != none && records_[id].in_memory() ? id : none);
+    }
+    return ids;
 }
 
 }  // namespace kvtier

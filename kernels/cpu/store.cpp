@@ -882,45 +882,6 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
     return {std::move(evictable), std::move(freed)};
 }
 
-// ---- copies in the memory of GPUs ----
-
-std::uint32_t Store::add_hot(std::uint64_t bytes, std::uint64_t* generations) {
-    hot_.emplace(next_hot_, std::make_unique<HotCopies>(records_, next_hot_, bytes, generations));
-    return next_hot_++;
-}
-
-HotCopies& Store::hot(std::uint32_t number) const {
-    const auto found = hot_.find(number);
-    if (found == hot_.end()) throw std::out_of_range("no such memory of a GPU");
-    return *found->second;
-}
-
-std::vector<CopyAnswer> Store::reserve_copies(std::uint32_t number, Ids ids, bool evict) {
-    HotCopies& copies = hot(number);
-    for (Id id : ids)
-        need(records_.known(id) && records_[id].in_memory() && records_[id].leases,
-             "only a leased block in memory can be copied");
-    need(all_distinct(ids), "an id is given twice");
-    return copies.reserve(ids, evict,
-                          [this](Id id) { return places_[records_[id].place].block_bytes; });
-}
-
-void Store::end_copies(std::uint32_t number, Ids ids, bool good) {
-    need(all_distinct(ids), "an id is given twice");
-    good ? hot(number).commit(ids) : hot(number).abort(ids);
-}
-
-// A leased block that was forgotten can still be read, but gets no copy.
-IdList Store::at(std::span<const SlotAddress> slots) const {
-    IdList ids;
-    ids.reserve(slots.size());
-    for (const SlotAddress& slot : slots) {
-        const Id id = slot.reserved ? none : slabs_.at(slot);
-        ids.push_back(id != none && records_[id].in_memory() ? id : none);
-    }
-    return ids;
-}
-
 std::size_t Store::memory_bytes() const {
     constexpr std::size_t map_node = 64;
     std::size_t listed = 0;

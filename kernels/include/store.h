@@ -359,8 +359,6 @@ class Store {
     Records records_;
     Index index_;
     Slabs slabs_;
-    std::map<std::uint32_t, std::unique_ptr<HotCopies>> hot_;
-    std::uint32_t next_hot_ = 0;
     std::vector<Space> spaces_;  // no groups: the number is unused
     std::vector<Place> places_;
     std::vector<std::uint32_t> spare_spaces_;
@@ -378,6 +376,8 @@ class Store {
     std::uint64_t sequence_ = 0;  // of the last note
     std::size_t walked_ = 0, climbed_ = 0;
     bool cut_short_ = false;  // a walk reached its limit: some `cut` flags may be out of date
+    std::map<std::uint32_t, std::unique_ptr<HotCopies>> hot_;
+    std::uint32_t next_hot_ = 0;
 };
 
 }  // namespace kvtier

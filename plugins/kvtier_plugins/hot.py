@@ -203,7 +203,7 @@ class HotSide:
     # --- saves ---------------------------------------------------------------------------------
 
     def reserve(self, slots: bytes, again: bool) -> CopySlots | None:
-        """Get slots for copies of these blocks; None if there are none now. Waits for the daemon."""
+        """Get slots for copies of these blocks; None without a free one. Waits for the daemon."""
         if self._is_off or not slots:
             return None
         self.follow()
@@ -229,7 +229,7 @@ class HotSide:
         parts: int,
         after: Event | None,
     ) -> None:
-        """Start to copy pages, `parts` for each of the slots that `copies` was asked for. When the lane has
+        """Start to copy pages, `parts` for each slot that `reserve` was called with. When the lane has
         finished, call `done`, then `copies.end`."""
         theirs = _pages(pages, copies.granted, parts)
         self._start(lane, pieces, copies.slots, theirs, parts, True, after)
@@ -243,24 +243,23 @@ class HotSide:
         parts: int,
         turn: AbstractContextManager[object],
     ) -> None:
-        """Copy pages of blocks that are in these slots of the arena. Enters `turn` while it copies. If the
-        device fails, the slots stay held until this process ends."""
+        """Copy pages of blocks that are in these slots of the arena. Enters `turn` while it starts to copy;
+        the engine must not overwrite the pages before the lane has ended. If the device fails, the slots
+        stay held until this process ends."""
         copies = self.reserve(slots, again=False)
         if copies is None:
             return
-        good = False
         try:
             with turn:
                 self.start_save(lane, pieces, copies, pages, parts, None)
-                lane.finish()
-                self.done()
-                good = True
         except CudaError:
             raise
         except BaseException:
             copies.end(False)
             raise
-        copies.end(good)
+        lane.finish()
+        self.done()
+        copies.end(True)
 
     def fill(self, reader: Reader, slots: bytes, nbytes: int) -> None:
         """Copy blocks that were loaded from these slots of the arena, of `nbytes` each, to this GPU. For a

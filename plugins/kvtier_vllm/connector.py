@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import msgspec
@@ -118,6 +119,44 @@ def calls_layers(forward_context: Any) -> bool:
     return layers is not None and getattr(mode, "name", "") in ("NONE", "PIECEWISE")
 
 
+# Workers whose steps the second model runner announces, see `wrap_model_runner`.
+ANNOUNCED: weakref.WeakSet[WorkerSide] = weakref.WeakSet()
+
+
+def wrap_model_runner() -> None:
+    """Let the second model runner begin a step of the workers in ANNOUNCED before it touches any page, as the
+    first one does. It calls `handle_preemptions` only after it has zeroed the pages that change hands, and
+    copied into them. Raises Unsupported if this vLLM has no such model runner."""
+    try:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        execute = GPUModelRunner.execute_model
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"the engine zeroes pages in an unknown way: {error}") from error
+    if hasattr(execute, "announces"):
+        return
+
+    @wraps(execute)
+    def execute_model(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for step in steps_in(getattr(scheduler_output, "kv_connector_metadata", None)):
+            for worker in list(ANNOUNCED):
+                worker.begin(step)
+        return execute(runner, scheduler_output, *args, **kwargs)
+
+    execute_model.announces = True  # type: ignore[attr-defined]
+    GPUModelRunner.execute_model = execute_model
+
+
+def steps_in(metadata: Any) -> Iterator[Step]:
+    """This connector's step in a step's metadata, which may be those of several connectors."""
+    if isinstance(metadata, StepMetadata):
+        if metadata.step is not None:
+            yield metadata.step
+    else:
+        for one in getattr(metadata, "metadata", ()):
+            yield from steps_in(one)
+
+
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves whole blocks to kvtier's daemon, and loads them. A failure is a cache miss, never an error of the
     engine. vLLM's interface determines the methods, which are therefore more than 20."""
@@ -178,6 +217,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def shutdown(self) -> None:
+        if self._worker is not None:
+            ANNOUNCED.discard(self._worker)
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
@@ -332,15 +373,29 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             config, backends = self._kv_cache_config, backends_of(self._vllm_config)
             pages, arrays = find_pages(self._layout, kv_caches, config.num_blocks, backends)
-            zeroes = getattr(config, "needs_kv_cache_zeroing", True)
-            device = open_device(pages, arrays, self._options, config.num_blocks, zeroes)
+            wrapped = arrays and arrays[0].device.type != "cpu" and self._wraps_model_runner()
+            device = open_device(pages, arrays, self._options, config.num_blocks)
         except Unsupported as error:
             self._pages = RankPages("", str(error))
             return
         self._worker = WorkerSide(
             self._layout, self._options, self._rank, pages, arrays, device=device
         )
+        if wrapped:
+            ANNOUNCED.add(self._worker)
         self._pages = RankPages(pages.digest)
+
+    def _wraps_model_runner(self) -> bool:
+        """Whether the model runner announces steps. Raises Unsupported if it has to, and cannot."""
+        if not getattr(self._vllm_config, "use_v2_model_runner", False):
+            return False  # it calls `handle_preemptions` first
+        try:
+            wrap_model_runner()
+        except Unsupported:
+            if getattr(self._kv_cache_config, "needs_kv_cache_zeroing", True):
+                raise
+            return False
+        return True
 
     def get_handshake_metadata(self) -> PagesMetadata | None:
         """None if kvtier is disabled: of several connectors, vLLM uses the first one's metadata."""

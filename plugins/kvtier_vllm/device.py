@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from kvtier.client import Reader
 from kvtier.hot import CopySlots
 from kvtier.saving import Saving
 from kvtier.wire import SLOT_BYTES
-from kvtier_kernels.cuda import Copier, CudaError, Driver, Event
+from kvtier_kernels.cuda import Copier, CopyLane, CudaError, DevicePieces, Driver, Event
 from kvtier_plugins import Unsupported
 from kvtier_plugins.hot import HotSide
 from kvtier_plugins.layers import LayerParts
@@ -30,9 +30,142 @@ log = logging.getLogger("vllm.kvtier")
 
 HOT_ENDS_S = 10.0  # for copies in memory of an earlier daemon's holder
 
+Lane = Literal["load", "now"]
+
 
 class DeviceCopyError(KvtierError):
     """The device has failed to copy."""
+
+
+class SharedCopies:
+    """Copies of blocks in the memory of the device that its holder shares: none before `join`."""
+
+    def __init__(
+        self, driver: Driver, lanes: Mapping[str, CopyLane], pieces: Sequence[DevicePieces]
+    ) -> None:
+        self._driver = driver
+        self._lanes = lanes
+        self._pieces = pieces
+        self._hot: HotSide | None = None
+        # The copies that the present load of a lane reads.
+        self._used: dict[str, list[tuple[HotSide, bytes]]] = {"load": [], "now": []}
+
+    def join(self, session: DaemonSession, shard: int) -> None:
+        """Take part in the copies of this daemon. Waits for it."""
+        if self._hot is not None:
+            self._hot.close(HOT_ENDS_S)
+        try:
+            run = session.reader.daemon_run
+            self._hot = HotSide(self._driver, session.client, run, [shard])
+        except KvtierError as error:
+            log.info("kvtier: no copies on the GPU: %s", str(error))
+
+    def of(self, run: bytes) -> HotSide | None:
+        """The copies of this run of the daemon, if there is memory for them."""
+        hot = self._hot
+        return hot if hot is not None and hot.run == run and hot.has_memory else None
+
+    def save(
+        self,
+        run: bytes,
+        saving: Saving,
+        group: int,
+        block_ids: Sequence[int],
+        turn: AbstractContextManager[object],
+    ) -> None:
+        """Copy the pages of blocks that were just saved. Logs what fails, except what `turn` raises."""
+        hot, granted = self._hot, saving.granted
+        if hot is None or hot.run != run or not granted:
+            return
+        parts = len(block_ids) // len(saving.outcomes)
+        pages = [page for at in granted for page in block_ids[at * parts : (at + 1) * parts]]
+        try:
+            hot.save(self._lanes["save"], self._pieces[group], saving.slots, pages, parts, turn)
+        except (CudaError, KvtierError) as error:
+            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
+
+    def start_keeping(
+        self, run: bytes, reads: Sequence[ReadOrder], parts: Sequence[int]
+    ) -> list[tuple[HotSide, CopySlots]]:
+        """After the copies of a load in the lane `load`, copy those of its blocks that have no copy yet to
+        the device's memory. Returns what `end_keeping` gets after `end`."""
+        kept: list[tuple[HotSide, CopySlots]] = []
+        if (hot := self.of(run)) is None:
+            return kept
+        lane, size = self._lanes["load"], SLOT_BYTES
+        try:
+            for read in reads:
+                many, ids, there = parts[read.group], read.block_ids, set(hot.known(read.hot))
+                wanted = [
+                    at
+                    for at in range(len(read.slots) // size)
+                    if at not in there and all(ids[at * many : (at + 1) * many])
+                ]
+                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in wanted)
+                pages = [page for at in wanted for page in ids[at * many : (at + 1) * many]]
+                if (copies := hot.reserve(slots, again=True)) is not None:
+                    # If this raises, its slots stay held until this process ends.
+                    hot.start_save(lane, self._pieces[read.group], copies, pages, many, None)
+                    kept.append((hot, copies))
+        except (CudaError, KvtierError) as error:
+            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
+        return kept
+
+    def end_keeping(self, kept: Sequence[tuple[HotSide, CopySlots]], why: str) -> None:
+        """The lane has ended; `why`: the reason if its pages do not have their blocks. If the device failed,
+        the slots stay held until this process ends."""
+        for hot, copies in kept if why != "error" else ():
+            hot.done()
+            with contextlib.suppress(KvtierError):
+                copies.end(not why)
+
+    def fill(self, reader: Reader, reads: Sequence[ReadOrder], nbytes: Sequence[int]) -> None:
+        """Copy blocks that a step has loaded from the host's memory to that of the device. Waits."""
+        if (hot := self.of(reader.daemon_run)) is None:
+            return
+        try:
+            for read in reads:
+                there, size = set(hot.known(read.hot)), SLOT_BYTES
+                count = len(read.slots) // size
+                left = [at for at in range(count) if at not in there]
+                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in left)
+                hot.fill(reader, slots, nbytes[read.group])
+        except (CudaError, KvtierError) as error:
+            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
+
+    def start_load(
+        self, lane: Lane, run: bytes, read: ReadOrder, parts: int, after: Event | None
+    ) -> tuple[bytes, list[int]]:
+        """Start to copy the blocks that have a copy to their pages; return the slots and pages of the
+        others. `end_load` must be called when the lane has finished."""
+        hot = self.of(run) if read.hot else None
+        if hot is None:
+            return read.slots, read.block_ids
+        slots, pages, used = hot.start_load(
+            self._lanes[lane],
+            self._pieces[read.group],
+            read.slots,
+            read.hot,
+            read.block_ids,
+            parts,
+            after,
+        )
+        if used:
+            self._used[lane].append((hot, used))
+        return slots, pages
+
+    def end_load(self, lane: Lane) -> bool:
+        """The lane's copies have ended; return whether no slot of a copy was reused before."""
+        used, self._used[lane] = self._used[lane], []
+        fresh = all(hot.fresh(slots) for hot, slots in used)
+        for hot, _ in used:
+            hot.done()
+        return fresh
+
+    def close(self) -> None:
+        """Unmap the memory. No other thread may be copying."""
+        if self._hot is not None:
+            self._hot.close()
 
 
 class DeviceSide:
@@ -50,9 +183,6 @@ class DeviceSide:
         self._engine_stream = engine_stream
         self._failed = False  # and that was logged
         self._lanes = {name: copier.lane() for name in ("save", "load", "now")}
-        self.hot: HotSide | None = None
-        # The copies that the present load of a lane reads.
-        self._hot_used: dict[str, list[tuple[HotSide, bytes]]] = {"load": [], "now": []}
         self._layers: LayerParts | None = None
         start = self.fence()
         self._pieces = [
@@ -67,6 +197,7 @@ class DeviceSide:
             )
             for group in pages.groups
         ]
+        self.shared = SharedCopies(copier.driver, self._lanes, self._pieces)
         for number, pieces in enumerate(self._pieces):
             text = "kvtier: group %d, %d bytes a block: %s"
             log.info(text, number, pieces.block_bytes, "; ".join(pieces.told))
@@ -127,91 +258,6 @@ class DeviceSide:
         except CudaError as error:
             raise DeviceCopyError(str(error)) from error
 
-    # --- copies in the memory of the device that its holder shares -----------------------------
-
-    def join_hot(self, session: DaemonSession, shard: int) -> None:
-        """Take part in the copies of this daemon. Waits for it."""
-        if self.hot is not None:
-            self.hot.close(HOT_ENDS_S)
-        try:
-            run = session.reader.daemon_run
-            self.hot = HotSide(self._copier.driver, session.client, run, [shard])
-        except KvtierError as error:
-            log.info("kvtier: no copies on the GPU: %s", str(error))
-
-    def hot_of(self, run: bytes) -> HotSide | None:
-        """The copies of this run of the daemon, if there is memory for them."""
-        hot = self.hot
-        return hot if hot is not None and hot.run == run and hot.has_memory else None
-
-    def save_hot(
-        self,
-        run: bytes,
-        saving: Saving,
-        group: int,
-        block_ids: Sequence[int],
-        turn: AbstractContextManager[object],
-    ) -> None:
-        """Copy the pages of blocks that were just saved. Logs what fails, except what `turn` raises."""
-        hot, granted = self.hot, saving.granted
-        if hot is None or hot.run != run or not granted:
-            return
-        parts = len(block_ids) // len(saving.outcomes)
-        pages = [page for at in granted for page in block_ids[at * parts : (at + 1) * parts]]
-        try:
-            hot.save(self._lanes["save"], self._pieces[group], saving.slots, pages, parts, turn)
-        except (CudaError, KvtierError) as error:
-            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
-
-    def start_keeping(
-        self, run: bytes, reads: Sequence[ReadOrder], parts: Sequence[int]
-    ) -> list[tuple[HotSide, CopySlots]]:
-        """After the copies of a load in the lane `load`, copy those of its blocks that have no copy yet to
-        the device's memory. Returns what `end_keeping` gets after `end`."""
-        kept: list[tuple[HotSide, CopySlots]] = []
-        if (hot := self.hot_of(run)) is None:
-            return kept
-        lane, size = self._lanes["load"], SLOT_BYTES
-        try:
-            for read in reads:
-                many, ids, there = parts[read.group], read.block_ids, set(hot.known(read.hot))
-                wanted = [
-                    at
-                    for at in range(len(read.slots) // size)
-                    if at not in there and all(ids[at * many : (at + 1) * many])
-                ]
-                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in wanted)
-                pages = [page for at in wanted for page in ids[at * many : (at + 1) * many]]
-                if (copies := hot.reserve(slots, again=True)) is not None:
-                    # If this raises, its slots stay held until this process ends.
-                    hot.start_save(lane, self._pieces[read.group], copies, pages, many, None)
-                    kept.append((hot, copies))
-        except (CudaError, KvtierError) as error:
-            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
-        return kept
-
-    def end_keeping(self, kept: Sequence[tuple[HotSide, CopySlots]], why: str) -> None:
-        """The lane has ended; `why`: the reason if its pages do not have their blocks. If the device failed,
-        the slots stay held until this process ends."""
-        for hot, copies in kept if why != "error" else ():
-            hot.done()
-            with contextlib.suppress(KvtierError):
-                copies.end(not why)
-
-    def fill_hot(self, reader: Reader, reads: Sequence[ReadOrder], nbytes: Sequence[int]) -> None:
-        """Copy blocks that a step has loaded from the host's memory to that of the device. Waits."""
-        if (hot := self.hot_of(reader.daemon_run)) is None:
-            return
-        try:
-            for read in reads:
-                there, size = set(hot.known(read.hot)), SLOT_BYTES
-                count = len(read.slots) // size
-                left = [at for at in range(count) if at not in there]
-                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in left)
-                hot.fill(reader, slots, nbytes[read.group])
-        except (CudaError, KvtierError) as error:
-            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
-
     # --- loads within a step, by layers -----------------------------------------------------------
 
     def divide(self, layers: Sequence[tuple[str, int]], least_bytes: int) -> None:
@@ -230,6 +276,8 @@ class DeviceSide:
         waits for each layer in `wait_for_layer`. False if these loads are to be started by `begin`."""
         if self._layers is None or after is None or not loads:
             return False
+        if any(read.hot and self.shared.of(reader.daemon_run) for reader, read in loads):
+            return False  # a copy on the device is faster than what layers could overlap
         lane, copies = self._lanes["now"], []
         for reader, read in loads:
             nbytes = self._pieces[0].block_bytes
@@ -259,7 +307,7 @@ class DeviceSide:
 
     def begin(
         self,
-        lane: Literal["load", "now"],
+        lane: Lane,
         reader: Reader,
         reads: Sequence[ReadOrder],
         parts: Sequence[int],
@@ -269,17 +317,12 @@ class DeviceSide:
         if after is None:
             raise DeviceCopyError("no event to wait for")
         copies = self._lanes[lane]
-        hot = self.hot_of(reader.daemon_run) if any(read.hot for read in reads) else None
         try:
             for read in reads:
                 pieces = self._pieces[read.group]
-                slots, pages = read.slots, read.block_ids
-                if hot is not None and read.hot:
-                    slots, pages, used = hot.start_load(
-                        copies, pieces, slots, read.hot, pages, parts[read.group], after
-                    )
-                    if used:
-                        self._hot_used[lane].append((hot, used))
+                slots, pages = self.shared.start_load(
+                    lane, reader.daemon_run, read, parts[read.group], after
+                )
                 ids, slots = reader.placed(slots, pages, pieces.block_bytes, parts[read.group])
                 copies.start(pieces, ids, reader.mappings, slots, False, after)
             if lane == "now":
@@ -287,35 +330,26 @@ class DeviceSide:
         except Exception as error:
             # Copies that have begun must end before another request gets the pages.
             copies.drain()
-            self._end_hot(lane)
+            self.shared.end_load(lane)
             if isinstance(error, CudaError):
                 raise DeviceCopyError(str(error)) from error
             raise
 
-    def end(self, lane: Literal["load", "now"], reader: Reader, reads: Sequence[ReadOrder]) -> bool:
+    def end(self, lane: Lane, reader: Reader, reads: Sequence[ReadOrder]) -> bool:
         """Wait for the lane; return whether no slot was reused before the copies ended."""
         try:
             self._lanes[lane].finish()
         except CudaError as error:
             raise DeviceCopyError(str(error)) from error
         # The lease holds the copies too, so the slots of all blocks are checked.
-        fresh = self._end_hot(lane)
+        fresh = self.shared.end_load(lane)
         return fresh and all(
             reader.fresh(read.slots) * SLOT_BYTES == len(read.slots) for read in reads
         )
 
-    def _end_hot(self, lane: Literal["load", "now"]) -> bool:
-        """The lane's copies have ended; return whether no slot of a copy was reused before."""
-        used, self._hot_used[lane] = self._hot_used[lane], []
-        fresh = all(hot.fresh(slots) for hot, slots in used)
-        for hot, _ in used:
-            hot.done()
-        return fresh
-
     def close(self) -> None:
         """Wait for the copies, then free all resources. No other thread may be copying."""
-        if self.hot is not None:
-            self.hot.close()
+        self.shared.close()
         if self._layers is not None:
             self._layers.close()
         self._copier.close()
@@ -323,15 +357,12 @@ class DeviceSide:
 
 
 def open_device(
-    pages: Pages, arrays: Sequence[Any], options: Options, blocks: int, zeroes: bool
+    pages: Pages, arrays: Sequence[Any], options: Options, blocks: int
 ) -> DeviceSide | None:
-    """The device of these tensors, or None if they are in the host's memory. `blocks`: the number of blocks;
-    `zeroes`: the engine writes zeros into pages before it gives them to a request. Raises Unsupported."""
+    """The device of these tensors, or None if they are in the host's memory. `blocks`: the number of blocks.
+    Raises Unsupported."""
     if not arrays or arrays[0].device.type == "cpu":
         return None
-    if zeroes:
-        # It does so before the connector learns of the new request: a save would store zeros.
-        raise Unsupported("pages on a GPU that the engine zeroes are not supported yet")
     import torch
 
     index = arrays[0].device.index

@@ -166,7 +166,7 @@ class DaemonMappings:
         hot = session.client.link.welcome.hot and not self._state.options.verify
         if session is not self._joined and hot:
             self._joined = session
-            self._state.tasks.put(partial(device.join_hot, session, self._state.shard))
+            self._state.tasks.put(partial(device.shared.join, session, self._state.shard))
 
     def on_idle(self, session: DaemonSession | None) -> None:
         """If the engine is idle, do the next step's work: register the daemon's memory with the device, and
@@ -325,11 +325,16 @@ class RankLoads:
         """Copy what a step loaded to the device's memory, in the thread that saves: the step does not wait
         for the daemon, and may give the pages away."""
         device, reader = self._state.device, load.reader
-        if load.why or device is None or reader is None or device.hot_of(reader.daemon_run) is None:
+        if (
+            load.why
+            or device is None
+            or reader is None
+            or device.shared.of(reader.daemon_run) is None
+        ):
             return
         reads = load.order.shards[self._state.shard]
         sizes = [group.block_bytes for group in self._state.layout.groups]
-        self._state.tasks.put(partial(device.fill_hot, reader, reads, sizes))
+        self._state.tasks.put(partial(device.shared.fill, reader, reads, sizes))
 
     def received(self) -> tuple[set[str], set[str]]:
         """The requests whose load between steps ended, and which failed. An idle step waits a moment."""
@@ -370,9 +375,9 @@ class RankLoads:
         started = self._start_device(load, after, "load")
         parts = [group.parts for group in self._state.layout.groups]
         reads = load.shards[self._state.shard] if not started.why else ()
-        kept = device.start_keeping(load.daemon_run, reads, parts)
+        kept = device.shared.start_keeping(load.daemon_run, reads, parts)
         good = self._end_device(started, "load")
-        device.end_keeping(kept, started.why)
+        device.shared.end_keeping(kept, started.why)
         return good
 
     def _load(self, load: LoadOrder) -> bool:
@@ -618,11 +623,11 @@ class RankSaves:
                     pieces = state.pieces[write.group]
                     saving.gather(pieces, write.block_ids, nice=NICE, turn=copy)
                 saving.commit(len(saving))
-                if state.device is not None and state.device.hot is not None:
+                if state.device is not None:
                     run = session.reader.daemon_run
                     # The blocks are saved, whoever gets their pages now.
                     with contextlib.suppress(Overwritten):
-                        state.device.save_hot(run, saving, write.group, write.block_ids, copy)
+                        state.device.shared.save(run, saving, write.group, write.block_ids, copy)
         nbytes = len(saving) * state.layout.groups[write.group].block_bytes
         counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
         if write.group == state.layout.whole_group and state.shard == 0:
@@ -662,11 +667,15 @@ class WorkerSide:
         self.loads = RankLoads(self.state, self.mappings)
         self.saves = RankSaves(self.state, self.mappings)
         self._step = 0
+        self._begun: Step | None = None
         self._began = float("-inf")  # the last step
 
     def begin(self, step: Step) -> None:
-        """A step begins, before it writes any page: end the copies from pages of other requests now."""
-        state = self.state
+        """A step begins, before it writes any page: end the copies from pages of other requests now. Called
+        twice for a step that the model runner announces itself."""
+        if step is self._begun:
+            return
+        state, self._begun = self.state, step
         with state.lock:
             state.within_step = True
         self._step, state.idle = step.number, step.idle

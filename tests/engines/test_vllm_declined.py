@@ -134,7 +134,7 @@ def test_declined_groups_do_not_end_the_engine(
 def test_a_refusal_by_a_rank_or_the_identity_does_not_end_the_engine(
     numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Pages on a GPU that the engine zeroes, and weights without an identity."""
+    """Pages on a GPU without a usable driver, and weights without an identity."""
 
     def refuse(*_: Any) -> None:
         raise Unsupported(f"refused by {where}")

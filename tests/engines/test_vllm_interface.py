@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+
+from kvtier_vllm.messages import Step
 
 WRITTEN_FOR = Path(__file__).with_name("vllm_interface.json")
 
@@ -111,3 +115,63 @@ def test_loads_are_divided_only_in_steps_that_call_each_layer() -> None:
     ):
         with context.set_forward_context(layers, config, cudagraph_runtime_mode=mode):
             assert connector.calls_layers(context.get_forward_context()) is divided
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one connector", "several"])
+def test_the_second_model_runner_announces_a_step_before_it_zeroes_pages(
+    monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """The runner's own code up to the zeroing, and the connector's wrapper of it."""
+    runner = pytest.importorskip("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+    connector = pytest.importorskip("kvtier_vllm.connector")
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiKVConnectorMetadata,
+    )
+
+    order: list[str] = []
+    fake: Any = SimpleNamespace(
+        kv_block_zeroer=SimpleNamespace(zero_block_ids=lambda ids: order.append(f"zeroes {ids}")),
+        block_tables=SimpleNamespace(apply_staged_writes=lambda: None), aux_output_connector=None,
+        req_states=SimpleNamespace(
+            num_computed_tokens_np=np.zeros(1, np.int32),
+            prefill_len=SimpleNamespace(np=np.zeros(1, np.int32)),
+            num_computed_prefill_tokens=np.zeros(1, np.int32),
+        ),
+        kv_connector=SimpleNamespace(no_forward=lambda _: order.append("tells")),
+        _merge_ec_connector_no_forward=lambda *_: None,
+        **{name: lambda *_: None for name in ("update_pp_decode_requests", "finish_requests", "free_states",
+                                              "add_requests")},
+    )  # fmt: skip
+    fake.update_requests = partial(runner.update_requests, fake)
+    step = Step(1, b"", b"", 0, [], [], [], False)
+    metadata = connector.StepMetadata(step)
+    scheduled = SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
+        new_block_ids_to_zero=[7], kv_cache_block_copies=None, total_num_scheduled_tokens=0,
+        kv_connector_metadata=MultiKVConnectorMetadata((object(), metadata)) if several else metadata,
+    )  # fmt: skip
+    runner.execute_model(fake, scheduled)
+    assert order == ["zeroes [7]", "tells"], "the wrapper is no longer needed"
+    order.clear()
+    monkeypatch.setattr(runner, "execute_model", runner.execute_model)
+
+    class Worker:
+        def begin(self, step: Step) -> None:
+            order.append(f"begins {step.number}")
+
+    worker = Worker()
+    monkeypatch.setattr(connector, "ANNOUNCED", {worker})
+    for _ in range(2):
+        connector.wrap_model_runner()
+    runner.execute_model(fake, scheduled)
+    assert order == ["begins 1", "zeroes [7]", "tells"]
+
+
+def test_the_first_model_runner_tells_a_connector_before_it_zeroes_pages() -> None:
+    """In the source, because the CPU's engine zeroes in the same place."""
+    runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    execute = inspect.getsource(runner.execute_model)
+    told, updated = execute.index(".handle_preemptions("), execute.index("._update_states(")
+    assert told < updated
+    assert "_zero_block_ids(" in inspect.getsource(runner._update_states)
+    assert "_zero_block_ids(" not in execute

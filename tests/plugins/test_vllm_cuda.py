@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from kvtier.client import Lease
 from kvtier_kernels.cuda import Event, ExtentPins, blocks
 from kvtier_plugins import Unsupported, layers
 from kvtier_plugins.layers import LayerParts
+from kvtier_vllm import device
 from kvtier_vllm.device import open_device
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import LoadOrder, ReadOrder, Save, WriteOrder
@@ -566,18 +567,64 @@ def test_no_driver_is_opened_by_the_scheduler_or_an_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_an_unsupported_device_is_refused_with_the_reason() -> None:
-    def tensor(device: str) -> Any:
-        kind, _, index = device.partition(":")
-        where = type(
-            "Device", (), {"type": kind, "index": int(index or 0), "__str__": lambda _: device}
-        )
-        return SimpleNamespace(device=where())
+def test_an_unsupported_device_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tensor(kind: str) -> Any:
+        where = SimpleNamespace(type=kind, index=0)
+        return SimpleNamespace(device=where, data_ptr=lambda: 0, numel=lambda: 0)
+
+    def failing(*_: Any) -> None:
+        raise blocks.CudaError("no CUDA driver")
 
     pages = Pages((), "")
-    assert open_device(pages, [tensor("cpu")], Options(), 1, True) is None
-    with pytest.raises(Unsupported, match="zeroes"):
-        open_device(pages, [tensor("cuda:0")], Options(), 1, True)
+    assert open_device(pages, [tensor("cpu")], Options(), 1) is None
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setattr(device, "Driver", failing)
+    with pytest.raises(Unsupported, match="no CUDA driver"):
+        open_device(pages, [tensor("cuda")], Options(), 1)
+
+
+@pytest.mark.parametrize("announces", [True, False], ids=["announced", "not announced"])
+def test_pages_that_the_engine_zeroes_are_saved_as_they_were(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, announces: bool
+) -> None:
+    """The engine zeroes pages that change hands before it hands the step to the connector. If it announces
+    the step, the zeroing waits for the copy. The control shows that zeros would be saved otherwise."""
+    engine = engine_of(daemon, pages=10)
+    engine.until(lambda: bool(pins_of(engine)._arenas and pins_of(engine)._arenas[0].ready))
+    first = saving(engine, fake_cuda)
+    engine.zeroes, engine.announces = True, announces
+    engine.finish(first)
+    second, over = engine.add(OTHER), threading.Event()
+    engine.run(second)
+    fake_cuda.later(engine.stream, over.set)
+    assert not over.wait(0.1)
+    assert engine.memory[0][0, 0, first.pages[0][:8]].any() == announces
+    fake_cuda.hold(False)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(second)
+    request = engine.run(engine.add(PROMPT))
+    assert request.cached == 8 * BLOCK
+    assert bool(engine.wrong_pages(request)) is not announces
+    engine.finish(request)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_prompts_of_an_engine_that_zeroes_pages_are_loaded_as_they_were_saved(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, load: str
+) -> None:
+    """Few pages, so that each step reuses some under a copy, with groups of windows and random delays."""
+    fake_cuda.delay(2000)
+    engine = engine_of(daemon, layout_of([0, 20]), load=load, pages=44)
+    engine.zeroes = True
+    for tokens in (PROMPT, OTHER, range(2000, 2000 + 8 * BLOCK + 3), PROMPT, OTHER, PROMPT):
+        request = engine.run(engine.add(tokens))
+        assert not engine.wrong_pages(request)
+        engine.finish(request)
+    for cached in (None, 8 * BLOCK):
+        request = engine.serve(PROMPT)
+        assert cached is None or request.cached == cached
+    engine.settle()
+    assert not engine.early
 
 
 def test_arenas_of_earlier_daemons_are_unmapped(

@@ -101,8 +101,8 @@ def arena(daemon: Daemon) -> dict[str, Any]:
 
 
 def joined(engine: DeviceEngine) -> bool:
-    devices = [worker.state.device for worker in engine.workers]
-    return all(one is not None and one.hot is not None and one.hot.has_memory for one in devices)
+    sides = [one.state.device.shared._hot for one in engine.workers if one.state.device is not None]
+    return len(sides) == len(engine.workers) and all(one and one.has_memory for one in sides)
 
 
 def start(engine: DeviceEngine) -> None:
@@ -152,8 +152,8 @@ def settled(daemon: Daemon, engine: DeviceEngine) -> None:
 def memory_of(engine: DeviceEngine) -> Any:
     """The memory of the GPU that the first rank has mapped: the driver's memory is the host's."""
     device = engine.workers[0].state.device
-    assert device is not None and device.hot is not None
-    ((_, mapped),) = device.hot._memory.items()
+    assert device is not None and device.shared._hot is not None
+    ((_, mapped),) = device.shared._hot._memory.items()
     return (ctypes.c_ubyte * mapped.nbytes).from_address(mapped.address)
 
 
@@ -218,29 +218,29 @@ def test_an_engine_that_starts_again_finds_its_copies(
 def test_pages_are_not_given_away_while_a_copy_reads_them(
     daemon: Daemon, holder: HoldGpu, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
-    """The save has ended, and its copy on the GPU has begun: the step that reuses the pages waits."""
+    """The save has ended, and its copy on the GPU has begun: the engine's stream waits for it."""
     engine = engine_of(daemon, pages=10)
     start(engine)
     settled(daemon, engine)
     device = engine.workers[0].state.device
-    assert device is not None and device.hot is not None
-    start_save = device.hot.start_save
+    assert device is not None and device.shared._hot is not None
+    start_save = device.shared._hot.start_save
 
     def held(*arguments: Any) -> None:
         fake_cuda.hold()
         start_save(*arguments)
 
-    device.hot.start_save = held  # type: ignore[method-assign]
+    device.shared._hot.start_save = held  # type: ignore[method-assign]
     engine.finish(engine.run(engine.add(PROMPT)))
     soon(lambda: fake_cuda.held == 1)
-    device.hot.start_save = start_save  # type: ignore[method-assign]
-    second, over = engine.add(OTHER), threading.Event()
-    step = threading.Thread(target=lambda: (engine.run(second), over.set()))
-    step.start()
-    assert not over.wait(0.1), "computed into pages that were being copied"
+    device.shared._hot.start_save = start_save  # type: ignore[method-assign]
+    second, computed = engine.add(OTHER), threading.Event()
+    engine.run(second)
+    assert fake_cuda.held == 1, "the copy has not ended, and the step has"
+    fake_cuda.later(engine.stream, computed.set)
+    assert not computed.wait(0.1), "computed into pages that were being copied"
     fake_cuda.hold(False)
-    assert over.wait(60)
-    step.join()
+    assert computed.wait(60)
     engine.finish(second)
     settled(daemon, engine)
     before = arena(daemon)["found"]
@@ -256,8 +256,8 @@ def test_a_copy_whose_pages_were_given_away_before_it_began_is_not_stored(
     start(engine)
     settled(daemon, engine)
     device = engine.workers[0].state.device
-    assert device is not None and device.hot is not None
-    reserve, reserved, go = device.hot.reserve, threading.Event(), threading.Event()
+    assert device is not None and device.shared._hot is not None
+    reserve, reserved, go = device.shared._hot.reserve, threading.Event(), threading.Event()
 
     def waits(*arguments: Any, **more: Any) -> Any:
         copies = reserve(*arguments, **more)
@@ -265,11 +265,11 @@ def test_a_copy_whose_pages_were_given_away_before_it_began_is_not_stored(
         assert go.wait(60)
         return copies
 
-    device.hot.reserve = waits  # type: ignore[method-assign]
+    device.shared._hot.reserve = waits  # type: ignore[method-assign]
     engine.finish(engine.run(engine.add(PROMPT)))
     assert reserved.wait(60)
     second = engine.run(engine.add(OTHER))
-    device.hot.reserve = reserve  # type: ignore[method-assign]
+    device.shared._hot.reserve = reserve  # type: ignore[method-assign]
     go.set()
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     assert engine.scheduler.counts["drop:overwritten"] == 0, "the save had ended"

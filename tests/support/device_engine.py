@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvtier_kernels.cuda import Copier, Driver
 from kvtier_vllm.device import DeviceSide
 from kvtier_vllm.layout import Pages
+from kvtier_vllm.messages import Step
 from kvtier_vllm.worker import WorkerSide
 from support.fake_engine import BLOCK, LAYERS, FakeEngine, FakeRequest
 
@@ -46,6 +47,8 @@ class DeviceEngine(FakeEngine):
         self.stream = self.driver.stream()
         self.early: list[tuple[int, int, int, int]] = []
         self.addresses: list[int] = []  # of each rank's pages
+        # Whether it zeroes pages that change hands, and whether it announces the step before that.
+        self.zeroes, self.announces = False, True
         super().__init__(socket, *args, **options)
 
     def worker(self, rank: int, pages: Pages) -> WorkerSide:
@@ -58,6 +61,20 @@ class DeviceEngine(FakeEngine):
         where = [(address, memory.nbytes)]
         device = DeviceSide(copier, pages, where, self.memory[rank].shape[2], lambda: self.stream)
         return WorkerSide(self.layout, self.options, rank, pages, [], device=device)
+
+    def touch_pages(self, step: Step) -> None:
+        """As the second model runner of vLLM does, with `wrap_model_runner` and without."""
+        fresh, self.fresh = self.fresh, []
+        if not self.zeroes:
+            return
+        for worker in self.workers if self.announces else ():
+            worker.begin(step)
+
+        def zero() -> None:
+            for memory in self.memory:
+                memory[:, :, fresh] = 0
+
+        self.gpu.later(self.stream, zero)
 
     def compute(self, request: FakeRequest, start: int, stop: int) -> None:
         """Enqueue the work in the stream, which runs it later."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier import Group, KvSpec
 from kvtier_vllm.layout import Cached, Layout, Page, Pages, Shards
-from kvtier_vllm.messages import WriteOrder
+from kvtier_vllm.messages import Step, WriteOrder
 from kvtier_vllm.options import Options
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
@@ -112,6 +112,7 @@ class FakeEngine:
         self.waiting: list[FakeRequest] = []
         self.loading: dict[str, FakeRequest] = {}
         self.received: dict[str, int] = {}
+        self.fresh: list[int] = []  # pages that were given to a request since the last step
         self.numbers = 0
         self.writes: list[WriteOrder] = []
         self.bad_pages: set[int] = set()
@@ -188,6 +189,7 @@ class FakeEngine:
             pages, self.free = self.free[:count], self.free[count:]
             assert len(pages) == count, "the fake engine is out of pages"
             request.pages.append([0] * skipped + pages)
+            self.fresh += pages
 
     def step(self) -> None:
         """Run one step of the engine: schedule, execute, process the reports."""
@@ -232,10 +234,15 @@ class FakeEngine:
             )  # fmt: skip
         self.carry_out({request.request_id: request for request in now}, running, new)
 
+    def touch_pages(self, step: Step) -> None:
+        """What the engine does to pages before it hands the step to the connector."""
+        self.fresh.clear()
+
     def extend(self, request: FakeRequest) -> None:
         for group, pages in zip(self.layout.groups, request.pages, strict=True):
             count = -(-request.num_tokens * group.parts // BLOCK) - len(pages)
             pages += self.free[:count]
+            self.fresh += self.free[:count]
             self.free = self.free[count:]
 
     def carry_out(
@@ -258,6 +265,7 @@ class FakeEngine:
         step = self.scheduler.step(scheduled)
         self.writes += [write for save in step.saves for write in save.writes]
         failed: set[str] = set()
+        self.touch_pages(step)
         for worker in self.workers:
             worker.begin(step)
             worker.loads.start(step.loads, self.by_layers)
