@@ -7,13 +7,13 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/cuda/* \
             kernels/CMakeLists.txt)
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu kernels/cuda/*.h \
-            tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
+            tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp tests/kernels/*.h)
 
 # Without bytecode on disk, each of the 2,000 processes that the tests start compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo test test-all engines test-engines test-engines-all test-sglang test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
+.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
@@ -36,10 +36,16 @@ $(VENV)/.native: $(VENV)/.runtime $(NATIVE)
 $(VENV)/.ready: $(VENV)/.native
 	@echo "install the tools for tests and checks into $(VENV)"
 	@$(BIN)/python tools/requirements.py test dev | $(BIN)/python -m pip install $(PIP_QUIET) -r /dev/stdin
+	@$(BIN)/python tools/requirements.py test-gds | $(BIN)/python -m pip install $(PIP_QUIET) --no-deps -r /dev/stdin || echo "no kvikio here: its tests are skipped"
 	@touch $@
 
 demo: $(VENV)/.native  ## run a small daemon with a sample workload
 	$(BIN)/kvtier demo --seconds 10
+
+STORE ?= s3
+
+demo-fleet: venv  ## two hosts that share blocks through a real store (STORE=mooncake: Mooncake Store)
+	$(BIN)/kvtier demo --fleet $(STORE)
 
 # The bytecode of new and changed tests: otherwise each process of the tests compiles all of them, 8 s of CPU time.
 $(VENV)/.collected: $(VENV)/.ready $(wildcard tests/test_*.py tests/*/test_*.py tests/*/*/test_*.py)
@@ -95,6 +101,9 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## the kernels compiled and, where there is a GPU, run on it
 	KVTIER_ALL=1 $(GPU_PYTHON) -m pytest $(EVERY) tests/kernels/test_cuda_kernels.py tests/kernels/test_cuda_blocks.py \
 	    tests/kernels/test_cuda_codecs.py tests/gpu
+
+test-gpu-emulated: venv  ## every stage of tools/gpu_run.sh over the driver without a device
+	OUT=build/gpu/emulated.json tools/gpu_run.sh emulated
 
 check: venv     ## format, types, import rules, phrases in the documents
 	$(BIN)/ruff format --check .

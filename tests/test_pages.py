@@ -43,6 +43,7 @@ ELSEWHERE = {
     ("docs/operations.md", "/opt/kvtier/bin/kvtier install-service"): "tests/e2e/test_installed.py",
     ("docs/operations.md", "kvtier config check"): "tests/e2e/test_installed.py",
     ("docs/operations.md", "kvtier tier drain warm"): "tests/e2e/test_installed.py",
+    ("docs/fleet.md", "make demo-fleet"): "builds .venv; tests/e2e/test_demo_fleet.py",
     ("docs/planning.md", "kvtier explain"): "names an example's key; tests/e2e/test_explain.py",
     ("docs/sizing.md", "$ kvtier size"): "needs a model's configuration; tests/daemon/tools/test_sizing.py",
     ("docs/sizing.md", "$ kvtier sim"): "needs a trace; tests/daemon/sim/test_sim.py",
@@ -53,6 +54,7 @@ PIP = re.compile(r"(?:[\w./]*/)?pip install ((?:'[^']+'|[^\s`;|&\"(')]+)(?: '[^'
 # tests/faults/test_package.py installs a checkout and a wheel; the others are on the package index.
 INSTALLED = {".", "'.[transformers]'", "dist/kvtier-*.whl", "'textual>=8'",
              "'torch>=2.6' 'transformers>=5' 'numpy>=2'", "'obstore>=0.12'", "nvidia-cuda-nvrtc",
+             "'mooncake-transfer-engine-non-cuda>=0.3.13'",
              "nvidia-cufile-cu12"}  # fmt: skip
 
 

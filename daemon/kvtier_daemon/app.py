@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import kvtier
+from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
 from kvtier_daemon import shutdown
 from kvtier_daemon.catalog import Catalog
@@ -49,6 +50,7 @@ from kvtier_daemon.tiers import renewing
 from kvtier_daemon.tiers.base import LowerTier
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.fd_store import fd_store
+from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.kept_arena import KeptArena, clear, owner_of
 from kvtier_daemon.tiers.memory_check import check_memory
 from kvtier_daemon.tiers.remote.tier import RemoteTier
@@ -58,6 +60,7 @@ from kvtier_kernels import Store
 log = logging.getLogger(__name__)
 
 TEND_S = 0.1
+REMOTE = "remote"
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 MakeLowerTier = Callable[[CurrentConfig, Mapping[str, Tenant], WarmTier, InternalErrors], LowerTier]
 TELL_S = 5.0
@@ -66,9 +69,16 @@ START_S = 60.0  # per extension of the start timeout
 STOP_S = 25.0  # less than the unit's TimeoutStopSec
 
 
-def run(loaded: LoadedConfig) -> None:
-    """Serve until SIGTERM or SIGINT. `preflight.require` has checked the configuration before."""
+def run(loaded: LoadedConfig, with_process: int | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, or until the process with this number ends. `preflight.require` has
+    checked the configuration before."""
     config = loaded.config
+    owner = None
+    if with_process is not None:
+        try:
+            owner = os.pidfd_open(with_process)
+        except ProcessLookupError:
+            raise ConfigError(f"--with-process: no process has the number {with_process}") from None
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(to_journal(2)))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
@@ -81,7 +91,7 @@ def run(loaded: LoadedConfig) -> None:
     try:
         port = web.listen(*config.http.listen) if config.http is not None else None
         with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
-            runner.run(App(loaded, secrets, listener, port, stored).serve())
+            runner.run(App(loaded, secrets, listener, port, stored).serve(owner))
     finally:
         release_socket(listener)
 
@@ -111,6 +121,7 @@ class App:
                 Catalog(Store(), uses[name], config.history_bytes // len(quotas), policy),
                 losses=losses,
                 uses=uses[name],
+                direct_reads=config.tenants[name].direct_reads,
             )
             for name, quota in quotas.items()
         }
@@ -131,7 +142,8 @@ class App:
         self._unforeseen = InternalErrors(self._count_failure)
         self.lower = lower(self._settings, self.tenants, self.warm, self._unforeseen)
         self.remote = RemoteTier(self._settings, self.tenants)
-        self.tiers: Collection[str] = ("warm", self.lower.name)
+        self.hot = HotTier(self.tenants, dict(config.hot.sizes))
+        self.tiers: Collection[str] = ("warm", self.lower.name, REMOTE)
         self._in_force = config
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._listener = listener
@@ -139,7 +151,13 @@ class App:
         self._server: Server | None = None
         self._stand_in: shutdown.StandIn | None = None
         self._figures = StatusFigures(
-            self._settings, self.tenants, self.warm, self.lower, self.remote, _address(self._port)
+            self._settings,
+            self.tenants,
+            self.warm,
+            self.lower,
+            self.remote,
+            self.hot,
+            _address(self._port),
         )
         self._history = History(lambda: self._figures.of(None))
 
@@ -147,7 +165,8 @@ class App:
     def config(self) -> Config:
         return self._settings.config
 
-    async def serve(self) -> None:
+    async def serve(self, owner: int | None = None) -> None:
+        """Serve until a signal, or until the process of the pidfd `owner` ends."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unforeseen.of_loop)
         stopped, hurried = asyncio.Event(), asyncio.Event()
@@ -164,6 +183,13 @@ class App:
 
         loop.add_signal_handler(signal.SIGTERM, terminated)
         loop.add_signal_handler(signal.SIGINT, interrupted)
+        if owner is not None:
+
+            def owner_ended(pidfd: int) -> None:
+                loop.remove_reader(pidfd)  # it stays readable
+                stopped.set()
+
+            loop.add_reader(owner, owner_ended, owner)
         reload = asyncio.Event()
 
         def note_reload(outcome: str, changed: str) -> None:
@@ -188,6 +214,7 @@ class App:
             self,
             kept=self._kept,
             audit=self._audit,
+            hot=self.hot,
         )
         self._server.divide(self.config)
         lag = LoopLag(loop)
@@ -232,7 +259,7 @@ class App:
             self._figures.stopping = True
             log.info("stopping")
             self._server.disconnect("the daemon was told to stop")
-            await self.remote.end()
+            await self._end_sharing(hurried)
             await self._end_moving(hurried)
             for task in (*running, *self._renewing.values()):
                 task.cancel()
@@ -246,12 +273,22 @@ class App:
         if looked_at is not None:
             looked_at.close()
         lag.stop()
+        self.hot.close()
         self.warm.close()
         if self._kept is not None:
             self._kept.close()
         if self._stand_in is not None:
             loop.remove_reader(self._stand_in.ended)
             self._stand_in.end(0)
+
+    async def _end_sharing(self, hurried: asyncio.Event) -> None:
+        """Let the remote tier write what waits, until that has ended or `hurried` is set, and end it."""
+        remote = self.config.remote
+        if remote is not None and remote.stop_s:
+            self._limit_stop(STOP_S + remote.stop_s)
+            self._notifier.extend_timeout(STOP_S + remote.stop_s)
+            await _until_hurried(self.remote.write_last(), hurried)
+        await self.remote.end()
 
     async def _end_moving(self, hurried: asyncio.Event) -> None:
         """Let the tier below memory write what is only in memory, until it has ended or `hurried` is set."""
@@ -262,16 +299,7 @@ class App:
 
         cold = self.config.cold
         self._limit_stop(STOP_S + (cold.stop_s if cold is not None else 0))
-        ways = [
-            asyncio.create_task(self.lower.end_moving(told)),
-            asyncio.create_task(hurried.wait()),
-        ]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in ways:
-            way.cancel()
-        await asyncio.wait(ways)
-        if not ways[0].cancelled():
-            ways[0].result()
+        await _until_hurried(self.lower.end_moving(told), hurried)
 
     def _limit_stop(self, seconds: float) -> None:
         self._notifier.extend_timeout(STOP_S)
@@ -331,6 +359,8 @@ class App:
 
     async def tier(self, tier: str, order: str) -> dict[str, Any]:
         """See `LowerTier.order`."""
+        if tier == REMOTE:
+            return self.remote.order(order)
         return self.lower.order(tier, order)
 
     def _swap(self, config: Config) -> None:
@@ -341,7 +371,7 @@ class App:
         self._server.divide(config)
         self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)
-        self.remote.reconfigure()
+        self.remote.reconfigure(config.remote)
         self._renew(left_tenants(before, config))
         if self._kept is not None:
             self._kept.keep_owners(_owners(config, self.tenants))
@@ -502,6 +532,17 @@ class App:
         for tenant in self.tenants.values():
             retired = any(one.is_retired and not one.is_empty for one in tenant.extents)
             tenant.catalog.growing = not self.warm.complete or retired
+
+
+async def _until_hurried(work: Coroutine[Any, Any, None], hurried: asyncio.Event) -> None:
+    """Do this until it has ended, or is cancelled because `hurried` is set."""
+    ways = [asyncio.create_task(work), asyncio.create_task(hurried.wait())]
+    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    for way in ways:
+        way.cancel()
+    await asyncio.wait(ways)
+    if not ways[0].cancelled():
+        ways[0].result()
 
 
 def _owners(config: Config, tenants: Mapping[str, Tenant]) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from kvtier.layout import KvSpec
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.codec.base import CACHEGEN, ECSQ
+from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.tiers.base import (
     JoinedReads,
@@ -40,6 +41,7 @@ class Tenant:
     uses: DeferredPolicy | None = None  # events that its policy gets after the answer
     spoilt_blocks: int = 0  # that differed in memory from the checksums of their saves
     rechecking: bool = False  # blocks are being compared with their checksums
+    direct_reads: bool = False  # its clients may read the files of its tier below memory
 
     def add(self, extent: Extent) -> int:
         """Add this extent for the life of the daemon; return its number among the tenant's."""
@@ -71,6 +73,12 @@ class Tenant:
         except SpecError:
             return False
         return described or not codecs.isdisjoint(CALIBRATED_NUMBERS)
+
+    def calibration(self, space: KnownSpace, group: int, shard: int) -> Calibrated | None:
+        """The calibrated codec of this part of a space, if its pages are in the order of the profile."""
+        loss = self.losses.of(space.identity, space.spec, self.name)
+        codec = loss.codec(group, shard) if loss is not None else None
+        return codec if isinstance(codec, Calibrated) else None
 
     def can_open(self, space: KnownSpace) -> bool:
         """Whether a client can open this space: not if the configuration has changed its identity."""

@@ -93,14 +93,7 @@ class PyStore {
 
     std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations, nb::handle notes) {
         auto held = std::make_unique<HeldMemory>();
-        held->take(generations, Access::kWrite, Shape::kContiguous, "generations");
-        need(nbytes >= page_bytes && !(nbytes >> 44),
-             "an extent has between 4096 bytes and 16 TiB");
-        need(held->size() >= nbytes / page_bytes * sizeof(std::uint64_t),
-             "the generation table needs 8 bytes a page");
-        need(reinterpret_cast<std::uintptr_t>(held->data()) % alignof(std::uint64_t) == 0,
-             "the generation table is not aligned to 8 bytes");
-        auto* generation = reinterpret_cast<std::uint64_t*>(held->data());
+        std::uint64_t* generation = generations_in(*held, nbytes, generations);
         SlotNote* noted = nullptr;
         tables_.push_back(std::move(held));
         if (!notes.is_none()) {
@@ -315,6 +308,9 @@ class PyStore {
     }
 
     nb::bytes dirty(nb::bytes ids) const { return ids_out(store_.dirty(ids_in(ids))); }
+    nb::bytes clean(nb::bytes ids, bool in_memory) const {
+        return ids_out(store_.clean(ids_in(ids), in_memory));
+    }
     nb::bytes lossy(nb::bytes ids) const { return ids_out(store_.lossy(ids_in(ids))); }
     nb::bytes depths(nb::bytes ids) const { return ids_out(store_.depths(ids_in(ids))); }
 
@@ -438,6 +434,62 @@ class PyStore {
         return all;
     }
 
+    std::uint32_t add_hot(std::uint64_t nbytes, nb::handle generations) {
+        auto held = std::make_unique<HeldMemory>();
+        std::uint64_t* generation = generations_in(*held, nbytes, generations);
+        const std::uint32_t number = store_.add_hot(nbytes, generation);
+        hot_tables_[number] = std::move(held);
+        return number;
+    }
+    void drop_hot(std::uint32_t number) {
+        store_.hot(number);
+        store_.drop_hot(number);
+        hot_tables_.erase(number);
+    }
+    TwoLists reserve_copies(std::uint32_t number, nb::bytes ids, bool evict) {
+        const Ids list = ids_in(ids);
+        const std::vector<CopyAnswer> answers = store_.reserve_copies(number, list, evict);
+        IdList granted;
+        for (std::size_t i = 0; i < list.size(); ++i)
+            if (answers[i] == CopyAnswer::granted) granted.push_back(list[i]);
+        const HotCopies& copies = store_.hot(number);
+        auto place = [&](Id id, char* row) {
+            const SlotAddress slot = copies.slot(id);
+            std::memcpy(row, &slot, sizeof slot);
+        };
+        return {nb::bytes(answers.data(), answers.size()),
+                rows(granted, sizeof(SlotAddress), place)};
+    }
+    void end_copies(std::uint32_t number, nb::bytes ids, bool good) {
+        store_.end_copies(number, ids_in(ids), good);
+    }
+    // A slot per block, or zeros. Its generation is never 0.
+    nb::bytes copies(std::uint32_t number, nb::bytes ids, bool use) {
+        HotCopies& copies = store_.hot(number);
+        return rows(ids_in(ids), sizeof(SlotAddress), [&](Id id, char* row) {
+            if (!copies.has(id)) return;
+            if (use) copies.use(id);
+            const SlotAddress slot = copies.slot(id);
+            std::memcpy(row, &slot, sizeof slot);
+        });
+    }
+    nb::bytes at(nb::bytes slots) const {
+        const std::size_t n = count_in(slots, sizeof(SlotAddress), "slots have 24 bytes each");
+        std::vector<SlotAddress> list(n);
+        if (n) std::memcpy(list.data(), slots.c_str(), slots.size());
+        return ids_out(store_.at(list));
+    }
+    nb::dict hot_counts(std::uint32_t number) const {
+        const HotCopies& copies = store_.hot(number);
+        nb::dict all;
+        all["blocks"] = copies.blocks();
+        all["writing"] = copies.writing();
+        all["capacity_bytes"] = copies.capacity_bytes();
+        all["used_bytes"] = copies.used_bytes();
+        all["evicted"] = copies.evicted();
+        return all;
+    }
+
     std::pair<Id, nb::bytes> tally(Id first, Id look) const {
         auto [next, found] = store_.tally(first, look);
         return {next, nb::bytes(found.data(), found.size() * sizeof(Tally))};
@@ -475,6 +527,18 @@ class PyStore {
     }
 
  private:
+    static std::uint64_t* generations_in(HeldMemory& held, std::uint64_t nbytes,
+                                         nb::handle generations) {
+        held.take(generations, Access::kWrite, Shape::kContiguous, "generations");
+        need(nbytes >= page_bytes && !(nbytes >> 44),
+             "an extent has between 4096 bytes and 16 TiB");
+        need(held.size() >= nbytes / page_bytes * sizeof(std::uint64_t),
+             "the generation table needs 8 bytes a page");
+        need(reinterpret_cast<std::uintptr_t>(held.data()) % alignof(std::uint64_t) == 0,
+             "the generation table is not aligned to 8 bytes");
+        return reinterpret_cast<std::uint64_t*>(held.data());
+    }
+
     static ThreeLists and_died(const Left& left) {
         return {ids_out(left.gone), ids_out(left.orphans), places_out(left.died)};
     }
@@ -492,6 +556,7 @@ class PyStore {
 
     Store store_;
     std::vector<std::unique_ptr<HeldMemory>> tables_;  // of generations, which the store writes
+    std::map<std::uint32_t, std::unique_ptr<HeldMemory>> hot_tables_;
 };
 
 }  // namespace
@@ -545,6 +610,7 @@ void bind_store(nb::module_& m) {
         .def("damaged", &PyStore::damaged, "ids"_a, "frames"_a)
         .def("frames", &PyStore::frames, "ids"_a)
         .def("dirty", &PyStore::dirty, "ids"_a)
+        .def("clean", &PyStore::clean, "ids"_a, "in_memory"_a)
         .def("coldest", &PyStore::coldest, "ids"_a, "within_bytes"_a, "limit_bytes"_a)
         .def("in_segment", &PyStore::in_segment, "segment"_a, "look"_a = false)
         .def("lossy", &PyStore::lossy, "ids"_a)
@@ -559,6 +625,13 @@ void bind_store(nb::module_& m) {
         .def("slots", &PyStore::slots, "ids"_a)
         .def("checksums", &PyStore::checksums, "ids"_a)
         .def("keys_of", &PyStore::keys_of, "ids"_a)
+        .def("add_hot", &PyStore::add_hot, "nbytes"_a, "generations"_a)
+        .def("drop_hot", &PyStore::drop_hot, "number"_a)
+        .def("reserve_copies", &PyStore::reserve_copies, "number"_a, "ids"_a, "evict"_a)
+        .def("end_copies", &PyStore::end_copies, "number"_a, "ids"_a, "good"_a)
+        .def("copies", &PyStore::copies, "number"_a, "ids"_a, "use"_a)
+        .def("at", &PyStore::at, "slots"_a)
+        .def("hot_counts", &PyStore::hot_counts, "number"_a)
         .def("tally", &PyStore::tally, "first"_a, "look"_a)
         .def("listed", &PyStore::listed, "space"_a, "first"_a, "look"_a, "limit"_a)
         .def("counts", &PyStore::counts)

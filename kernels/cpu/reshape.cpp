@@ -278,7 +278,8 @@ bool Slabs::find_clearable(std::uint32_t size_class, std::vector<Id>& blocks) {
 }
 
 // Checks that all structures agree; for tests.
-void Slabs::check() const {
+void Slabs::check(
+    const std::function<std::pair<std::uint32_t, std::uint16_t>(Id)>& place_of) const {
     std::uint64_t live_bytes = 0, run_count = 0;
     std::vector<std::uint64_t> free(classes_.size(), 0), carve(classes_.size(), 0);
     for (std::uint32_t in = 0; in < extents_.size(); ++in) {
@@ -310,9 +311,11 @@ void Slabs::check() const {
                 live_bytes += pitch;
                 std::uint64_t first = first_byte(slab, slot);
                 hold(blocks.emplace(first, first + pitch).second, "two live slots start together");
-                hold(records_.known(id) && slabs_[records_[id].slab].get() == &slab &&
-                         records_[id].slot == slot,
-                     "a slot and its record disagree");
+                hold(records_.known(id), "a slot has a block that does not exist");
+                const auto [own_slab, own_slot] = place_of(id);
+                hold(
+                    own_slab < slabs_.size() && slabs_[own_slab].get() == &slab && own_slot == slot,
+                    "a slot and its record disagree");
             }
             hold(used == slab.used, "a slab's count of blocks is wrong");
         };

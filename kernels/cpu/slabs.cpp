@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <stdexcept>
 
 namespace kvtier {
@@ -280,6 +281,29 @@ SlotAddress Slabs::address(std::uint32_t number, std::uint16_t slot) const {
     std::uint64_t& entry = extents_[slab.extent].generations[first / page_bytes];
     return {slab.extent, 0, first,
             std::atomic_ref<std::uint64_t>(entry).load(std::memory_order_relaxed)};
+}
+
+Id Slabs::at(const SlotAddress& slot) const {
+    if (slot.extent >= extents_.size()) return none;
+    const Extent& extent = extents_[slot.extent];
+    const std::uint64_t page = slot.offset / page_bytes;
+    auto after = extent.slabs.upper_bound(page);
+    if (after == extent.slabs.begin() || page >= extent.pages) return none;
+    auto in = [&](const Slab& slab) {
+        const std::uint64_t first = slab.start * page_bytes;
+        const std::uint64_t pitch = classes_[slab.size_class].pitch;
+        if (slot.offset < first || (slot.offset - first) % pitch) return none;
+        const std::uint64_t number = (slot.offset - first) / pitch;
+        if (number >= slab.slots() || !live(slab.table[number])) return none;
+        return slab.table[number];
+    };
+    const Slab& uppermost = *slabs_[std::prev(after)->second];
+    Id found = in(uppermost);
+    for (std::size_t i = 0; found == none && i < uppermost.under.size(); ++i)
+        found = in(*slabs_[uppermost.under[i]]);
+    const auto generation =
+        std::atomic_ref<std::uint64_t>(extent.generations[page]).load(std::memory_order_relaxed);
+    return generation == slot.generation ? found : none;
 }
 
 SlotNote* Slabs::note(std::uint32_t number, std::uint16_t slot) const {

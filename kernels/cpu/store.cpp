@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <unordered_set>
 
+#include "make_room.h"
+
 namespace kvtier {
 namespace {
 
@@ -411,45 +413,10 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
     std::uint32_t wanted = places_[place(space, group, 0)].size_class;
     for (Id id : victims) need(records_.known(id), "no block has this id");
     Left left;
-    IdList in_the_way;
     begin();
-    slabs_.new_round();
-    slabs_.reshape_vacant(wanted, n, false);
-    // Uses first the victims whose slot can be used directly, or whose class can be reshaped. Skips
-    // a victim in an old slab of the wanted class: its bytes already belong to another class. If
-    // held blocks prevent the use of a victim's bytes, another block may be evicted instead.
-    bool more = true;
-    for (bool patient : {true, false}) {
-        for (std::size_t i = 0; more && i < victims.size() && slabs_.room(wanted) < n; ++i) {
-            if (i + 8 < victims.size()) prefetch(victims[i + 8]);
-            Id victim = victims[i];
-            if (!records_[victim].evictable()) continue;
-            std::uint32_t slab = records_[victim].slab, top = slabs_.top(slab);
-            std::uint32_t pays = slabs_.class_of(top);
-            if (slab == top && pays == wanted) {
-                evict_one(victim, left);
-                continue;
-            }
-            if (patient && pays != wanted && slabs_.class_of(slab) == wanted) continue;
-            bool clear = slabs_.clearable(wanted, in_the_way);
-            Laid laid = Laid::held;
-            if (!clear && pays != wanted) laid = slabs_.reshape(top, wanted);
-            if (laid == Laid::yes) {
-                if (slabs_.room(wanted) >= n) break;
-                clear = slabs_.clearable(wanted, in_the_way);
-            }
-            if (!clear && !patient) {
-                more = clear = slabs_.find_clearable(wanted, in_the_way);
-                // In a slab of the wanted class this gains nothing yet, but a repeated call gets
-                // further, and the coldest block is evicted first.
-                if (more && laid == Laid::too_short && slabs_.room(wanted) < n)
-                    in_the_way.assign(1, victim);
-            }
-            if (clear)
-                for (Id id : in_the_way) evict_one(id, left);
-        }
-    }
-    if (!victims.empty()) slabs_.reshape_vacant(wanted, n, true);
+    make_room_in(
+        slabs_, records_, wanted, n, victims, [this](Id id) { return records_[id].slab; },
+        [&](Id id) { evict_one(id, left); });
     keep_orphans(left.orphans);
     return left;
 }
@@ -566,12 +533,18 @@ void Store::detach(Id id) {
     drop_idle(node);
 }
 
+// Frees the slot of a block, and those of its copies.
+void Store::vacate(Id id) {
+    slabs_.release(records_[id].slab, records_[id].slot);
+    for (auto& [number, copies] : hot_) copies->drop(id);
+}
+
 // A block that is already ABSENT leaves its place, and returns its record.
 void Store::leave(Id id, State from, IdList* orphans) {
     Record& record = records_[id];
     tally(id, {from, record.tier}, State::absent);
     if (restorable(from) && places_[record.place].full) cut_below(records_.node_of(id), orphans);
-    if (record.slab != no_slab) slabs_.release(record.slab, record.slot);
+    if (record.slab != no_slab) vacate(id);
     detach(id);
 }
 
@@ -589,7 +562,7 @@ bool Store::take_slot(Id id) {
 // A READY block returns its slot: it is only where its frame is.
 void Store::free_slot(Id id, State from) {
     Record& record = records_[id];
-    slabs_.release(record.slab, record.slot);
+    vacate(id);
     record.slab = no_slab;
     record.tier = records_.frame(id).tier;
     record.filling = record.lossy = 0;
@@ -909,9 +882,49 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
     return {std::move(evictable), std::move(freed)};
 }
 
+// ---- copies in the memory of GPUs ----
+
+std::uint32_t Store::add_hot(std::uint64_t bytes, std::uint64_t* generations) {
+    hot_.emplace(next_hot_, std::make_unique<HotCopies>(records_, next_hot_, bytes, generations));
+    return next_hot_++;
+}
+
+HotCopies& Store::hot(std::uint32_t number) const {
+    const auto found = hot_.find(number);
+    if (found == hot_.end()) throw std::out_of_range("no such memory of a GPU");
+    return *found->second;
+}
+
+std::vector<CopyAnswer> Store::reserve_copies(std::uint32_t number, Ids ids, bool evict) {
+    HotCopies& copies = hot(number);
+    for (Id id : ids)
+        need(records_.known(id) && records_[id].in_memory() && records_[id].leases,
+             "only a leased block in memory can be copied");
+    need(all_distinct(ids), "an id is given twice");
+    return copies.reserve(ids, evict,
+                          [this](Id id) { return places_[records_[id].place].block_bytes; });
+}
+
+void Store::end_copies(std::uint32_t number, Ids ids, bool good) {
+    need(all_distinct(ids), "an id is given twice");
+    good ? hot(number).commit(ids) : hot(number).abort(ids);
+}
+
+// A leased block that was forgotten can still be read, but gets no copy.
+IdList Store::at(std::span<const SlotAddress> slots) const {
+    IdList ids;
+    ids.reserve(slots.size());
+    for (const SlotAddress& slot : slots) {
+        const Id id = slot.reserved ? none : slabs_.at(slot);
+        ids.push_back(id != none && records_[id].in_memory() ? id : none);
+    }
+    return ids;
+}
+
 std::size_t Store::memory_bytes() const {
     constexpr std::size_t map_node = 64;
     std::size_t listed = 0;
+    for (const auto& [number, copies] : hot_) listed += map_node + copies->memory_bytes();
     for (const auto& [segment, ids] : segments_) listed += map_node + ids.capacity() * sizeof(Id);
     return records_.memory_bytes() + index_.memory_bytes() + slabs_.memory_bytes() +
            places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space) + listed +

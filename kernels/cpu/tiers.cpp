@@ -119,6 +119,15 @@ IdList Store::dirty(Ids ids) const {
     return without;
 }
 
+IdList Store::clean(Ids ids, bool in_memory) const {
+    IdList found;
+    for (Id id : ids)
+        if (records_.known(id) && records_[id].is() == State::ready && records_[id].framed &&
+            (records_[id].tier == memory) == in_memory)
+            found.push_back(id);
+    return found;
+}
+
 // Those whose bytes in memory were decoded from a lossy frame.
 IdList Store::lossy(Ids ids) const {
     IdList found;

@@ -223,7 +223,10 @@ void Store::check() const {
     if (seen.blocks != counts_.blocks || seen.bytes != counts_.bytes ||
         seen.nodes != counts_.nodes || seen.ghosts != counts_.ghosts || index_.size() != seen.nodes)
         throw std::logic_error("the counts are wrong");
-    slabs_.check();
+    slabs_.check([this](Id id) {
+        return std::pair<std::uint32_t, std::uint16_t>{records_[id].slab, records_[id].slot};
+    });
+    for (const auto& [number, copies] : hot_) copies->check();
 }
 
 }  // namespace kvtier

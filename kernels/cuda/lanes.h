@@ -42,6 +42,12 @@ KVTIER_DEVICE Each<T> shuffled(Each<T>& numbers, Each<uint32_t>& from) {
     return {__shfl_sync(kAll, numbers.own, static_cast<int>(from.own))};
 }
 
+// The value of the lane whose number differs in these bits.
+template <typename T>
+KVTIER_DEVICE Each<T> crossed(Each<T>& numbers, uint32_t bits) {
+    return {__shfl_xor_sync(kAll, numbers.own, static_cast<int>(bits))};
+}
+
 template <typename T, typename Function, typename Join>
 KVTIER_DEVICE T joined(Function function, Join join) {
     T found = function(threadIdx.x % static_cast<uint32_t>(kLanes));
@@ -49,6 +55,13 @@ KVTIER_DEVICE T joined(Function function, Join join) {
         found = join(found, __shfl_xor_sync(kAll, found, apart));
     }
     return found;
+}
+
+// A flag that other warps set or read at the same time: a volatile access is relaxed and atomic,
+// and is not combined with another one.
+KVTIER_DEVICE void set_flag(uint32_t& flag) { *static_cast<volatile uint32_t*>(&flag) = 1; }
+KVTIER_DEVICE bool is_set(const uint32_t& flag) {
+    return *static_cast<const volatile uint32_t*>(&flag) != 0;
 }
 
 KVTIER_DEVICE void count_at(uint32_t* counter) { atomicAdd(counter, 1u); }
@@ -84,6 +97,13 @@ inline Each<T> shuffled(Each<T>& numbers, Each<uint32_t>& from) {
     return found;
 }
 
+template <typename T>
+inline Each<T> crossed(Each<T>& numbers, uint32_t bits) {
+    Each<T> found;
+    for (uint32_t lane = 0; lane < kLanes; lane++) found[lane] = numbers[lane ^ bits];
+    return found;
+}
+
 template <typename T, typename Function, typename Join>
 inline T joined(Function function, Join join) {
     T found = function(0);
@@ -92,6 +112,8 @@ inline T joined(Function function, Join join) {
     return found;
 }
 
+inline void set_flag(uint32_t& flag) { flag = 1; }
+inline bool is_set(const uint32_t& flag) { return flag != 0; }
 inline void count_at(uint32_t* counter) { ++*counter; }
 inline uint32_t bits_in(uint32_t mask) { return static_cast<uint32_t>(__builtin_popcount(mask)); }
 #endif

@@ -5,8 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
+#include "addresses.h"
 #include "lanes.h"
 
 namespace kvtier::cuda {
@@ -43,23 +43,6 @@ struct Result {
 };
 
 static_assert(sizeof(Part) == 104 && sizeof(Measure) == 16 && sizeof(Result) == 24);
-
-template <typename T>
-KVTIER_DEVICE T* at(uint64_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-// The address is a multiple of the value's size.
-template <typename T>
-KVTIER_DEVICE T load(const uint8_t* from) {
-    T value;
-    std::memcpy(&value, __builtin_assume_aligned(from, sizeof value), sizeof value);
-    return value;
-}
-template <typename T>
-KVTIER_DEVICE void store(uint8_t* to, T value) {
-    std::memcpy(__builtin_assume_aligned(to, sizeof value), &value, sizeof value);
-}
 
 // At any address, lowest byte first.
 KVTIER_DEVICE uint32_t get16(const uint8_t* from) {
@@ -131,14 +114,14 @@ KVTIER_DEVICE bool of_elements(const Part& part, Act act) {
 
 KVTIER_DEVICE void fail(Result& result) {
     each([&](uint32_t lane) {
-        if (lane == 0) result.bad = 1;
+        if (lane == 0) set_flag(result.bad);
     });
 }
 
 // True if the part is known to be damaged: the same for all lanes. Another warp may set the flag
 // between the reads of two lanes, and lanes that diverge never meet again in a shuffle.
 KVTIER_DEVICE bool is_bad(const Result& result) {
-    return ballot([&](uint32_t) { return result.bad != 0; }) != 0;
+    return ballot([&](uint32_t) { return is_set(result.bad); }) != 0;
 }
 
 // Calls `act(part, unit of it, result)` for this warp's units: it returns if the part is valid.

@@ -9,6 +9,7 @@
 // slot.
 #pragma once
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -76,6 +77,8 @@ class Slabs {
     // Frees a slot and increments its generation, so that readers of the old block detect it.
     void release(std::uint32_t slab, std::uint16_t slot);
     SlotAddress address(std::uint32_t slab, std::uint16_t slot) const;
+    // The block with this slot and generation; none if there is none.
+    Id at(const SlotAddress& slot) const;
     // The note of a slot; null for an extent without notes.
     SlotNote* note(std::uint32_t slab, std::uint16_t slot) const;
 
@@ -131,7 +134,8 @@ class Slabs {
     std::uint64_t capacity_bytes() const { return capacity_pages_ * page_bytes; }
     std::uint64_t free_bytes() const { return capacity_bytes() - live_bytes_; }
     std::size_t memory_bytes() const;
-    void check() const;
+    // `place_of` returns the slab and the slot that the block has by its own record.
+    void check(const std::function<std::pair<std::uint32_t, std::uint16_t>(Id)>& place_of) const;
 
  private:
     // Vacant slots: free ones form a linked list (mark | next). Closed ones overlap an old block

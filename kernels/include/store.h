@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "hot.h"
 #include "index.h"
 #include "record.h"
 #include "slabs.h"
@@ -198,10 +200,23 @@ class Store {
     Restored restore(std::uint32_t tier, std::uint32_t space, const char* rows, std::size_t n,
                      std::uint32_t segment, std::span<const std::uint32_t> used);
     IdList dirty(Ids ids) const;
+    // The READY blocks of these that have a frame: those in memory, or those that are only below.
+    IdList clean(Ids ids, bool in_memory) const;
     IdList lossy(Ids ids) const;
     std::vector<std::uint32_t> depths(Ids ids) const;
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;
+
+    // Copies of blocks in the memory of GPUs. Each memory has a number that is never reused, and
+    // its own generations. Copies are reserved for leased blocks, and those leases last until
+    // `end_copies`, which makes the copies visible or gives their slots back.
+    std::uint32_t add_hot(std::uint64_t bytes, std::uint64_t* generations);
+    void drop_hot(std::uint32_t number) { hot_.erase(number); }
+    HotCopies& hot(std::uint32_t number) const;
+    std::vector<CopyAnswer> reserve_copies(std::uint32_t number, Ids ids, bool evict);
+    void end_copies(std::uint32_t number, Ids ids, bool good);
+    // The blocks in memory with these slots, or `none`: another block may have the slot now.
+    IdList at(std::span<const SlotAddress> slots) const;
 
     // For the records [first, first + look): a tally per space, and the blocks of one space, at
     // most `limit`. Both also return where to continue; 0 at the end.
@@ -325,6 +340,7 @@ class Store {
     void arrived(Id id);
     void leave(Id id, State from, IdList* orphans);
     bool take_slot(Id id);
+    void vacate(Id id);
     void free_slot(Id id, State from);
     void note_writing(Id id, Noted state, std::uint32_t owner, std::uint64_t expires_ms);
     void note_ready(Id id);
@@ -343,6 +359,8 @@ class Store {
     Records records_;
     Index index_;
     Slabs slabs_;
+    std::map<std::uint32_t, std::unique_ptr<HotCopies>> hot_;
+    std::uint32_t next_hot_ = 0;
     std::vector<Space> spaces_;  // no groups: the number is unused
     std::vector<Place> places_;
     std::vector<std::uint32_t> spare_spaces_;

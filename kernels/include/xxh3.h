@@ -6,16 +6,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "codec/digest.h"
+
 namespace kvtier {
-
-inline constexpr size_t kStripe = 64;         // bytes per step
-inline constexpr size_t kStripesPerRun = 16;  // stripes between two scrambles
-inline constexpr size_t kSecretBytes = 192;
-inline constexpr size_t kDigestBytes = 16;
-// up to this size another algorithm without stripes applies
-inline constexpr size_t kShortMost = 240;
-
-inline constexpr uint64_t kPrime32First = 0x9E3779B1u;
 
 extern const uint8_t kXxh3Secret[kSecretBytes];
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from kvtier.units import format_bytes
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
 LEAST_TIMEOUT_S = 0.001
 RECONNECT_S = 2.0
+TIERS_S, LOOK_S = 30.0, 0.02
 
 Answer = Match | Lease | Pinned | Changes
 
@@ -58,6 +60,12 @@ class Client:
 
     def __init__(self, link: Link) -> None:
         self.link = link
+        self._end_daemon: Callable[[], object] | None = None
+
+    @property
+    def socket(self) -> str:
+        """The path of the daemon's socket."""
+        return self.link.caller.path
 
     @property
     def tenant(self) -> str:
@@ -109,6 +117,42 @@ class Client:
         )  # fmt: skip
         return cls(Link(caller))
 
+    @classmethod
+    def embedded(
+        cls,
+        warm: str | int = "1GiB",
+        cold: str | os.PathLike[str] | None = None,
+        *,
+        cold_size: str | int = "8GiB",
+        timeout_s: float = 5.0,
+        populate: bool = True,
+        verify: bool = False,
+    ) -> Client:
+        """Start a daemon in a child process, with this much memory, and connect to it. It ends when this
+        client is closed, and when this process ends. For notebooks, scripts and tests: it needs no service
+        and no configuration.
+
+        `cold` is a folder for blocks on disk, of at most `cold_size`. It is created if it does not exist. The
+        daemon writes to it all blocks that are only in memory before it ends, and a later call with the same
+        folder finds them. Only one daemon at a time can use a folder. Other processes of this user can
+        connect to the client's `socket`. `timeout_s`, `populate` and `verify` are those of `connect`.
+
+        Returns as soon as all memory is allocated and the folder is searched, or after 30 s.
+        Raises ConfigError with the daemon's message if it does not start.
+        """
+        from kvtier.embedded import EmbeddedDaemon  # not needed with the daemon of the host
+
+        time_limit = seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S)
+        daemon = EmbeddedDaemon(warm, cold, cold_size)
+        caller = Caller(
+            daemon.socket, time.monotonic, time_limit, 0.0, False, populate, f"pid {os.getpid()}", "",
+            verify, False,
+        )  # fmt: skip
+        client = daemon.connected(lambda: cls(Link(caller)))
+        client._end_daemon = weakref.finalize(client, daemon.end)
+        _await_tiers(client, time.monotonic() + TIERS_S)
+        return client
+
     def open(self, spec: KvSpec) -> Space:
         """Return the space of this description. The first call creates it; clients of a tenant with equal
         descriptions share it."""
@@ -149,8 +193,8 @@ class Client:
         return _report(self.link, wire.Settings(self.link.new_id(), order))
 
     def tier(self, tier: str, order: str = "status") -> dict[str, Any]:
-        """Drain a tier ("warm" or "cold"), switch it "off" or "on", or return its "status". Returns the
-        status at once; call again with "status" to follow the progress.
+        """Drain a tier ("warm", "cold" or "remote"), switch it "off" or "on", or return its "status".
+        Returns the status at once; call again with "status" to follow the progress.
 
         Only root and the daemon's user may call this.
         """
@@ -215,15 +259,28 @@ class Client:
     def close(self) -> None:
         """Release all leases and close the connection. Views of slots become invalid.
 
-        A save that is running in another thread fails. Its slots are given back after it has ended.
+        A save that is running in another thread fails. Its slots are given back after it has ended. An
+        embedded daemon ends.
         """
         self.link.close()
+        if self._end_daemon is not None:
+            self._end_daemon()
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _await_tiers(client: Client, until: float) -> None:
+    """Wait until all memory is allocated, and the blocks from before the daemon's start are found."""
+    while client.link.wait_for_growth(until) and time.monotonic() < until:
+        pass
+    while client.stats()["tiers"].get("cold", {}).get("state") == "recovering":
+        if time.monotonic() > until:
+            return
+        time.sleep(LOOK_S)
 
 
 def _answer(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from kvtier import wire
 from kvtier.errors import InvalidArgument, KvtierError, ProtocolError, Refused, Unavailable
+from kvtier.read_file import ReadFile, ReadFiles
 
 RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
@@ -28,7 +29,10 @@ CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 TRUNCATED = int(socket.MSG_CTRUNC)
 TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
-UNSOLICITED = (wire.ExtentAdded, wire.GoingDown, wire.Failed)  # may arrive without a request
+# May arrive without a request.
+UNSOLICITED = (
+    wire.ExtentAdded, wire.DirectReadFile, wire.GoingDown, wire.Failed, wire.HotAdded, wire.HotGone,
+)  # fmt: skip
 Clock = Callable[[], float]
 
 _process = os.getpid()  # kept, because asking for it is a system call
@@ -71,6 +75,9 @@ class Connection:
         self.broken: str = ""
         self.is_lost = False  # broken by the daemon's end, or because it did not answer
         self.extents: deque[tuple[int, int, int, int]] = deque()
+        # Memory of a GPU, with two descriptors; or the index of such memory that is gone.
+        self.hot: deque[tuple[int, str, int, int, int] | int] = deque()
+        self.files = ReadFiles()
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `poll` has something to receive."""
@@ -101,6 +108,18 @@ class Connection:
         if request_id:
             self._expected.add(request_id)
         return request_id
+
+    def send_descriptor(self, message: wire.Message, fd: int) -> int:
+        """Send one small request with a descriptor, and return its id, as `send` does."""
+        self._check_usable()
+        frame = checked_frame(message)
+        try:
+            sent = socket.send_fds(self._sock, [frame], [fd])
+            self._send_all(frame, sent)
+        except OSError as error:
+            raise self._lost(error) from error
+        self._expected.add(message.id)
+        return message.id
 
     def _send(self, data: bytearray | memoryview) -> int:
         """Send what the socket accepts now. Returns how many bytes that is."""
@@ -240,13 +259,29 @@ class Connection:
             self._expected.discard(reply.id)
             self._replies[reply.id] = reply
 
-    def _take_unsolicited(self, reply: wire.ExtentAdded | wire.GoingDown | wire.Failed) -> None:
-        if isinstance(reply, wire.ExtentAdded):
+    def _take_unsolicited(
+        self,
+        reply: wire.ExtentAdded
+        | wire.DirectReadFile
+        | wire.GoingDown
+        | wire.Failed
+        | wire.HotAdded
+        | wire.HotGone,
+    ) -> None:
+        if isinstance(reply, wire.ExtentAdded | wire.HotAdded):
             if len(self._fds) < 2:
                 raise ProtocolError(f"extent {reply.index} arrived without its file descriptors")
-            self.extents.append(
-                (reply.index, reply.bytes, self._fds.popleft(), self._fds.popleft())
-            )
+            fds = self._fds.popleft(), self._fds.popleft()
+            if isinstance(reply, wire.HotAdded):
+                self.hot.append((reply.index, reply.gpu, reply.bytes, *fds))
+            else:
+                self.extents.append((reply.index, reply.bytes, *fds))
+        elif isinstance(reply, wire.HotGone):
+            self.hot.append(reply.index)
+        elif isinstance(reply, wire.DirectReadFile):
+            if not self._fds:
+                raise ProtocolError(f"file {reply.file} arrived without its file descriptor")
+            self.files.add(ReadFile(reply.file, reply.bytes, self._fds.popleft()))
         elif isinstance(reply, wire.GoingDown):
             self.give_up(f"the daemon is stopping: {reply.reason}", lost=True)
         elif reply.fatal:
@@ -296,6 +331,11 @@ class Connection:
             os.close(extent_fd)
             os.close(table_fd)
         self.extents.clear()
+        for event in self.hot:
+            for fd in () if isinstance(event, int) else event[3:]:
+                os.close(fd)
+        self.hot.clear()
+        self.files.clear()
         self._sock.close()
         return said or self.inherited
 

@@ -266,6 +266,7 @@ class Loadable(Protocol):
     def lease(
         self, keys: Keys | Sequence[bytes], deadline_ms: int = ..., shards: Sequence[int] = ...
     ) -> Lease: ...
+    def wait(self, keys: Keys | Sequence[bytes], within_ms: int = ...) -> object: ...
     def is_full(self, group: int) -> bool: ...
     def group_block_bytes(self, group: int) -> int: ...
     def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]: ...
@@ -274,7 +275,7 @@ class Loadable(Protocol):
 class Loading:
     """A load as a context manager; see Space.load."""
 
-    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_views")
+    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_views", "_wait_ms")
 
     def __init__(
         self,
@@ -283,9 +284,11 @@ class Loading:
         deadline_ms: int,
         group: int,
         shard: int,
+        wait_ms: int,
     ) -> None:
         self._space = space
         self._args = (keys, deadline_ms, group, shard)
+        self._wait_ms = wait_ms
         self._lease: Lease | None = None
         self._part: wire.Part | None = None
         self._views: list[memoryview] = []
@@ -293,6 +296,8 @@ class Loading:
 
     def __enter__(self) -> Blocks:
         keys, deadline_ms, group, shard = self._args
+        if self._wait_ms:
+            self._space.wait(keys, self._wait_ms)
         lease = self._lease = self._space.lease(keys, deadline_ms, [shard])
         if lease.ready:
             try:

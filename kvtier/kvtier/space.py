@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +29,9 @@ LARGE_COPY_BYTES = 32 << 20
 LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
 LEAST_TTL_S = 0.001
+LEAST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.01  # between two looks at blocks that come from disk
+LONGEST_WAIT_MS = 3_600_000
+WAITS = itertools.count(1 << 31)  # numbers of requests, apart from those of callers
 ROOM_WAIT_S = 10.0  # how long a save waits while the daemon's memory grows
 
 
@@ -154,6 +159,21 @@ class Space:
         )
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
+    def wait(self, keys: Keys | Sequence[bytes], within_ms: int = 1000) -> Match:
+        """Look up as `match` does, and wait until the blocks that are read from disk are in memory, for at
+        most `within_ms`. Reads that have not ended by then are cancelled, unless another request waits for
+        them. Returns the last answer: `ready` blocks can be loaded."""
+        whole("within_ms", within_ms, 0, LONGEST_WAIT_MS)
+        until = self.link.connection.clock() + within_ms / 1000
+        request = next(WAITS)
+        while (found := self.match(keys, request=request, within_ms=within_ms)).coming:
+            left_s = until - self.link.connection.clock()
+            if left_s <= 0:
+                self.cancel(request)
+                break
+            time.sleep(min(max(found.eta_ms / 1000, LEAST_LOOK_S), LONGEST_LOOK_S, left_s))
+        return found
+
     def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
         """Read these blocks from disk, because a request will need them soon."""
         packed = Keys.of(keys).packed
@@ -202,10 +222,16 @@ class Space:
     # --- loading -----------------------------------------------------------------------------
 
     def load(
-        self, keys: Keys | Sequence[bytes], deadline_ms: int = 500, group: int = 0, shard: int = 0
+        self,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int = 500,
+        group: int = 0,
+        shard: int = 0,
+        *,
+        wait_ms: int = 0,
     ) -> Loading:
         """Return a context manager, `with space.load(keys) as blocks:`, with read-only views of the ready
-        prefix, held for `deadline_ms`.
+        prefix, held for `deadline_ms`. It first waits for blocks from disk, for at most `wait_ms`.
 
         `blocks[i]` is block i of the prefix, or None if this group does not need it (a sliding window
         needs only its last blocks). If the `with` block takes longer than the deadline and a slot was
@@ -213,7 +239,9 @@ class Space:
         still refers to a view.
         """
         _check_place(self.spec, group, shard)
-        return Loading(self, keys, deadline_ms, group, shard)
+        return Loading(
+            self, keys, deadline_ms, group, shard, whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
+        )
 
     def load_into(
         self,
@@ -223,15 +251,19 @@ class Space:
         group: int = 0,
         shard: int = 0,
         threads: int | None = None,
+        *,
+        wait_ms: int = 0,
     ) -> int:
         """Copy the ready prefix into `targets`: one buffer per block, or one buffer for all. Returns how
-        many blocks of the prefix can be used.
+        many blocks of the prefix can be used. It first waits for blocks from disk, for at most `wait_ms`.
 
         Block i is copied to `targets[i]`. Buffers of blocks that this group does not need, and buffers
         after the prefix, are not changed. `threads`: None selects the number by the size.
         """
         _check_place(self.spec, group, shard)
         _check_threads(threads)
+        if whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS):
+            self.wait(keys, wait_ms)
         lease = self.lease(keys, deadline_ms, [shard])
         if not lease.ready:
             return 0
@@ -417,6 +449,16 @@ class Space:
     def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
         """Send a hint without an answer."""
         self.link.tell(wire.Hint(0, self.index, Keys.of(keys).packed, importance))
+
+    def tell_resident(
+        self, group: int, entered: Keys | Sequence[bytes] = (), left: Keys | Sequence[bytes] = (),
+        reset: bool = False,
+    ) -> None:  # fmt: skip
+        """Tell the daemon which blocks of a group this client's engine holds in its own cache from now on,
+        and which it has dropped, at most 4,096 in all. Without an answer, and never waits. With `reset` it
+        held none before. Only if `client.stats()` has `hot`: another daemon ends the connection."""
+        mine, dropped = Keys.of(entered).packed, Keys.of(left).packed
+        self.link.tell(wire.Resident(0, self.index, group, mine, dropped, reset))
 
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
         """Make these blocks impossible to find, also after a restart of the daemon. Returns how many

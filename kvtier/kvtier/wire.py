@@ -7,7 +7,8 @@
 A reply has the id of its request. A request with id 0 gets no reply, and messages that the daemon sends
 without a request have id 0. Messages never contain block data: a slot is 24 bytes, extent u32, zero u32,
 offset u64, generation u64. An `ExtentAdded` carries two file descriptors: the extent, then its generation
-table (read-only)."""
+table (read-only); so does a `HotAdded`. A `HotGrant` carries one to the daemon. A `DirectReadFile` carries
+one: a file that is only for reading."""
 
 from __future__ import annotations
 
@@ -47,6 +48,12 @@ TALLY = struct.Struct("<IIIIQQ")
 LISTED = struct.Struct("<IIIIHBBBB2x32s")
 LIMIT_LISTED = 4096  # in one Listed
 LIMIT_EVENTS = 256  # in one Events
+# at, file, page, payload bytes, codec, header pages, epoch of the segment, digest of the payload
+DIRECT_ROW = struct.Struct("<IIIIBB2xQ16s")
+LIMIT_CALIBRATION_BYTES = 3 << 20  # of one DirectReadCalibrated
+LIMIT_DIRECT_BLOCKS = 4096  # in one DirectReadGranted
+LIMIT_DIRECT_FILES = 256  # that a session has and did not close
+LIMIT_RESIDENT = 4096  # keys in one Resident: about 2 ms
 LENGTH = struct.Struct("<I")
 
 
@@ -281,8 +288,8 @@ class Settings(Message, tag=23):
 
 
 class Tier(Message, tag=24):
-    """Drain the "warm" or "cold" tier ("drain"), switch it "off" or "on", or return its "status". Answered at
-    once with a Report. Only for root and the daemon's user."""
+    """Drain the "warm", "cold" or "remote" tier ("drain"), switch it "off" or "on", or return its "status".
+    Answered at once with a Report. Only for root and the daemon's user."""
 
     tier: str
     order: str = "status"
@@ -338,16 +345,110 @@ class Recheck(Message, tag=30):
     lease: int
 
 
+class HotOffer(Message, tag=80):
+    """The memory of a GPU, from its holder: `nbytes`, in pieces of multiples of `unit_bytes`. Answered with a
+    HotShares. Only for root and the daemon's user."""
+
+    gpu: str
+    nbytes: int
+    unit_bytes: int
+
+
+class HotGrant(Message, tag=81):
+    """A tenant's part of the memory of a GPU, from its holder. Carries a file descriptor of that memory."""
+
+    gpu: str
+    tenant: str
+    nbytes: int
+
+
+class HotJoin(Message, tag=82):
+    """This client copies blocks of these shards from and to this GPU. From then on the answers to its engine
+    contain the slots of their copies there, and a `HotAdded` comes before an answer if the tenant has memory
+    on that GPU."""
+
+    gpu: str
+    shards: Annotated[list[int], msgspec.Meta(max_length=LIMIT_SHARDS_TOLD)]
+
+
+class HotReserve(Message, tag=83):
+    """Get slots in the memory of the joined GPU for copies of the blocks in these slots of the arena.
+    `again`: the blocks were loaded, not saved; then copies of other blocks are dropped if there is no room.
+    Answered with a Reserved; LEAVING for a slot that has another block now."""
+
+    slots: bytes
+    again: bool
+
+
+class HotEnd(Message, tag=84):
+    """End a lease of `HotReserve`: the copies are complete, or with `good` false they will not be."""
+
+    lease: int
+    good: bool
+
+
+class DirectRead(Message, tag=112):
+    """Get the places of blocks on disk, to read their frames without the daemon, and a lease on them until
+    DirectReadEnd or the deadline. Answered with a DirectReadGranted. Only for tenants whose configuration
+    permits it.
+
+    Granted are blocks of this group and shard that a load of `keys` needs, that are only on disk, and whose
+    codec is one of `codecs`: from the key `first` on, at most `most`. `closed`: the numbers of files that the
+    client has closed."""
+
+    space: int
+    group: int
+    shard: int
+    keys: bytes
+    codecs: bytes
+    deadline_ms: int
+    first: int = 0
+    most: int = LIMIT_DIRECT_BLOCKS
+    closed: Annotated[list[int], msgspec.Meta(max_length=LIMIT_DIRECT_FILES)] = []
+
+
+class DirectReadEnd(Message, tag=113):
+    """End such a lease. `failed` has a byte for each granted block, 1 if its frame was not that block. The
+    daemon only counts it: a Prefetch lets the daemon verify the frame, and drop it if it is damaged. Answered
+    with a DirectReadChecked."""
+
+    lease: int
+    failed: bytes
+
+
+class Resident(Message, tag=96):
+    """The client's engine holds the blocks `entered` of this group in its own cache from now on, and has
+    dropped those in `left`. `reset`: before that, it held no blocks. At most LIMIT_RESIDENT keys in all. Only
+    for a daemon whose status has `hot`: others do not know this message."""
+
+    space: int
+    group: int
+    entered: bytes = b""
+    left: bytes = b""
+    reset: bool = False
+
+
+class DirectReadCodec(Message, tag=114):
+    """Get the calibration of a group and shard, if its frames need one to be decoded. Answered with a
+    DirectReadCalibrated."""
+
+    space: int
+    group: int
+    shard: int
+
+
 # --- replies ------------------------------------------------------------------------------------
 
 
 class Welcome(Message, tag=32):
-    """`token` identifies this session, `daemon` this run of the daemon. Slots of another run differ."""
+    """`token` identifies this session, `daemon` this run of the daemon. Slots of another run differ. `hot`:
+    this tenant can have memory of GPUs."""
 
     version: str
     tenant: str
     token: bytes
     daemon: bytes
+    hot: bool = False
 
 
 class Opened(Message, tag=33):
@@ -367,13 +468,15 @@ class Matched(Message, tag=34):
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The slots of one group and shard: blocks first, first + 1, ... of the prefix. `digests`: for a session
-    that verifies, the checksums of their saves, NO_DIGEST for a block without one."""
+    that verifies, the checksums of their saves, NO_DIGEST for a block without one. `hot`: the slots of their
+    copies on the engine's GPU, zeros for a block without one; empty if no block has one."""
 
     group: int
     shard: int
     first: int
     slots: bytes
     digests: bytes = b""
+    hot: bytes = b""
 
 
 class Loaded(Message, tag=35):
@@ -451,6 +554,41 @@ class Grown(Message, tag=45):
     growing: bool
 
 
+class HotShares(Message, tag=90):
+    """How many bytes of a GPU each tenant gets. The holder answers with a HotGrant for each."""
+
+    shares: dict[str, int]
+
+
+class DirectReadGranted(Message, tag=48):
+    """`rows`: see DIRECT_ROW; `at` is the place of the block's key in the request. The files were sent
+    before. Without a block there is no lease (id 0)."""
+
+    lease: int
+    rows: bytes
+
+
+class DirectReadChecked(Message, tag=49):
+    """A byte for each granted block, 1 if it was still stored at its place when the lease ended. All are 0 if
+    the lease had ended before. Use no other block, whatever its bytes are: it may have been forgotten."""
+
+    valid: bytes
+
+
+class DirectReadCalibrated(Message, tag=50):
+    """The calibration of a codec, or codec 0. `profile` is its name in frames. The other fields are the
+    arguments of `kvtier_kernels.Calibration`; `numbers` has the place in `parts` of a layer's part."""
+
+    codec: int = 0
+    level: int = 0
+    group_tokens: int = 0
+    heads_first: bool = False
+    profile: bytes = b""
+    ropes: list[tuple[bytes, bool]] = []
+    parts: list[tuple[int, int, int, int, bytes, bytes, bytes, bytes]] = []
+    numbers: list[tuple[int, int, int]] = []
+
+
 # --- messages without a request -----------------------------------------------------------------
 
 
@@ -459,19 +597,49 @@ class ExtentAdded(Message, tag=64):
     bytes: int
 
 
+class DirectReadFile(Message, tag=68):
+    """A file of the tenant's blocks, with a descriptor that is only for reading."""
+
+    file: int
+    bytes: int
+
+
 class GoingDown(Message, tag=65):
     reason: str
+
+
+class HotAdded(Message, tag=91):
+    """Memory of the joined GPU: slots name it `index`. Carries two file descriptors: of the memory, for the
+    CUDA driver, and of its generation table (read-only)."""
+
+    index: int
+    gpu: str
+    bytes: int
+
+
+class HotGone(Message, tag=92):
+    """The memory with this index has no copies from now on: unmap it."""
+
+    index: int
 
 
 Request = (
     Hello | Open | MatchPrefix | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
+    | HotOffer | HotGrant | HotJoin | HotReserve | HotEnd
+    | DirectRead | DirectReadEnd | DirectReadCodec | Resident
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
+    | HotShares | HotAdded | HotGone
+    | DirectReadGranted | DirectReadChecked | DirectReadCalibrated | DirectReadFile
 )  # fmt: skip
+
+# Requests that a client sends only if the daemon's status says that it knows them: they are no part of what
+# both sides must agree on.
+OPTIONAL = frozenset({Resident})
 
 # The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.
 OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room", "growing", "writing")
@@ -492,7 +660,7 @@ CODES = (
     "internal",        # a bug in the daemon; fatal
 )  # fmt: skip
 
-FIRST_REPLY_TAG = 32
+FIRST_REPLY_TAG, LAST_REPLY_TAG = 32, 95
 _LARGE = frozenset(
     kind.__struct_config__.tag
     for kind in (
@@ -507,6 +675,8 @@ _LARGE = frozenset(
         Forget,
         Unpin,
         Explain,
+        DirectRead,
+        Resident,
     )
 )
 _encoder = msgspec.msgpack.Encoder()
@@ -559,7 +729,11 @@ def decode_reply(body: bytes | memoryview) -> Reply:
 def limit_of(body: bytes | bytearray | memoryview) -> int:
     """Return the size limit of a message by its tag. Reads only the first two bytes."""
     tag = body[1] if body[0] & 0xF0 == 0x90 else 0
-    return LIMIT_FRAME_BYTES if tag in _LARGE or tag >= FIRST_REPLY_TAG else LIMIT_REQUEST_BYTES
+    return (
+        LIMIT_FRAME_BYTES
+        if tag in _LARGE or FIRST_REPLY_TAG <= tag <= LAST_REPLY_TAG
+        else LIMIT_REQUEST_BYTES
+    )
 
 
 class Framer:
@@ -650,11 +824,11 @@ def schema_digest() -> bytes:
     """Return a digest of what both sides must agree on: the tag, fields and types of every message, and the
     limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
-    types += [kind for union in (Request, Reply) for kind in union.__args__]
+    types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (
         f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
     )
-    limits += f" {LIMIT_TOLD_SLOTS}"
+    limits += f" {LIMIT_TOLD_SLOTS} {DIRECT_ROW.format} {LIMIT_DIRECT_BLOCKS} {LIMIT_DIRECT_FILES}"
     lines = [
         f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format} {TALLY.format} {LISTED.format}"
     ]

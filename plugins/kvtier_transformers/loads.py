@@ -12,9 +12,10 @@ import torch
 from kvtier import Keys, wire
 from kvtier.errors import SpoiltBlocks, StaleLease
 from kvtier.loading import Lease
-from kvtier.space import Space
+from kvtier.space import Match, Space
 from kvtier_transformers.layers import ROOM_TOKENS, WindowLayer, fill_state
 from kvtier_transformers.layout import CachedGroup, CachedTensor
+from kvtier_transformers.options import log
 from kvtier_transformers.store import REQUESTS, Store
 
 POLL_S = 0.001
@@ -117,18 +118,27 @@ class PrefixLoad:
             return None
         until = time.monotonic() + options.patience_ms / 1000
         match = space.match(keys, request=request, within_ms=options.patience_ms)
-        row.warm = match.ready
-        if match.why and not match.coming:
-            self._store.counts[f"disk:{match.why}"] += 1
-        while match.coming:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                self._store.counts["late"] += 1
-                space.cancel(request)
-                break
+        row.warm, waits = match.ready, match.coming > 0
+        while match.coming and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(POLL_S, left_s))
             match = space.match(keys, request=request, within_ms=options.patience_ms)
-        return space.lease(keys[: match.ready], options.lease_ms) if match.ready else None
+        lease = space.lease(keys[: match.ready], options.lease_ms) if match.ready else None
+        if waits:
+            # Only now: until the lease exists, the daemon holds what it has read for this request. Otherwise
+            # it does so for seconds, and the next prompt lacks the memory.
+            space.cancel(request)
+        self._note_missing(match, len(keys))
+        return lease
+
+    def _note_missing(self, match: Match, blocks: int) -> None:
+        """Count and log why blocks on disk are not loaded."""
+        why = "late" if match.coming else f"disk:{match.why}" if match.why else ""
+        if why:
+            self._store.counts[why] += 1
+            log.info(
+                "kvtier: loading %d of %d blocks; the next ones are on disk and are not loaded: %s",
+                match.ready, blocks, why.removeprefix("disk:"),
+            )  # fmt: skip
 
     def _copy(self, layers: Sequence[Any], end: int) -> None:
         filled = [

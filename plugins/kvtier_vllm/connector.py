@@ -256,6 +256,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             )
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The engine's own cache: a page without a hash is not found by later requests."""
+        if self._scheduler is not None and gpu_block_pool.enable_caching:
+            pages = gpu_block_pool.blocks
+            self._scheduler.watch_pages(lambda page: pages[page].block_hash is not None)
+
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.queued(request)

@@ -6,22 +6,29 @@ engine's stream waits for it, and no thread does. Slots and pages may be reused 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from kvtier import KvtierError
 from kvtier.client import Reader
+from kvtier.hot import CopySlots
 from kvtier.saving import Saving
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels.cuda import Copier, CudaError, Driver, Event
 from kvtier_plugins import Unsupported
+from kvtier_plugins.hot import HotSide
 from kvtier_plugins.layers import LayerParts
+from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import ReadOrder
 from kvtier_vllm.options import Options
 
 log = logging.getLogger("vllm.kvtier")
+
+HOT_ENDS_S = 10.0  # for copies in memory of an earlier daemon's holder
 
 
 class DeviceCopyError(KvtierError):
@@ -42,6 +49,9 @@ class DeviceSide:
         self._copier = copier
         self._engine_stream = engine_stream
         self._lanes = {name: copier.lane() for name in ("save", "load", "now")}
+        self.hot: HotSide | None = None
+        # The copies that the present load of a lane reads.
+        self._hot_used: dict[str, list[tuple[HotSide, bytes]]] = {"load": [], "now": []}
         self._layers: LayerParts | None = None
         start = self.fence()
         self._pieces = [
@@ -114,6 +124,91 @@ class DeviceSide:
         except CudaError as error:
             raise DeviceCopyError(str(error)) from error
 
+    # --- copies in the memory of the device that its holder shares -----------------------------
+
+    def join_hot(self, session: DaemonSession, shard: int) -> None:
+        """Take part in the copies of this daemon. Waits for it."""
+        if self.hot is not None:
+            self.hot.close(HOT_ENDS_S)
+        try:
+            run = session.reader.daemon_run
+            self.hot = HotSide(self._copier.driver, session.client, run, [shard])
+        except KvtierError as error:
+            log.info("kvtier: no copies on the GPU: %s", str(error))
+
+    def hot_of(self, run: bytes) -> HotSide | None:
+        """The copies of this run of the daemon, if there is memory for them."""
+        hot = self.hot
+        return hot if hot is not None and hot.run == run and hot.has_memory else None
+
+    def save_hot(
+        self,
+        run: bytes,
+        saving: Saving,
+        group: int,
+        block_ids: Sequence[int],
+        turn: AbstractContextManager[object],
+    ) -> None:
+        """Copy the pages of blocks that were just saved. Logs what fails, except what `turn` raises."""
+        hot, granted = self.hot, saving.granted
+        if hot is None or hot.run != run or not granted:
+            return
+        parts = len(block_ids) // len(saving.outcomes)
+        pages = [page for at in granted for page in block_ids[at * parts : (at + 1) * parts]]
+        try:
+            hot.save(self._lanes["save"], self._pieces[group], saving.slots, pages, parts, turn)
+        except (CudaError, KvtierError) as error:
+            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
+
+    def start_keeping(
+        self, run: bytes, reads: Sequence[ReadOrder], parts: Sequence[int]
+    ) -> list[tuple[HotSide, CopySlots]]:
+        """After the copies of a load in the lane `load`, copy those of its blocks that have no copy yet to
+        the device's memory. Returns what `end_keeping` gets after `end`."""
+        kept: list[tuple[HotSide, CopySlots]] = []
+        if (hot := self.hot_of(run)) is None:
+            return kept
+        lane, size = self._lanes["load"], SLOT_BYTES
+        try:
+            for read in reads:
+                many, ids, there = parts[read.group], read.block_ids, set(hot.known(read.hot))
+                wanted = [
+                    at
+                    for at in range(len(read.slots) // size)
+                    if at not in there and all(ids[at * many : (at + 1) * many])
+                ]
+                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in wanted)
+                pages = [page for at in wanted for page in ids[at * many : (at + 1) * many]]
+                if (copies := hot.reserve(slots, again=True)) is not None:
+                    # If this raises, its slots stay held until this process ends.
+                    hot.start_save(lane, self._pieces[read.group], copies, pages, many, None)
+                    kept.append((hot, copies))
+        except (CudaError, KvtierError) as error:
+            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
+        return kept
+
+    def end_keeping(self, kept: Sequence[tuple[HotSide, CopySlots]], why: str) -> None:
+        """The lane has ended; `why`: the reason if its pages do not have their blocks. If the device failed,
+        the slots stay held until this process ends."""
+        for hot, copies in kept if why != "error" else ():
+            hot.done()
+            with contextlib.suppress(KvtierError):
+                copies.end(not why)
+
+    def fill_hot(self, reader: Reader, reads: Sequence[ReadOrder], nbytes: Sequence[int]) -> None:
+        """Copy blocks that a step has loaded from the host's memory to that of the device. Waits."""
+        if (hot := self.hot_of(reader.daemon_run)) is None:
+            return
+        try:
+            for read in reads:
+                there, size = set(hot.known(read.hot)), SLOT_BYTES
+                count = len(read.slots) // size
+                left = [at for at in range(count) if at not in there]
+                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in left)
+                hot.fill(reader, slots, nbytes[read.group])
+        except (CudaError, KvtierError) as error:
+            log.warning("kvtier: a copy on the GPU failed: %s", str(error))
+
     # --- loads within a step, by layers -----------------------------------------------------------
 
     def divide(self, layers: Sequence[tuple[str, int]], least_bytes: int) -> None:
@@ -132,6 +227,8 @@ class DeviceSide:
         waits for each layer in `wait_for_layer`. False if these loads are to be started by `begin`."""
         if self._layers is None or after is None or not loads:
             return False
+        if any(read.hot and self.hot_of(reader.daemon_run) for reader, read in loads):
+            return False  # a copy on the device is faster than what layers could overlap
         lane, copies = self._lanes["now"], []
         for reader, read in loads:
             nbytes = self._pieces[0].block_bytes
@@ -171,18 +268,25 @@ class DeviceSide:
         if after is None:
             raise DeviceCopyError("no event to wait for")
         copies = self._lanes[lane]
+        hot = self.hot_of(reader.daemon_run) if any(read.hot for read in reads) else None
         try:
             for read in reads:
                 pieces = self._pieces[read.group]
-                ids, slots = reader.placed(
-                    read.slots, read.block_ids, pieces.block_bytes, parts[read.group]
-                )
+                slots, pages = read.slots, read.block_ids
+                if hot is not None and read.hot:
+                    slots, pages, used = hot.start_load(
+                        copies, pieces, slots, read.hot, pages, parts[read.group], after
+                    )
+                    if used:
+                        self._hot_used[lane].append((hot, used))
+                ids, slots = reader.placed(slots, pages, pieces.block_bytes, parts[read.group])
                 copies.start(pieces, ids, reader.mappings, slots, False, after)
             if lane == "now":
                 copies.hold(self._engine_stream())
         except Exception as error:
             # Copies that have begun must end before another request gets the pages.
             copies.drain()
+            self._end_hot(lane)
             if isinstance(error, CudaError):
                 raise DeviceCopyError(str(error)) from error
             raise
@@ -193,10 +297,24 @@ class DeviceSide:
             self._lanes[lane].finish()
         except CudaError as error:
             raise DeviceCopyError(str(error)) from error
-        return all(reader.fresh(read.slots) * SLOT_BYTES == len(read.slots) for read in reads)
+        # The lease holds the copies too, so the slots of all blocks are checked.
+        fresh = self._end_hot(lane)
+        return fresh and all(
+            reader.fresh(read.slots) * SLOT_BYTES == len(read.slots) for read in reads
+        )
+
+    def _end_hot(self, lane: Literal["load", "now"]) -> bool:
+        """The lane's copies have ended; return whether no slot of a copy was reused before."""
+        used, self._hot_used[lane] = self._hot_used[lane], []
+        fresh = all(hot.fresh(slots) for hot, slots in used)
+        for hot, _ in used:
+            hot.done()
+        return fresh
 
     def close(self) -> None:
         """Wait for the copies, then free all resources. No other thread may be copying."""
+        if self.hot is not None:
+            self.hot.close()
         if self._layers is not None:
             self._layers.close()
         self._copier.close()

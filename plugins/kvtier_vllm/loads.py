@@ -136,17 +136,20 @@ class Loads:
                 blocks = slice(start - part.first, stop - part.first)
                 slots = part.slots[blocks.start * SLOT_BYTES : blocks.stop * SLOT_BYTES]
                 digests = part.digests[blocks.start * DIGEST_BYTES : blocks.stop * DIGEST_BYTES]
-                yield ReadOrder(number, list(ids[start:stop]), slots, digests)
+                hot = part.hot[blocks.start * SLOT_BYTES : blocks.stop * SLOT_BYTES]
+                yield ReadOrder(number, list(ids[start:stop]), slots, digests, hot)
                 continue
             # Block 0 means no block: a window does not need it.
             places = [at for at in range(start, stop) if any(ids[at * parts : (at + 1) * parts])]
             held = [at - part.first for at in places if at >= part.first]
-            slots, digests = (
+            slots, digests, hot = (
                 b"".join(packed[at * size : (at + 1) * size] for at in held)
-                for packed, size in ((part.slots, SLOT_BYTES), (part.digests, DIGEST_BYTES))
-            )
+                for packed, size in (
+                    (part.slots, SLOT_BYTES), (part.digests, DIGEST_BYTES), (part.hot, SLOT_BYTES),
+                )
+            )  # fmt: skip
             pages = [page for at in places for page in ids[at * parts : (at + 1) * parts]]
-            yield ReadOrder(number, pages, slots, digests)
+            yield ReadOrder(number, pages, slots, digests, hot)
 
     def take(self, served: Iterable[str]) -> tuple[list[LoadOrder], set[int]]:
         """The loads for this step, which serves these requests, and the pages of these loads."""

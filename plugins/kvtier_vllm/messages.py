@@ -13,12 +13,14 @@ Name = TypeVar("Name", int, str)
 @dataclass(slots=True)
 class ReadOrder:
     """Slots of one group and shard, and the engine's blocks, `parts` for each slot; 0: not needed. `digests`:
-    the checksums of the slots' blocks, if they are to be verified."""
+    the checksums of the slots' blocks, if they are to be verified. `hot`: the slots of their copies in the
+    memory of a GPU, zeros for a block without one; or empty."""
 
     group: int
     block_ids: list[int]
     slots: bytes
     digests: bytes = b""
+    hot: bytes = b""
 
 
 @dataclass(slots=True)

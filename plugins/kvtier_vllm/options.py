@@ -30,8 +30,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     for an answer and for blocks from disk. `saving`: how many bytes may wait to be copied. `weights`: a name
     of the weights, if kvtier cannot identify them. `gpu_copies`: the method for a cache on a GPU; `auto`
     measures both. `timeline`: a file for the time line of each hit. `verify`: compare loaded blocks with the
-    checksums of their saves. `layerwise`: on a GPU, the least bytes of a part of a load within a step, whose
-    layers do not wait for the rest."""
+    checksums of their saves. `residency`: tell the daemon which blocks the engine holds in its own cache.
+    `layerwise`: on a GPU, the least bytes of a part of a load within a step, whose layers do not wait for the
+    rest."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -45,6 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu_copies: Literal["auto", "batch", "kernel"] = "auto"
     timeline: str = ""
     verify: bool = False
+    residency: bool = True
     layerwise: str | int = "16MiB"
 
     @property
@@ -68,6 +70,7 @@ EXPECTED = {
     "copy_threads": "a number of threads, such as 2",
     "timeline": 'a file, such as "/tmp/hits.json"',
     "verify": "true or false",
+    "residency": "true or false",
     "weights": 'a name of the weights, such as "llama-3.1-8b at step 9000"',
     "gpu_copies": '"auto", "batch" or "kernel"',
     "layerwise": 'bytes, such as "16MiB", or "off"',

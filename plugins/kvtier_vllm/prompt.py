@@ -168,6 +168,7 @@ class Prompt:
     load: LoadState = field(default_factory=LoadState)
     save: SaveState = field(default_factory=SaveState)
     pin: PinState = field(default_factory=PinState)
+    resident: int = 0  # leading blocks whose pages in the engine are known
 
     @property
     def adapter(self) -> str:

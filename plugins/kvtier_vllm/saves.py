@@ -62,11 +62,9 @@ class Saves:
         self._saves_of: dict[int, tuple[int, ...]] = {}  # page -> the saves that read it
         self._nbytes = 0
 
-    def overwritten(self, scheduled: Any, fresh: set[int]) -> list[int]:
-        """The saves whose pages this step gives to another request; `fresh`: the pages that it loads into."""
-        if not self._pending:
-            return []
-        pages = set(fresh)
+    def fresh_pages(self, scheduled: Any, loaded: set[int]) -> set[int]:
+        """The pages that this step gives to another request; `loaded`: those that it loads into."""
+        pages = set(loaded)
         for new in scheduled.scheduled_new_reqs:
             self._add_fresh(pages, new.block_ids, new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
@@ -75,6 +73,10 @@ class Saves:
                 resumed = request_id in cached.resumed_req_ids
                 first = cached.num_computed_tokens[at] if resumed else 0
                 self._add_fresh(pages, cached.new_block_ids[at], first)
+        return pages
+
+    def overwritten(self, pages: set[int]) -> list[int]:
+        """The saves that read one of these pages."""
         return sorted(
             {save for page in self._saves_of.keys() & pages for save in self._saves_of[page]}
         )
@@ -290,6 +292,10 @@ class Saves:
             why = "no_time" if prompt.session is not None else "no_daemon"
             why = "after_hole" if state.tries >= TRIES else why
             self._counts[f"drop:{why}"] += whole - first
+
+    @property
+    def in_progress(self) -> bool:
+        return bool(self._pending)
 
     @property
     def in_flight(self) -> dict[str, int]:

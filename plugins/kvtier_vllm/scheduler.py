@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 
 from kvtier import KvSpec
 from kvtier.client import Changes, Lease, Match, Pinned
+from kvtier_plugins.residency import EngineBlocks, ResidencyReports
 from kvtier_vllm.daemon import Daemon, DaemonSession
 from kvtier_vllm.events import Event, KvEvents, TierWatch
 from kvtier_vllm.forecast import Forecast
@@ -35,6 +36,56 @@ from kvtier_vllm.stats import PluginStats
 from kvtier_vllm.timeline import Timelines
 
 
+class EngineResidency:
+    """The blocks of the engine's own cache. A block is known once its pages are filled, and until they are
+    given to another request; `is_held` detects pages that the engine forgets in another way."""
+
+    def __init__(
+        self, layout: Layout, daemon: Daemon, keys: BlockKeys, is_held: Callable[[int], bool]
+    ) -> None:
+        self.blocks = EngineBlocks()
+        self.reports = ResidencyReports(lambda: daemon.session)
+        self._layout = layout
+        self._daemon = daemon
+        self._keys = keys
+        self._is_held = is_held
+
+    def step(self, fresh: set[int], scheduled: Any, prompts: Mapping[str, Prompt]) -> None:
+        """This step gives these pages to requests, and fills some."""
+        if fresh:
+            self.blocks.reused(fresh)
+        session, block = self._daemon.session, self._layout.block_tokens
+        for request_id, tokens in scheduled.num_scheduled_tokens.items() if session else ():
+            prompt = prompts.get(request_id)
+            if prompt is None:
+                continue
+            computed = prompt.request.num_computed_tokens
+            end = (computed + tokens) // block
+            prompt.resident = min(prompt.resident, computed // block)  # it was preempted
+            if end > prompt.resident:
+                self._filled(prompt, session, end, scheduled)
+        self.blocks.check(self._is_held)
+        self.reports.add(self.blocks)
+
+    def _filled(
+        self, prompt: Prompt, session: DaemonSession | None, end: int, scheduled: Any
+    ) -> None:
+        """This step fills the blocks of a prompt up to `end`."""
+        assert session is not None
+        name = prompt.request.request_id
+        ids = scheduled.kv_connector_block_state.get_block_ids(name)
+        keys, first = self._keys.of(prompt, session), prompt.resident
+        if ids is None:
+            return
+        end = prompt.resident = min(end, len(keys))
+        for index, group in enumerate(self._layout.groups):
+            mine, parts = ids[group.group_id], group.parts
+            for at in range(first, min(end, len(mine) // parts)):
+                pages = mine[at * parts : (at + 1) * parts]
+                if all(pages) and self._is_held(pages[-1]):
+                    self.blocks.filled(index, keys[at], pages)
+
+
 class SchedulerSide:
     """One per engine. `clock` is monotonic, in seconds. `loads`: the engine may load."""
 
@@ -49,6 +100,7 @@ class SchedulerSide:
         self.stats = PluginStats()
         self.counts = self.stats.counts
         self.timelines = Timelines(options.timeline, clock)
+        self._layout = layout
         self._options = options
         self._may_load = loads
         self._clock = clock
@@ -71,10 +123,17 @@ class SchedulerSide:
         )  # fmt: skip
         self._saves = Saves(layout, options, self.counts)
         self._pins = Pins(layout, daemon, self._keys, self.counts)
+        self._resident: EngineResidency | None = None
 
     def set_limits(self, limits: EngineLimits) -> None:
         """Use the engine's own cache and limits from now on."""
         self._decisions.queue.limits = limits
+
+    def watch_pages(self, is_held: Callable[[int], bool]) -> None:
+        """Tell the daemon which blocks the engine's own cache holds. `is_held`: whether the engine still
+        finds the content of this page."""
+        if self._options.residency and self._resident is None:
+            self._resident = EngineResidency(self._layout, self._daemon, self._keys, is_held)
 
     def open(self, spec: KvSpec) -> None:
         """Connect in the background, and open this space."""
@@ -83,6 +142,8 @@ class SchedulerSide:
         self._daemon.open(spec, engine)
 
     def close(self) -> None:
+        if self._resident is not None:
+            self._resident.reports.close()
         self.timelines.close()
         self._daemon.close()
 
@@ -185,7 +246,12 @@ class SchedulerSide:
         self._pins.next_step()
         self._steps += 1
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
-        overwritten = self._saves.overwritten(scheduled, fresh)
+        overwritten: list[int] = []
+        if self._saves.in_progress or self._resident is not None:
+            pages = self._saves.fresh_pages(scheduled, fresh)
+            overwritten = self._saves.overwritten(pages)
+            if self._resident is not None:
+                self._resident.step(pages, scheduled, self._prompts)
         saves = []
         if self._options.save:
             now = {load.request_id for load in loads if load.now}
@@ -210,6 +276,8 @@ class SchedulerSide:
             if prompt.session is not session:
                 prompt.leave_session()
         self._lookups.keep_only(session)
+        if self._resident is not None:
+            self._resident.reports.wake()
 
     def _forecast_step(self, scheduled: Any) -> None:
         """Record when the step began, and how much it computes."""
@@ -284,6 +352,8 @@ class SchedulerSide:
             self._events.remove_all()
         for prompt in self._prompts.values():
             prompt.forget_keys()
+        if self._resident is not None:
+            self._resident.blocks.clear()
 
     @property
     def in_flight(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ after the engine has submitted the step's computation.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -106,6 +107,7 @@ class DaemonMappings:
         self._unwanted: set[bytes] = set()  # runs to unmap with the next step
         self._scheduler_run = b""
         self._pinging = False
+        self._joined: DaemonSession | None = None  # takes part in copies on the GPU
 
     @property
     def session(self) -> DaemonSession | None:
@@ -136,6 +138,7 @@ class DaemonMappings:
                 self.readers[reader.daemon_run] = reader
             if self._state.device is not None:
                 self._state.device.register(reader)
+                self._join_hot(session, self._state.device)
             behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
             # If the scheduler has lost its daemon, this rank's daemon may be gone too.
             if (behind if step.daemon_run else changed) and not self._pinging:
@@ -155,6 +158,14 @@ class DaemonMappings:
             self._unwanted = unwanted & self.readers.keys()
         else:
             self._unwanted = set()
+
+    def _join_hot(self, session: DaemonSession, device: DeviceSide) -> None:
+        """Take part in copies on the GPU, once, if the daemon has memory for them. They cannot be
+        verified."""
+        hot = session.client.link.welcome.hot and not self._state.options.verify
+        if session is not self._joined and hot:
+            self._joined = session
+            self._state.tasks.put(partial(device.join_hot, session, self._state.shard))
 
     def on_idle(self, session: DaemonSession | None) -> None:
         """If the engine is idle, do the next step's work: register the daemon's memory with the device, and
@@ -307,6 +318,17 @@ class RankLoads:
                 one.why = one.why or "error"
         for one in started:
             self._end_in_step(one.order, self._end_device(one, "now"))
+            self._fill_hot(one)
+
+    def _fill_hot(self, load: DeviceLoad) -> None:
+        """Copy what a step loaded to the device's memory, in the thread that saves: the step does not wait
+        for the daemon, and may give the pages away."""
+        device, reader = self._state.device, load.reader
+        if load.why or device is None or reader is None or device.hot_of(reader.daemon_run) is None:
+            return
+        reads = load.order.shards[self._state.shard]
+        sizes = [group.block_bytes for group in self._state.layout.groups]
+        self._state.tasks.put(partial(device.fill_hot, reader, reads, sizes))
 
     def received(self) -> tuple[set[str], set[str]]:
         """The requests whose load between steps ended, and which failed. An idle step waits a moment."""
@@ -333,7 +355,7 @@ class RankLoads:
             if self._state.device is None:
                 good = self._load(load)
             else:
-                good = self._end_device(self._start_device(load, after, "load"), "load")
+                good = self._load_by_device(self._state.device, load, after)
             self._ended(load)
             with self._arrived:
                 self._state.pending_loads -= Counter((load.daemon_run,))
@@ -341,6 +363,16 @@ class RankLoads:
                 if not good:
                     self._failed.add(load.request_id)
                 self._arrived.notify()
+
+    def _load_by_device(self, device: DeviceSide, load: LoadOrder, after: Event | None) -> bool:
+        """Load between steps. The pages are the request's until this has ended, so they can be copied on."""
+        started = self._start_device(load, after, "load")
+        parts = [group.parts for group in self._state.layout.groups]
+        reads = load.shards[self._state.shard] if not started.why else ()
+        kept = device.start_keeping(load.daemon_run, reads, parts)
+        good = self._end_device(started, "load")
+        device.end_keeping(kept, started.why)
+        return good
 
     def _load(self, load: LoadOrder) -> bool:
         """Copy this rank's shard; return whether every page has its content. Never raises."""
@@ -416,6 +448,7 @@ class RankLoads:
                 why = "error"
             slots = {read.group: len(read.slots) // SLOT_BYTES for read in reads}
             nbytes = sum(groups[group].block_bytes * count for group, count in slots.items())
+        started.why = why
         return self._count(started.order, why, nbytes, started.started)
 
     def _count(self, load: LoadOrder, why: str, nbytes: int, started: float) -> bool:
@@ -584,6 +617,11 @@ class RankSaves:
                     pieces = state.pieces[write.group]
                     saving.gather(pieces, write.block_ids, nice=NICE, turn=copy)
                 saving.commit(len(saving))
+                if state.device is not None and state.device.hot is not None:
+                    run = session.reader.daemon_run
+                    # The blocks are saved, whoever gets their pages now.
+                    with contextlib.suppress(Overwritten):
+                        state.device.save_hot(run, saving, write.group, write.block_ids, copy)
         nbytes = len(saving) * state.layout.groups[write.group].block_bytes
         counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
         if write.group == state.layout.whole_group and state.shard == 0:

@@ -1,19 +1,23 @@
-// Encodes and decodes one part with a device's kernels, built for the host.
+// Encodes and decodes parts with a device's kernels, built for the host.
 #pragma once
 
+// Selects the substitute for CUDA's threads: lanes in a loop, or a thread for each lane. First: see
+// lane_threads.h.
+#ifndef KVTIER_HOST_KERNELS
+#define KVTIER_HOST_KERNELS "host_kernels.h"
+#endif
+#include KVTIER_HOST_KERNELS
+
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <numbers>
 #include <vector>
 
 #include "codec/calibration.h"
 #include "codec/codec.h"
-// Selects the substitute for CUDA's threads: lanes in a loop, or a thread for each lane.
-#ifndef KVTIER_HOST_KERNELS
-#define KVTIER_HOST_KERNELS "host_kernels.h"
-#endif
-#include KVTIER_HOST_KERNELS
 
 namespace kvtier::cuda {
 
@@ -71,99 +75,122 @@ class HostKnown {
     calibrated::ProfilePart is_;
 };
 
-// A part, and everything that its kernels need.
-class HostPart {
+// Parts of one codec, and everything that its kernels need. The caller keeps all of their bytes.
+class HostBatch {
  public:
-    HostPart(codec::Codec codec, codec::Element element, size_t raw_bytes, const HostKnown* known)
-        : codec_(codec) {
-        constexpr size_t kWidths[] = {2, 2, 4, 1, 1};
-        const size_t elements = raw_bytes / kWidths[static_cast<size_t>(element)];
-        const bool fp8 = codec == codec::Codec::kFp8;
-        const bool fixed = fp8 || (codec >= codec::Codec::kQ8 && codec <= codec::Codec::kQ2);
-        // More units than a part has are harmless.
-        const size_t units = elements / (fixed ? 4096 : codec::kStreamSymbols) + 1;
-        part_.raw_bytes = raw_bytes;
-        part_.element = static_cast<uint32_t>(element);
-        part_.units = static_cast<uint32_t>(units);
-        part_.parts = 1;
-        part_.bits = fp8                          ? 8 | codec::kFloating
-                     : codec == codec::Codec::kQ8 ? 8
-                     : codec == codec::Codec::kQ4 ? 4
-                                                  : 2;
-        if (known != nullptr) part_.known = known->at();
-        measures_.resize(units);
-        owners_.resize(units);
+    HostBatch(codec::Codec codec, codec::Element element) : codec_(codec), element_(element) {}
+
+    unsigned grid = 3, threads = static_cast<unsigned>(kLanes) * kWarps;
+
+    // A part to decode. `more` units have no rows; `kept`: it is stored raw.
+    void add(const uint8_t* text, size_t nbytes, uint8_t* raw, size_t raw_bytes,
+             const HostKnown* known, bool heads_first, bool kept = false, uint32_t more = 0) {
+        Part& part = added(raw, raw_bytes, known, heads_first, more);
+        part.text = address(text), part.text_bytes = nbytes, part.kept = kept;
     }
 
-    // True if the part is valid; then `raw` has its content.
-    bool decode(const uint8_t* text, size_t nbytes, bool heads_first, uint8_t* raw) {
-        part_.raw = address(raw), part_.text = address(text), part_.text_bytes = nbytes;
-        part_.heads_first = heads_first;
+    // A part to encode. r32 needs `more` to be 0.
+    void add(const uint8_t* raw, size_t raw_bytes, const codec::Grid& grid, const HostKnown* known,
+             bool heads_first, uint32_t position, uint32_t more = 0) {
+        Part& part = added(raw, raw_bytes, known, heads_first, more);
+        part.rows = grid.rows, part.channels = grid.channels, part.head = grid.head;
+        part.by_token = grid.by_token;
+        part.position = position;
+    }
+
+    void decode() {
         switch (codec_) {
             case codec::Codec::kFix4:
-                run(lossless::kvtier_fix4_count), run(lossless::kvtier_fix4_decode);
-                break;
+                return run({lossless::kvtier_fix4_count, lossless::kvtier_fix4_decode});
             case codec::Codec::kR32:
-                run(lossless::kvtier_r32_decode);
-                break;
+                return run({lossless::kvtier_r32_decode});
             case codec::Codec::kEcsq:
             case codec::Codec::kCachegen:
-                run(calibrated::kvtier_calibrated_numbers);
-                run(calibrated::kvtier_calibrated_values);
-                break;
+                return run(
+                    {calibrated::kvtier_calibrated_numbers, calibrated::kvtier_calibrated_values});
             default:
-                run(quantized::kvtier_quantized_decode);
+                return run({quantized::kvtier_quantized_decode});
         }
-        return result_.bad == 0;
     }
 
-    // The encoded size; 0 if the part is stored raw.
-    size_t encode(const uint8_t* raw, const codec::Grid& grid, bool heads_first, uint32_t position,
-                  uint8_t* out) {
-        // More than any codec needs.
-        const auto scratch =
-            std::make_unique<uint64_t[]>(part_.raw_bytes + measures_.size() * 100'000 / 8 + 64);
-        part_.scratch = address(scratch.get());
-        part_.raw = address(raw), part_.text = address(out), part_.text_bytes = part_.raw_bytes;
-        part_.rows = grid.rows, part_.channels = grid.channels, part_.head = grid.head;
-        part_.by_token = grid.by_token;
-        part_.heads_first = heads_first, part_.position = position;
+    // All parts into one payload.
+    void encode(uint8_t* out) {
+        uint64_t raw_bytes = 0;
+        for (const Part& part : parts_) raw_bytes += part.raw_bytes;
+        for (Part& part : parts_) {
+            // More than any codec needs.
+            scratch_.push_back(
+                std::make_unique<uint64_t[]>(part.raw_bytes + part.units * 100'000 / 8 + 64));
+            part.scratch = address(scratch_.back().get());
+            part.text = address(out), part.text_bytes = raw_bytes;
+            part.parts = static_cast<uint32_t>(parts_.size());
+        }
         switch (codec_) {
             case codec::Codec::kFix4:
-                run(lossless::kvtier_fix4_begin), run(lossless::kvtier_fix4_measure);
-                run(kvtier_settle), run(lossless::kvtier_fix4_place);
-                break;
+                return run({lossless::kvtier_fix4_begin, lossless::kvtier_fix4_measure,
+                            kvtier_settle, lossless::kvtier_fix4_place});
             case codec::Codec::kR32:
-                run(lossless::kvtier_r32_begin), run(lossless::kvtier_r32_measure);
-                run(kvtier_settle), run(lossless::kvtier_r32_place);
-                break;
+                return run({lossless::kvtier_r32_begin, lossless::kvtier_r32_measure, kvtier_settle,
+                            lossless::kvtier_r32_place});
             case codec::Codec::kEcsq:
             case codec::Codec::kCachegen:
-                run(calibrated::kvtier_calibrated_measure), run(kvtier_settle);
-                run(calibrated::kvtier_calibrated_place);
-                break;
+                return run({calibrated::kvtier_calibrated_measure, kvtier_settle,
+                            calibrated::kvtier_calibrated_place});
             default:
-                run(quantized::kvtier_quantized_measure), run(kvtier_settle);
-                run(quantized::kvtier_quantized_place);
+                return run({quantized::kvtier_quantized_measure, kvtier_settle,
+                            quantized::kvtier_quantized_place});
         }
-        return result_.kept ? 0 : result_.bytes;
     }
 
-    Result& result() { return result_; }
+    // Of the parts in the order in which they were added.
+    const std::vector<Result>& results() const { return results_; }
 
  private:
     static uint64_t address(const void* of) { return reinterpret_cast<uint64_t>(of); }
-    void run(CodecKernel::Call* kernel) {
-        const auto count = kernel == kvtier_settle ? 1 : static_cast<uint32_t>(owners_.size());
-        run_on_host<kLanes>(3, kLanes * kWarps, kernel, &part_, owners_.data(), count,
-                            measures_.data(), &result_);
+
+    Part& added(const void* raw, size_t raw_bytes, const HostKnown* known, bool heads_first,
+                uint32_t more) {
+        constexpr size_t kWidths[] = {2, 2, 4, 1, 1};
+        const size_t elements = raw_bytes / kWidths[static_cast<size_t>(element_)];
+        const bool fp8 = codec_ == codec::Codec::kFp8;
+        const bool fixed = fp8 || (codec_ >= codec::Codec::kQ8 && codec_ <= codec::Codec::kQ2);
+        const size_t of_unit = fixed ? 4096 : codec::kStreamSymbols;
+        Part part = {};
+        part.raw = address(raw), part.raw_bytes = raw_bytes;
+        part.element = static_cast<uint32_t>(element_);
+        part.unit = static_cast<uint32_t>(owners_.size());
+        part.units =
+            static_cast<uint32_t>((std::max<size_t>(elements, 1) - 1) / of_unit + 1) + more;
+        part.bits = fp8                           ? 8 | codec::kFloating
+                    : codec_ == codec::Codec::kQ8 ? 8
+                    : codec_ == codec::Codec::kQ4 ? 4
+                                                  : 2;
+        if (known != nullptr) part.known = known->at();
+        part.heads_first = heads_first;
+        owners_.resize(owners_.size() + part.units, static_cast<uint32_t>(parts_.size()));
+        measures_.resize(owners_.size());
+        results_.emplace_back();
+        return parts_.emplace_back(part);
+    }
+
+    void run(std::initializer_list<CodecKernel::Call*> kernels) {
+        const uint32_t payload = 0;  // its first part
+        for (CodecKernel::Call* const kernel : kernels) {
+            const bool whole = kernel == kvtier_settle;
+            run_on_host<kLanes>(grid, threads, kernel, parts_.data(),
+                                whole ? &payload : owners_.data(),
+                                whole ? 1 : static_cast<uint32_t>(owners_.size()), measures_.data(),
+                                results_.data());
+        }
     }
 
     codec::Codec codec_;
-    Part part_ = {};
+    codec::Element element_;
+    std::vector<Part> parts_;
+    std::vector<uint32_t> owners_;
     std::vector<Measure> measures_;
-    std::vector<uint32_t> owners_;  // all of them belong to the one part
-    Result result_ = {};
+    std::vector<Result> results_;
+    std::vector<std::unique_ptr<uint64_t[]>> scratch_;
 };
 
 }  // namespace kvtier::cuda

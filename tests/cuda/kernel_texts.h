@@ -5,6 +5,7 @@
 #include "../../kernels/cuda/codec_lossless.cu"
 #include "../../kernels/cuda/codec_quantized.cu"
 #include "../../kernels/cuda/copy_blocks.cu"
+#include "../../kernels/cuda/digest.cu"
 
 // The codecs' kernels, which have the same parameters.
 struct CodecKernel {

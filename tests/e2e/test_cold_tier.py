@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import Client, Group, KvSpec, Lease, Match
+from kvtier import Client, Group, InvalidArgument, KvSpec, Lease, Match
 from kvtier.client import Answer
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.index import Index
@@ -185,6 +185,35 @@ def test_a_client_that_waits_for_the_disk_gets_its_blocks_and_keeps_its_session(
         stats = daemon.stats()
         assert stats["latencies"]["wait"]["counts"][-1] == 1
         assert stats["failures"]["internal"] == 0
+
+
+def test_a_load_waits_for_the_disk_as_long_as_it_is_told(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(daemon_of, disk)
+    with daemon.connect() as client:
+        for chain in range(12):  # 24 MiB through 16
+            save(client, chain)
+            settled(daemon)
+        space = client.open(SPEC)
+        for chain, way in enumerate(("wait", "load", "load_into")):
+            keys = space.keys(tokens(chain))
+            expected = [pattern(key, SPEC.block_bytes) for key in keys]
+            assert space.match(keys[:1]).ready == 0  # on disk alone
+            if way == "wait":
+                found = space.wait(keys, PATIENCE_MS)
+                assert (found.ready, found.coming) == (CHAIN, 0)
+            if way == "load_into":
+                buffers = [bytearray(SPEC.block_bytes) for _ in keys]
+                assert space.load_into(keys, buffers, wait_ms=PATIENCE_MS) == CHAIN
+                assert buffers == expected
+                continue
+            with space.load(keys, 60_000, wait_ms=PATIENCE_MS) as blocks:
+                assert list(blocks) == expected
+        absent = space.keys([7] * 64)
+        assert space.wait(absent, PATIENCE_MS).ready == 0  # at once: nothing comes
+        with pytest.raises(InvalidArgument, match="within_ms"):
+            space.wait(absent, -1)
 
 
 @pytest.mark.parametrize("way", [signal.SIGTERM, signal.SIGKILL])

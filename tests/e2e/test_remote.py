@@ -227,7 +227,8 @@ def test_the_steps_of_the_page_work(tmp_path: Path, daemon_of: Hosts, store: Obj
     (made,) = (text for _, text in blocks if "fleet-secret" in text)
     subprocess.run(["sh", "-c", made], cwd=tmp_path, check=True)
     assert len((tmp_path / "fleet-secret").read_bytes()) == 32
-    (config,) = (textwrap.dedent(text) for kind, text in blocks if kind == "toml")
+    config, pooled = (textwrap.dedent(text) for kind, text in blocks if kind == "toml")
+    assert "mooncake://" in pooled
     (credentials,) = (textwrap.dedent(text) for kind, text in blocks if kind == "ini")
     file = tmp_path / "s3-credentials"
     file.touch(0o600)

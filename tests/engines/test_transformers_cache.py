@@ -121,6 +121,32 @@ def test_blocks_that_are_absent_end_the_prefix(client: Client, kind: str) -> Non
     assert loaded(model, ids, client) == 64
 
 
+def test_prompts_that_do_not_fit_into_memory_at_once_are_loaded_from_disk_one_after_the_other(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    """Memory has room for one and a half prompts. What one load has read makes room for the next one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    cold = f'[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\nwrite = "through"\nscrub = 0\n'
+    daemon = daemon_of(config=cold, warm="4MiB")
+    daemon.wait_for_disks()
+    model, blocks = tiny_model("llama", head_dim=64), 60
+    prompts = [prompt(blocks * BLOCK + 1, seed) for seed in (1, 2, 3)]
+    with daemon.connect() as client:
+        for number, ids in enumerate(prompts, 1):
+            saved(model, ids, client)
+            daemon.wait_for(
+                lambda stats, least=number * blocks: stats["tiers"]["cold"]["blocks"] >= least
+            )
+        with attach(model, client, block_tokens=BLOCK, patience_ms=60_000) as attached:
+            for ids in prompts * 2:
+                before = attached.counts.copy()
+                greedy(model, ids, max_new_tokens=1)
+                loads = attached.counts - before
+                assert loads["loaded_tokens"] == blocks * BLOCK, loads
+                assert loads["disk_tokens"], loads
+
+
 def test_a_damaged_block_is_a_miss(shared_daemon: Daemon, client: Client) -> None:
     model, ids = tiny_model("llama"), prompt(100, seed=10)
     saved(model, ids, client)

@@ -202,6 +202,20 @@ def test_finish_waits_for_the_last_byte(rig: Rig) -> None:
     waiting.join()
 
 
+def test_extents_of_a_user_who_may_only_read_are_registered(
+    rig: Rig, make_mapping: Callable[..., Mapping], random_bytes: Callable[..., Bytes]
+) -> None:
+    content = random_bytes(BLOCKS * PAGE).tobytes()
+    extents: list[Mapping | None] = [make_mapping(BLOCKS * PAGE, False, content)]
+    soon(lambda: rig.copier.pins.of(extents).ready == {0})
+    rig.extents = extents
+    slots = rig.slots((0, 4), (0, 2))
+    wanted = rig.after([3, 5], slots, False)
+    rig.lane.start(rig.pieces, [3, 5], extents, slots, False, None)
+    rig.lane.finish()
+    assert rig.holds(wanted)
+
+
 WRONG: dict[str, tuple[list[int], list[tuple[int, int]], type[Exception], str]] = {
     "a block beyond the pages": ([BLOCKS], [(0, 0)], IndexError, "12 is outside of 12 blocks"),
     "a block before them": ([-1], [(0, 0)], IndexError, "block"),

@@ -896,6 +896,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.ask("dirty", pack(ids)) == pack(
             i for i in self.of("ready") if i not in self.frames
         )
+        for place in ("ready", "cold"):
+            framed = [i for i in self.of(place) if i in self.frames]
+            assert unpack(self.ask("clean", pack(ids), place == "ready")) == framed
         frames, _ = self.ask("frames", pack(self.frames))
         assert frames == b"".join(FRAME.pack(*frame) for frame in self.frames.values())
         names, parents, identities, depths = [], [], [], []

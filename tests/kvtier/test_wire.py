@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Union
 
 import msgpack
 import msgspec
@@ -169,3 +170,21 @@ def test_a_frame_in_a_reused_buffer_does_not_depend_on_its_earlier_content() -> 
     for large in (wire.MatchPrefix(7, 1, bytes(5 << 20)), wire.Tier(7, "warm" * (1 << 15))):
         with pytest.raises(ProtocolError, match="at most"):
             wire.encode_into(large, frame)
+
+
+def test_an_optional_request_is_no_part_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients and daemons of other versions work together: it is only sent to daemons that show it."""
+    assert wire.Resident in wire.OPTIONAL
+    without = wire.Request
+    for kind in wire.OPTIONAL:
+        without = Union[tuple(one for one in without.__args__ if one is not kind)]  # noqa: UP007
+    monkeypatch.setattr(wire, "Request", without)
+    monkeypatch.setattr(wire, "OPTIONAL", frozenset())
+    assert wire.schema_digest() == wire.SCHEMA
+
+
+def test_a_large_report_of_an_engine_fits() -> None:
+    keys = bytes(32 * wire.LIMIT_RESIDENT)
+    frame = wire.encode(wire.Resident(0, 1, 0, keys, b""))
+    (body,) = bodies(frame)
+    assert wire.decode_request(body) == wire.Resident(0, 1, 0, keys, b"")

@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "copy_threads": [0, "two", 2.5],
     "timeline": [5, True, None],
     "verify": [1, "yes", None],
+    "residency": [1, "no", None],
     "weights": [5, None],
     "gpu_copies": ["fast", True, None],
     "layerwise": ["often", -1, None],
@@ -34,6 +35,7 @@ RIGHT: dict[str, Any] = {
     "patience_ms": 1, "lease_ms": 1, "saving": 1 << 20, "copy_threads": 1, "weights": "w",
     "timeline": "/tmp/hits.json",
     "verify": True,
+    "residency": False,
     "gpu_copies": "batch",
     "layerwise": "off",
 }  # fmt: skip

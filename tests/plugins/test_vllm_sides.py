@@ -128,10 +128,13 @@ def test_a_page_that_was_reused_names_its_save() -> None:
         [[1, 2]], [[3, 4]], [[5, 6]],
     ]  # fmt: skip
     for page, save in zip(range(1, 7), (7, 7, 8, 8, 9, 9), strict=True):
-        assert saves.overwritten(scheduled(0, [], [], [page]), set()) == [save]
-        assert saves.overwritten(scheduled(), {page}) == [save]
-    assert saves.overwritten(scheduled(BLOCK, [1, 2, 8, 9], [5, 10], []), set()) == []
-    assert saves.overwritten(scheduled(BLOCK, [1, 2, 3], [5], []), set()) == [8]
+        assert saves.overwritten(saves.fresh_pages(scheduled(0, [], [], [page]), set())) == [save]
+        assert saves.overwritten(saves.fresh_pages(scheduled(), {page})) == [save]
+    assert (
+        saves.overwritten(saves.fresh_pages(scheduled(BLOCK, [1, 2, 8, 9], [5, 10], []), set()))
+        == []
+    )
+    assert saves.overwritten(saves.fresh_pages(scheduled(BLOCK, [1, 2, 3], [5], []), set())) == [8]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_a_page_given_to_a_running_or_resumed_request_names_its_save(
         req_ids=["other"], new_block_ids=[(ids,) if ids else None], num_computed_tokens=[computed],
         resumed_req_ids={"other"} if resumed else set(),
     )  # fmt: skip
-    assert saves.overwritten(scheduled, set()) == named
+    assert saves.overwritten(saves.fresh_pages(scheduled, set())) == named
 
 
 def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:

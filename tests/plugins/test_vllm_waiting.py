@@ -192,9 +192,13 @@ def test_a_page_with_two_pending_saves_names_both_until_each_ends() -> None:
     for number in (7, 8):
         prompt.save.save_again(number - 7)
         saves.filled(prompt, 2 * BLOCK, scheduled, lambda: keys, 9, partial(int, number))
-    assert [saves.overwritten(scheduled, {page}) for page in (1, 2, 3)] == [[7], [7, 8], []]
+    assert [saves.overwritten(saves.fresh_pages(scheduled, {page})) for page in (1, 2, 3)] == [
+        [7],
+        [7, 8],
+        [],
+    ]
     saves.reported(RankReport(saves={7: 1}))
-    assert [saves.overwritten(scheduled, {page}) for page in (1, 2)] == [[], [8]]
+    assert [saves.overwritten(saves.fresh_pages(scheduled, {page})) for page in (1, 2)] == [[], [8]]
     saves.reported(RankReport(saves={8: 1}))
     assert not any(saves.in_flight.values())
 

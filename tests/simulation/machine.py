@@ -137,7 +137,7 @@ class Job(Future[Any]):
 
 
 class FaultyFiles:
-    """Replaces `os` where segments are scanned: reads may fail."""
+    """Replaces `os` where segments are scanned: reads and syncs may fail."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -147,6 +147,12 @@ class FaultyFiles:
         if disk.is_failing("read"):
             raise OSError(disk.code, os.strerror(disk.code))
         return os.pread(fd, nbytes, at)
+
+    def fdatasync(self, fd: int) -> None:
+        disk = MACHINE.now.disk
+        if disk.is_failing("sync"):
+            raise OSError(disk.code, os.strerror(disk.code))
+        disk.sync(fd)
 
 
 class Threads:
@@ -231,6 +237,7 @@ class DiskOperation:
     end: Callable[[bool], tuple[int, Any]]  # gets whether it fails; returns an errno and the result
     deadline: float = NEVER
     has_begun: bool = False
+    failed: int = 0  # of a sync: the errno of a write before it, which it reports
 
 
 class Disk:
@@ -306,7 +313,8 @@ class Disk:
 
 class DiskWorker:
     """Replaces the native worker of a directory. Operations end in a random order, except that a sync waits
-    for the writes before it. A block is read from memory, or written to it, at any time until its end."""
+    for the writes before it, and reports their failures. A block is read from memory, or written to it, at
+    any time until its end."""
 
     engine = "simulated"
     queued = 0, 0, 0
@@ -467,13 +475,13 @@ class DiskWorker:
 
     def sync(self, token: int, fd: int, deadline_ms: int = 0) -> None:
         def end(fails: bool) -> tuple[int, Any]:
-            failed = self._failed.pop(fd, 0)
             if fails:
                 return self._machine.disk.code, None
             self._machine.disk.sync(fd)
-            return failed, None
+            return one.failed, None
 
         one = self._made(token, fd, "sync", lambda: None, end, 0)
+        one.failed = self._failed.pop(fd, 0)
         waits_for = set(self._writing.get(fd, ()))
         if waits_for:
             self._syncs.append((waits_for, one))
@@ -538,15 +546,19 @@ class DiskWorker:
         self._machine.count(f"disk {one.kind} {errno.errorcode.get(code, '')}".strip(), 1)
         if one.kind == "write":
             self._writing[one.fd].discard(one.token)
-            if code:
-                self._failed[one.fd] = code
+            is_reported = not code
             waiting, self._syncs = self._syncs, []
             for waits_for, sync in waiting:
+                if not is_reported and one.token in waits_for:
+                    sync.failed = sync.failed or code
+                    is_reported = True
                 waits_for.discard(one.token)
                 if waits_for:
                     self._syncs.append((waits_for, sync))
                 else:
                     self._start(sync)
+            if not is_reported:
+                self._failed[one.fd] = code
         self._done.append((one.token, code, extra))
         if len(self._done) == 1:
             notify(self._notify)

@@ -22,9 +22,14 @@ from support.cached import compiler, digest, files_in, made_once
 
 HERE = Path(__file__).parents[1] / "cuda"
 KERNELS = Path(__file__).parents[2] / "kernels"
-KINDS = ("streams", "events", "device memory", "pinned", "registered", "modules", "contexts")
+KINDS = (
+    "streams", "events", "device memory", "pinned", "registered", "modules", "contexts", "allocations",
+    "reservations", "mapped", "graphs",
+)  # fmt: skip
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 WAIT_S = 60.0
+UNKNOWN = 999  # CUDA_ERROR_UNKNOWN, for example of a device that has left the bus
+MOST_DEVICES, DEVICE_BYTES = 4, 16 << 30
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -45,7 +50,8 @@ def build() -> Path:
     """Return the library, which is cached from run to run (support/cached.py)."""
     include = [f"-I{toolkit()}/include", *(f"-I{KERNELS / name}" for name in ("include", "cuda"))]
     command = ["g++", "-std=c++20", "-O1", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared",
-               "-pthread", *include, str(HERE / "driver.cpp")]  # fmt: skip
+               "-pthread", "-Wl,-z,defs", *include,
+               *(str(HERE / f"driver{name}.cpp") for name in ("", "_memory", "_streams"))]  # fmt: skip
     sources = files_in(HERE, KERNELS / "include", KERNELS / "cuda", suffixes=(".h", ".cu", ".cpp"))
     sources.append(Path(f"{toolkit()}/include/cuda.h"))
 
@@ -58,12 +64,25 @@ def build() -> Path:
     return made_once(digest(compiler("g++"), *command, *sources) + ".so", make)
 
 
+def environment(folder: Path, library: Path, **settings: int) -> dict[str, str]:
+    """Return the environment in which other processes find the library as libcuda.so.1, in this folder.
+    Settings are `devices`, `bytes` of each device, and the `version` of the driver."""
+    link = folder / "libcuda.so.1"
+    if not link.exists():
+        link.symlink_to(library)
+    set_before = os.environ.get("LD_LIBRARY_PATH")
+    folders = [str(folder), *([set_before] if set_before else [])]
+    chosen = {f"KVTIER_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(folders), **chosen}
+
+
 class FakeCuda:
     """The controls of the library. Host memory that is passed to `device` counts as device memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self.library = ctypes.CDLL(self.path)
+        self.library.fake_calls.restype = ctypes.c_long
         self._kept: list[Any] = []
 
     def device(self, array: Bytes) -> Bytes:
@@ -79,10 +98,16 @@ class FakeCuda:
         self.library.fake_delay(0)
         self.library.fake_mend()
         self.library.fake_refuse_registration(0)
+        self.library.fake_devices(1)
+        self.library.fake_version(13000)
+        for device in range(MOST_DEVICES):
+            self.library.fake_bytes(device, ctypes.c_size_t(DEVICE_BYTES))
+            self.library.fake_taken(device, 0)
         for array in self._kept:
             if isinstance(array, np.ndarray):
                 self.library.fake_forget_memory(ctypes.c_void_p(array.ctypes.data))
         self._kept = []
+        self.library.fake_forget_objects()
 
     def hold(self, held: bool = True) -> None:
         """Let no copy begin from now on, or let them continue."""
@@ -113,12 +138,29 @@ class FakeCuda:
         """Enqueue a function in a stream, as an engine does with a kernel."""
         call = HOST_FUNCTION(lambda _: work())
         self._kept.append(call)
-        handle = ctypes.c_void_p(stream)
-        self.library.cuCtxSetCurrent(ctypes.c_void_p(1))
-        assert self.library.cuLaunchHostFunc(handle, call, None) == 0
+        self.library.fake_later(ctypes.c_void_p(stream), call, None)
 
-    def driver(self) -> cuda.Driver:
-        return cuda.Driver(0, self.path)
+    def calls(self, name: str | None = None) -> int:
+        """Count the calls of a function of the driver, or of all functions."""
+        return int(self.library.fake_calls(None if name is None else name.encode()))
+
+    def devices(self, count: int) -> None:
+        """Let the machine have this number of devices, up to four."""
+        self.library.fake_devices(count)
+
+    def memory(self, nbytes: int, device: int = 0) -> None:
+        """Let a device have this much memory."""
+        self.library.fake_bytes(device, ctypes.c_size_t(nbytes))
+
+    def lose(self, device: int = 0, error: int = UNKNOWN) -> None:
+        """Let every call for this device return an error, until `mend`."""
+        self.library.fake_lose(device, error)
+
+    def mend(self) -> None:
+        self.library.fake_mend()
+
+    def driver(self, device: int = 0) -> cuda.Driver:
+        return cuda.Driver(device, self.path)
 
     def copier(self, monkeypatch: pytest.MonkeyPatch, way: Any = "auto") -> cuda.Copier:
         """Return a copier whose kernel runs on the host."""

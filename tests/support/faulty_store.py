@@ -3,6 +3,8 @@ signatures."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,9 +41,10 @@ class FaultyStore:
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("ETag", '"0"')
                 self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body[:sent])
+                with contextlib.suppress(ConnectionError):  # the client may have ended
+                    self.end_headers()
+                    if self.command != "HEAD":
+                        self.wfile.write(body[:sent])
                 if sent is not None:
                     self.close_connection = True
 
@@ -67,6 +70,15 @@ class FaultyStore:
 
             def do_HEAD(self) -> None:
                 self.do_GET()
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+                names = re.findall("<Key>(.*?)</Key>", body)
+                for name in names:
+                    faulty.objects.pop(f"/blocks/{name}", None)
+                rows = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+                text = f"<?xml version='1.0'?><DeleteResult>{rows}</DeleteResult>"
+                self.answer(200, text.encode())
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True

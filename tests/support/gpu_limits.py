@@ -1,7 +1,7 @@
 """How long the parts of a run on a GPU may take.
 
-A borrowed machine runs one command for ten minutes at most, so the limits of all parts together are shorter: what
-exceeds its limit fails, and the others still run."""
+A borrowed machine runs one command for ten minutes at most, so the limits of all parts together are shorter.
+What exceeds its limit fails, and the others still run."""
 
 RUN_S = 540
 CODECS_S = 45  # each file of the codecs' tests

@@ -211,6 +211,9 @@ class HostTier:
     ) -> None:
         pass
 
+    def bring_back(self, space: KnownSpace, ids: bytes) -> None:
+        self._catalog.blocks.residency.stay_below(array("I", ids))
+
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         pass
 

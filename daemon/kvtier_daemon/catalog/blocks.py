@@ -28,6 +28,7 @@ from kvtier_daemon.catalog.miss_log import (
     MissLog,
 )  # fmt: skip
 from kvtier_daemon.catalog.policy import Policy
+from kvtier_daemon.catalog.residency import Residency
 from kvtier_daemon.catalog.spaces import KnownSpace
 from kvtier_kernels import Store
 
@@ -176,6 +177,7 @@ class BlockTable:
         self.writes_go_on = False  # the last blocks to write were written, or have no place yet
         self._writing: set[int] = set()  # held by a write to the disk, unknown to the policy
         self.reads = ReadBlocks()
+        self.residency = Residency(store, policy)
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
         self._erasures: dict[
             int, Callable[[], None]
@@ -217,6 +219,7 @@ class BlockTable:
                 if erase := self._erasures.pop(one, None):
                     erase()
         self.policy.gone(ids)
+        self.residency.gone(ids)
         self.reads.left(ids)
         self.evicted[why] += len(ids) // ID_BYTES
 
@@ -248,7 +251,10 @@ class BlockTable:
 
     def came(self, ids: bytes) -> None:
         """These blocks are READY from now on."""
-        self.policy.added(ids, self.store.names(ids), self.store.parents(ids))
+        added = self.residency.came(ids)
+        if added:
+            self.policy.added(added, self.store.names(added), self.store.parents(added))
+        self.residency.framed(ids)
 
     def forget(self, ids: bytes) -> bool:
         """No match finds these blocks from now on. True if some of them stay until their lease, or their read
@@ -302,10 +308,13 @@ class BlockTable:
             return
         self.unwritten.update(GONE[dirty[one]] for one in array("I", evicted) if one in dirty)
 
-    def make_room(self, space: int, group: int, wanted: int, spare: bool = False) -> bool:
-        """Evict, coldest first, until `wanted` slots are free or no other block may be evicted. With `spare`,
-        and while blocks are being written to the disk, evict only blocks that are on it; return whether
-        others were spared and would make room."""
+    def make_room(
+        self, space: int, group: int, wanted: int, spare: bool = False, clean: bool = False
+    ) -> bool:
+        """Evict until `wanted` slots are free or no other block may be evicted: first blocks that an engine
+        holds and that are on disk, then the coldest. With `spare`, and while blocks are being written to the
+        disk, or with `clean`, evict only blocks that are on it; return whether others were spared and would
+        make room."""
         store = self.store
         spare = spare and (self.writes_go_on or bool(self._writing))
         victims: bytes | None = None
@@ -315,8 +324,11 @@ class BlockTable:
             else:
                 most = short + len(self._writing)
                 victims, unwritten = self._victims(most)
-                if unwritten and not spare:
+                if clean:
+                    victims, unwritten = self.store.clean(victims, in_memory=True), b""
+                elif unwritten and not spare:
                     victims, unwritten = (victims + unwritten)[: most * ID_BYTES], b""
+                victims = self.residency.victims(short) + victims
                 if not victims:
                     return bool(unwritten)
             dirty = self._note_victims(victims) if victims else {}
@@ -355,7 +367,7 @@ class BlockTable:
         """The store has evicted these blocks; those `below` are still on disk."""
         if self.changes.watched:
             self.changes.add(WENT, MEMORY, self.changes.evicted())
-        self.policy.left(below)
+        self.policy.left(self.residency.evicted(evicted, below))
         self.policy.gone(_without(evicted, below))
         self.policy.demoted(orphans)
         self.evicted["capacity"] += (len(evicted) - len(below)) // ID_BYTES

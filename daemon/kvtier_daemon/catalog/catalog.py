@@ -32,8 +32,10 @@ from kvtier_daemon.catalog.blocks import (
 )
 from kvtier_daemon.catalog.changes import ChangeFeed
 from kvtier_daemon.catalog.demotion import Demotions
+from kvtier_daemon.catalog.direct import DirectBlocks
 from kvtier_daemon.catalog.explain import find_reason
 from kvtier_daemon.catalog.holds import Holds
+from kvtier_daemon.catalog.hot import HotCopies
 from kvtier_daemon.catalog.kept_blocks import KeptBlocks
 from kvtier_daemon.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
 from kvtier_daemon.catalog.miss_log import NOTES_BYTES, SPOILT, MissLog
@@ -170,12 +172,14 @@ class Catalog:
         self.leases = Leases()
         self._reading = ReadLeases(self.blocks, self.leases)
         self._writing = WriteLeases(self.blocks, self.spaces, self.leases)
+        self.hot = HotCopies(self.blocks, self.leases)
         self.pins = PinnedPrefixes(self.blocks, self._reading)
         self.kept = KeptBlocks(self.blocks, self.spaces, self._writing, self.pins)
         self.holds = Holds(self.blocks)
         self.promotions = Promotions(self.blocks, self.holds)
         self.arrivals = Arrivals(self.blocks, self._writing, self.holds)
         self.demotions = Demotions(self.blocks, self.spaces)
+        self.direct = DirectBlocks(self.blocks)
         self.segments = SegmentFrames(self.blocks, self.spaces, self.demotions)
         self.usage = Usage(self.blocks)
         self.lookups = Lookups()
@@ -223,6 +227,8 @@ class Catalog:
         space.check_keys(keys)
         ready, coming, held = self._reading.find(space, keys)
         skipped = first if ready < first < ready + coming else 0
+        if first and coming and self.blocks.residency:
+            self._note_own(space, keys, min(first, ready + coming), is_new)
         if skipped:
             self._reading.note_use(space, held, keys, is_new)
             ready, coming, held = self._reading.find_after(space, keys, skipped)
@@ -235,6 +241,15 @@ class Catalog:
         lease = self._reading.hold(session, space, held, ready, deadline)
         return Found(ready, coming, lease.id, lease.token, parts, skipped)
 
+    def _note_own(self, space: KnownSpace, keys: bytes, first: int, is_new: bool) -> None:
+        """A request uses the blocks before `first` from its engine's own cache: tell the policy of those that
+        have left memory because the engine holds them."""
+        away = self.blocks.residency.away_of(space, keys[: first * KEY_BYTES])
+        if away and is_new:
+            self._policy.wanted(away, self._store.names(away))
+        elif away:
+            self._policy.refreshed(away)
+
     def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
         """Join the lease with this token. It lasts until all sessions that joined it have released it."""
         lease = self._reading.with_token(token)
@@ -245,6 +260,10 @@ class Catalog:
     def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
         """Return these parts of a read lease with the checksums of their blocks."""
         return self._reading.digests(lease_id, parts)
+
+    def with_copies(self, engine: str, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
+        """Return these parts of a read lease with the slots of their copies on the engine's GPUs."""
+        return self.hot.with_copies(engine, parts, self._reading.ids_of(lease_id))
 
     def held(self, session: SessionId, lease_id: LeaseId) -> bytes:
         """Return the ids of all blocks of this session's read lease; none if the lease has ended."""
@@ -296,6 +315,7 @@ class Catalog:
     def resume(self, before: SessionId, session: SessionId) -> None:
         """The client of an ended session continues with this one: its slots are kept for `regain`."""
         self._writing.resume(before, session)
+        self.hot.resume(before, session)
 
     def regain(
         self, session: SessionId, space: KnownSpace, group: int, shard: int, keys: bytes,
@@ -395,21 +415,25 @@ class Catalog:
         detects by the generation that its slot was reused."""
         self._policy.now(now)
         self.holds.expire(now)
+        self.blocks.residency.check()
         return self._reading.expire(now)
 
     def end_session(self, session: SessionId, gone: bool) -> bool:
         """End the session's leases: those for reading now or in the next calls of `expire_leases`. Its
         uncommitted slots are freed at once if its process is `gone` or has declared that it does not write;
         otherwise they are quarantined. True if any are."""
+        copying = self.hot.end_session(session, gone)
         leases = self.leases.of(session)
         written = [lease_id for lease_id in leases if lease_id in self._writing.of]
         quarantined = self._writing.end_session(session, written, gone)
         self._reading.end_session(session, self.leases.of(session))
+        self.blocks.residency.end_session(session)
         self.holds.end_session(session)
         self.spaces.leave(session)
         self._changes.update()
-        return quarantined
+        return quarantined or copying
 
     def process_gone(self, session: SessionId) -> None:
         """Free the quarantined slots of an ended session: its process has ended."""
         self._writing.process_gone(session)
+        self.hot.process_gone(session)

@@ -150,6 +150,7 @@ class Demotions:
             changes.add(CAME, DISK, changes.name(kept.tobytes()))
         note_dead_frames(self._blocks, ids, late, frames)
         self._end_writes(ids)
+        self._blocks.residency.framed(ids)
         return len(late) // ID_BYTES
 
     def not_demoted(self, ids: bytes) -> None:

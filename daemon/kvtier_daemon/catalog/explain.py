@@ -26,6 +26,8 @@ def find_reason(
     found: dict[str, Any] = {"key": key.hex(), "why": best[0]}
     if best[1] is not None:
         found["space"] = best[1].number
+        if engines := blocks.residency.engines(best[1], key):
+            found["engines"] = engines
     if best[0] in ("", "incomplete"):
         why, ago = blocks.miss_log.of(key)
         if why:

@@ -16,7 +16,7 @@ from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.frames import segments_of
 from kvtier_daemon.catalog.holds import Holds, Request
 from kvtier_daemon.catalog.miss_log import LOST, SPOILT
-from kvtier_daemon.catalog.spaces import KnownSpace
+from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace
 
 Missing = tuple[int, int, bytes, bytes]  # group, shard, ids only in a tier below, PROMOTING ids
 
@@ -99,13 +99,51 @@ class Promotions:
             for held in reversed(present):
                 self._blocks.unlease(held)
         if len(ids) < sum(len(below) for _, _, below, _ in wanted):  # there was no room for all
-            prefix, _ = self._longest(space, keys, prefix, _is_all_coming)
+            prefix, wanted = self._longest(space, keys, prefix, _is_all_coming)
+            coming = b"".join(part for *_, part in wanted) if prefix > ready else b""
+            needed = set(array("I", coming))
+            ids, sizes = self._keep_needed(ids, sizes, needed)
+            joined = array("I", (one for one in array("I", joined) if one in needed)).tobytes()
         if prefix <= ready:
             self._blocks.policy.demoted(store.unpromoted(ids)[1])
             return Promotion()
         self.reading += len(ids) // ID_BYTES
         frames, digests = store.frames(ids)
         return Promotion(ids, store.slots(ids), frames, digests, joined, prefix - ready, sizes)
+
+    def plan_return(self, space: KnownSpace, ids: bytes, limit_blocks: int) -> Promotion:
+        """Take slots for these blocks of one space, which are only on disk because an engine held them.
+        Evicts only blocks that are on disk too. Blocks without room stay on disk."""
+        store, found, sizes = self._blocks.store, b"", array("I")
+        by_group: dict[int, array[int]] = {}
+        names = IDENTITY.iter_unpack(store.identities(ids))
+        for one, (_, group, *_) in zip(array("I", ids), names, strict=True):
+            by_group.setdefault(group, array("I")).append(one)
+        left = max(0, limit_blocks - self.reading)
+        for group, members in by_group.items():
+            wanted = members[: left - len(sizes)]
+            if wanted:
+                self._blocks.make_room(space.index, group, len(wanted), clean=True)
+                promoted = store.promote(wanted.tobytes())[0]
+                found += promoted
+                sizes += array("I", [space.block_bytes[group]]) * (len(promoted) // ID_BYTES)
+        self._blocks.residency.reading_back(found)
+        coming = set(array("I", found))
+        self._blocks.residency.stay_below(one for one in array("I", ids) if one not in coming)
+        self.reading += len(sizes)
+        frames, digests = store.frames(found)
+        return Promotion(found, store.slots(found), frames, digests, b"", len(sizes), sizes)
+
+    def _keep_needed(
+        self, ids: bytes, sizes: Sequence[int], needed: Set[int]
+    ) -> tuple[bytes, array[int]]:
+        """Give back the slots of blocks that only a longer prefix needs: the request would wait for them, and
+        hold them after its answer. Return the other blocks and their sizes."""
+        planned = list(zip(array("I", ids), sizes, strict=True))
+        needless = array("I", (one for one, _ in planned if one not in needed))
+        self._blocks.policy.demoted(self._blocks.store.unpromoted(needless.tobytes())[1])
+        kept = array("I", (one for one, _ in planned if one in needed))
+        return kept.tobytes(), array("I", (size for one, size in planned if one in needed))
 
     def _present(self, space: KnownSpace, keys: bytes) -> list[bytes]:
         """The READY blocks of this prefix, for each shard of each group."""
@@ -183,6 +221,7 @@ class Promotions:
         gone, orphans = self._blocks.store.unpromoted(ids)
         self._not_read(ids, reason, orphans)
         self._blocks.gone(gone, "lost")
+        self._blocks.residency.stay_below(array("I", ids))
 
     def spoilt(self, ids: bytes, reason: str) -> None:
         """The frames of these blocks are damaged: drop the blocks."""

@@ -138,12 +138,16 @@ class ReadLeases:
                 "bad_request",
                 f"{slots} slots with checksums in one reply, at most {most}: ask for fewer blocks or shards",
             )
-        ids = {(held.group, held.shard): held.ids for held in self._of[lease_id].parts}
+        ids = self.ids_of(lease_id)
         checksums = self._blocks.store.checksums
         return [
             msgspec.structs.replace(part, digests=checksums(ids[part.group, part.shard])[0])
             for part in parts
         ]
+
+    def ids_of(self, lease_id: LeaseId) -> dict[tuple[int, int], bytes]:
+        """The blocks of a lease by group and shard."""
+        return {(held.group, held.shard): held.ids for held in self._of[lease_id].parts}
 
     def held(self, session: SessionId, lease_id: LeaseId) -> bytes:
         """The ids of all blocks of this session's lease; none if the lease has ended."""

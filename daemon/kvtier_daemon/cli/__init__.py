@@ -34,6 +34,7 @@ COMMANDS = {
     "doctor": "Examine this machine, the configuration and the daemon.",
     "explain": "Show why a lookup hit or missed, or where blocks are.",
     "fsck": "Check cold directories that no daemon is using.",
+    "hold-gpu": "Hold memory of one GPU for copies of blocks, until interrupted.",
     "install-service": "Write systemd units, and print the commands to run afterwards.",
     "keys": "List the spaces and what they hold, or the keys of one.",
     "monitor": "Show events as they happen, until interrupted.",

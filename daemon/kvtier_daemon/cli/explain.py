@@ -90,7 +90,8 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
     for key in told.get("keys", []):
         by = f", by {key['policy']}" if "policy" in key else ""
         ago = f" ({key['ago_s']:.0f} s ago{by})" if "ago_s" in key else ""
-        yield f"{key['key']}: {WHY.get(key['why'], key['why'])}{ago}"
+        held = f"; {key['engines']} engines hold it" if "engines" in key else ""
+        yield f"{key['key']}: {WHY.get(key['why'], key['why'])}{ago}{held}"
         for near in key.get("near", []):
             fields = ", ".join(
                 f"{name} {values['there']!r} (here {values['here']!r})"

@@ -20,6 +20,9 @@ def serve(
     log_level: Annotated[
         str | None, value("LEVEL", "Lowest severity to log: debug, info, warning or error.")
     ] = None,
+    with_process: Annotated[
+        int | None, value("PID", "End when this process, which started the daemon, ends.", min=1)
+    ] = None,
 ) -> None:
     """Run the daemon until it is stopped.
 
@@ -38,4 +41,4 @@ def serve(
 
     from kvtier_daemon.app import run
 
-    run(loaded)
+    run(loaded, with_process)

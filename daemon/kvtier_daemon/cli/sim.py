@@ -53,6 +53,12 @@ def sim(
     write_limit: Annotated[
         str, value("SIZE", "Bytes written per day, as cold.daily_writes; 0: no limit.")
     ] = "0",
+    hbm: Annotated[
+        str, value("SIZE", "The engines' own cache on top of memory; 0: not simulated.")
+    ] = "0",
+    residency: Annotated[
+        str, value("NAME", "With --hbm, what kvtier knows of that cache: off, on or lazy.")
+    ] = "on",
     admission: Annotated[
         str, value("NAME", "What is written to the disk: all, second-touch or auto.")
     ] = "auto",
@@ -77,8 +83,12 @@ def sim(
     if blocks is not None:
         _one_tier(requests, policies, _counts(blocks, requests), prefill, plot, json)
         return
-    from kvtier_daemon.sim.tiers import ADMISSIONS, Machine
+    from kvtier_daemon.sim.tiers import ADMISSIONS, RESIDENCY, Machine
 
+    if residency not in RESIDENCY:
+        raise typer.BadParameter(
+            f"--residency: expected one of {', '.join(RESIDENCY)}, got {residency!r}"
+        )
     if admission not in ADMISSIONS:
         raise typer.BadParameter(
             f"--admission: expected one of {', '.join(ADMISSIONS)}, got {admission!r}"
@@ -99,6 +109,7 @@ def sim(
             nvme_read_bytes_s=amount("--nvme-read", nvme_read),
             nvme_write_bytes_s=amount("--nvme-write", nvme_write), codec_ratio=codec_ratio, engines=engines,
             daily_bytes=amount("--write-limit", write_limit), admission=admission,
+            hbm_bytes=amount("--hbm", hbm), residency=residency,
         )
         for name in policies for memory_bytes in memories for nvme_bytes in disks
     ]  # fmt: skip
@@ -309,23 +320,28 @@ def _show_sizes(
     from kvtier.units import format_bytes
     from kvtier_daemon.sim.report import LEAST_SPAN_S
 
+    hbm_title = f"{'HBM':>7}" if any(run["hbm_bytes"] for run in runs) else ""
     typer.echo(
         f"{len(requests):,} requests in {requests.span_s:,.0f} s, {requests.native.unique:,} blocks of"
         f" {requests.block_tokens} tokens"
     )
     typer.echo(
-        f"{'memory':>9}{'NVMe':>10}  {'policy':<9}{'hits':>7}{'memory':>8}{'NVMe':>7}{'optimum':>9}"
-        f"{'TTFT p50':>10}{'p90':>8}{'p99':>8}{'written/day':>13}"
+        f"{'memory':>9}{'NVMe':>10}  {'policy':<9}{'hits':>7}{hbm_title}{'memory':>8}{'NVMe':>7}"
+        f"{'optimum':>9}{'TTFT p50':>10}{'p90':>8}{'p99':>8}{'written/day':>13}"
     )
-    typer.echo(f"{'none':>9}{'':>10}  {'':<9}{0:>7.1%}{'':>24}{_times(computed)}")
+    typer.echo(
+        f"{'none':>9}{'':>10}  {'':<9}{0:>7.1%}{' ' * len(hbm_title)}{'':>24}{_times(computed)}"
+    )
     for run in runs:
         by = run["hit_rate_by_tier"]
+        own = f"{by.get('hbm', 0):>7.1%}" if hbm_title else ""
         chosen = all(
             run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes")
         )
         typer.echo(
             f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
-            f"{run['hit_rate']:>7.1%}{by['memory']:>8.1%}{by['nvme']:>7.1%}{run['optimum']['hit_rate']:>9.1%}"
+            f"{run['hit_rate']:>7.1%}{own}{by['memory']:>8.1%}{by['nvme']:>7.1%}"
+            f"{run['optimum']['hit_rate']:>9.1%}"
             f"{_times(run['ttft_ms'])}{_a_day(run):>13}"
             f"{' <' if chosen else ''}"
         )

@@ -21,12 +21,13 @@ from kvtier_daemon.cli.tables import (
     falling,
     not_taken,
     percent,
+    resident_row,
     row,
     share_rows,
     table_of,
     tier_rows,
 )  # fmt: skip
-from kvtier_daemon.tiers.states import is_away, meaning, remedy
+from kvtier_daemon.tiers.states import is_away, is_switched_off, meaning, remedy
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -181,7 +182,7 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
     )
     for hint in stats.get("hints", ()):
         yield Text(f"! {hint}", "yellow")
-    yield _tiers(stats.get("tiers", {}), bar)
+    yield _tiers(stats, bar)
     yield _flows(stats, bar)
     if notes := _notes(stats):
         yield notes
@@ -189,9 +190,10 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
         yield _tenants(tenants)
 
 
-def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
+def _tiers(stats: Mapping[str, Any], bar: Bar) -> Table:
     table = table_of("", "", ">", "", "")
-    for name, tier in tiers.items():
+    resident_row(table, stats)
+    for name, tier in stats.get("tiers", {}).items():
         tier_rows(table, name, tier, bar)
         if meaning(name, tier):
             row(table, "", "", "", tier["state"], "")
@@ -235,6 +237,11 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
         if (text := meaning(name, tier))
     }
     lines = switched | {"bytes": moved, "evicted blocks": evicted}
+    lines["hot blocks"] = [
+        f"{name.removesuffix('_blocks').replace('_', ' ')} {n:,}"
+        for name, n in falling(stats.get("hot", {}).get("resident", {}))
+        if name.endswith("_blocks")
+    ]
     lines |= {f"{name} blocks": counts for name, counts in states.items()}
     if cold := stats.get("tiers", {}).get("cold"):
         lines |= _cold_notes(cold)
@@ -293,7 +300,9 @@ def _remote_notes(remote: Mapping[str, Any]) -> dict[str, list[str]]:
         "remote store": [str(remote.get("store", "")), *moved, measured],
         "remote loads": [f"{why} {n:,}" for why, n in falling(remote.get("loads", {}))],
         "remote objects known": [f"{remote.get('known_objects', 0):,}"],
-        "remote failure": [f"off: {failure}; the daemon retries"]
+        "remote failure": [
+            f"off: {failure}" if is_switched_off(remote) else f"off: {failure}; the daemon retries"
+        ]
         if (failure := remote.get("failure"))
         else [f"{faults:,} requests failed, works again"]
         if faults

@@ -104,6 +104,17 @@ def tier_rows(
         row(table, "", bar(ready, capacity, cells), part, "allocated so far", "")
 
 
+def resident_row(table: Table, stats: Mapping[str, Any]) -> None:
+    """Add a row for what engines hold in their own caches, if they hold anything."""
+    from kvtier.units import format_bytes
+
+    resident = stats.get("hot", {}).get("resident", {})
+    if resident.get("blocks", 0):
+        engines = count(resident["engines"], "engine")
+        amounts = f"{format_bytes(resident['bytes'])} in {engines}"
+        row(table, "hot", "", "", amounts, count(resident["blocks"], "block"))
+
+
 def falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the counts above 0, the largest first."""
     return sorted(((name, n) for name, n in counts.items() if n), key=lambda item: -item[1])

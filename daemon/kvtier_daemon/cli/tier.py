@@ -21,7 +21,7 @@ def tier(
     order: Annotated[
         Literal["drain", "off", "on", "status"], typer.Argument(metavar="drain|off|on|status")
     ],
-    name: Annotated[Literal["cold", "warm"], typer.Argument(metavar="cold|warm")],
+    name: Annotated[Literal["cold", "warm", "remote"], typer.Argument(metavar="cold|warm|remote")],
     timeout: Annotated[
         float, value("SECONDS", "Wait at most this long; 0: do not wait.", min=0)
     ] = 600.0,
@@ -32,7 +32,9 @@ def tier(
 
     drain cold: stop writing; reads continue. off cold: close the files; their blocks are misses until
     the tier is on. drain warm: write the blocks that are only in memory to the disks, and new saves at
-    once, so that a restart loses nothing. on: end drain or off. A restart follows the configuration.
+    once, so that a restart loses nothing. drain remote: write what waits for the store, then write
+    nothing more; reads continue. off remote: do not use the store; blocks that are only there are
+    misses. on: end drain or off. A restart follows the configuration.
     Exits with 1 if it has not ended in time, and with 2 if it is not possible. Only for root and the
     daemon's user.
     """

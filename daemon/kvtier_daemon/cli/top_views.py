@@ -15,6 +15,7 @@ from kvtier_daemon.cli.tables import (
     falling,
     not_taken,
     percent,
+    resident_row,
     row,
     share_rows,
     table_of,
@@ -191,6 +192,7 @@ def _overview(history: ScreenHistory, room: ScreenRoom) -> Iterator[RenderableTy
 
 def _tier_bars(history: ScreenHistory, room: ScreenRoom) -> Table:
     table = table_of("", "", ">", "", ">", least=TIERS)
+    resident_row(table, history.now.stats)
     for name, tier in history.now.stats.get("tiers", {}).items():
         tier_rows(table, name, tier, bar_of(room.ascii_only), room.cells(56))
     return table

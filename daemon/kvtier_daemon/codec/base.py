@@ -6,15 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
-from kvtier_daemon.codec.frame import RAW, Entry
+from kvtier.frame import CACHEGEN, ECSQ, ELEMENTS, FIX4, FP8, Q2, Q4, Q8, R32, RAW, ZSTD
+from kvtier_daemon.codec.frame import Entry
 from kvtier_kernels import Recipe, decode_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 1, 2, 3, 4, 5, 6, 7, 8, 9
-# Numbers of the kernels. Other element types have no exponent to encode.
-ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
+__all__ = [
+    "CACHEGEN", "ECSQ", "ELEMENTS", "FIX4", "FP8", "Q2", "Q4", "Q8", "R32", "RAW", "ZSTD", "Codec", "Native",
+    "damaged", "expect", "placed",
+]  # fmt: skip
 
 
 class Codec:

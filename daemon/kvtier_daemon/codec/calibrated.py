@@ -46,11 +46,14 @@ class Calibrated(Codec):
                 if knows(layout, part):
                     self._numbers[number, index] = len(said)
                 said.append(_shared(part, one.exponents, one.table, *share))
-        ropes = [(_native(rope.turns, "Q"), rope.interleaved) for rope in profile.ropes]
+        self.level = names.index(level)
+        self.group_tokens = profile.group_tokens
+        self.parts = said
+        self.ropes = [(_native(rope.turns, "Q"), rope.interleaved) for rope in profile.ropes]
         self.calibration = Calibration(
-            self.number, names.index(level), profile.group_tokens, ropes, said
+            self.number, self.level, profile.group_tokens, self.ropes, said
         )
-        known = [(layer, part, number) for (layer, part), number in self._numbers.items()]
+        self.known = known = [(*place, number) for place, number in self._numbers.items()]
         self.recipe = Recipe.by_calibration(self.calibration, profile.name, self.heads_first, known)
 
     def number_of(self, entry: Entry) -> int:

@@ -25,8 +25,6 @@ from kvtier_kernels import encode_frame, encode_lossy_frame, xxh3_128
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-ONCE = 1  # has been through a lossy codec, and must not be again
-
 
 def suits(codec: Codec, dtype: str) -> bool:
     """Return whether this codec can encode elements of this type."""

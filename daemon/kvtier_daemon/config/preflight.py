@@ -9,12 +9,14 @@ import grp
 import os
 import pwd
 import resource
+import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvtier.errors import ConfigError
 from kvtier.units import MIB, format_bytes
@@ -30,6 +32,7 @@ GENERATION_BYTES: Final = 8  # one generation per page, in a table for each exte
 FDS_PER_EXTENT: Final = 4  # its memory and its table, both twice during the allocation
 FDS_TAKEN_OVER: Final = 4  # more of an extent of an earlier daemon, for a moment
 FDS_PER_CLIENT: Final = 4  # its socket and its pidfd, and those of a client that has not sent Hello
+CONNECT_S: Final = 3.0
 FDS_RESERVED: Final = 64  # for the event loop, logs and other files
 
 _CAP_IPC_LOCK = 14
@@ -84,6 +87,7 @@ def look_before_start(loaded: LoadedConfig, of_service: bool = False) -> list[Ma
         *(cold_directory(place) for place in (config.cold.directories if config.cold else ())),
         calibration(config),
         *remote_store(config),
+        *store_answers(config),
     ]
 
 
@@ -382,9 +386,13 @@ def remote_store(config: Config) -> list[MachineFinding]:
     remote, what = config.remote, "remote store"
     if remote is None:
         return []
-    if find_spec("obstore") is None:
-        fix = "run `pip install 'obstore>=0.12'`, or remove [remote]"
-        return [MachineFinding(False, what, "the package obstore is not installed", fix)]
+    module, install = "obstore", "run `pip install 'obstore>=0.12'`"
+    if remote.url:
+        module = "mooncake"
+        install = "run `pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'`"
+    if find_spec(module) is None:
+        missing = f"the package {module} is not installed"
+        return [MachineFinding(False, what, missing, f"{install}, or remove [remote]")]
     file = remote.credentials
     if file is not None:
         try:
@@ -398,7 +406,25 @@ def remote_store(config: Config) -> list[MachineFinding]:
         if not os.access(file, os.R_OK, effective_ids=True):
             value = f"{file} is not readable for uid {os.geteuid()}"
             return [MachineFinding(False, what, value, f"{_GIVE}correct remote.credentials")]
-    return [MachineFinding(True, what, f"bucket {remote.bucket}")]
+    return [MachineFinding(True, what, remote.url or f"bucket {remote.bucket}")]
+
+
+def store_answers(config: Config) -> list[MachineFinding]:
+    """Check whether something accepts connections at the address of the remote store. Says nothing to it."""
+    remote, what = config.remote, "address of the remote store"
+    if remote is None:
+        return []
+    text = remote.url or remote.endpoint or f"https://s3.{remote.region}.amazonaws.com"
+    address = urlsplit(text)
+    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError as error:
+        key = "remote.url" if remote.url else "remote.endpoint"
+        fix = f"start the store, or correct {key}; until it answers, its blocks are misses"
+        why = error.strerror or str(error)
+        return [MachineFinding(False, what, f"{text} does not answer: {why}", fix)]
+    return [MachineFinding(True, what, f"{text} accepts connections")]
 
 
 def _no_place_for(directory: Path) -> tuple[str, str]:

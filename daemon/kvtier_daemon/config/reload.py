@@ -13,14 +13,15 @@ from msgspec.structs import replace
 
 from kvtier_daemon.codec.losses import NAMES as LOSSY
 from kvtier_daemon.config.members import Member, Role, member_of, roles_of
-from kvtier_daemon.config.schema import BUDGETS, USERS, ColdConfig, Config, settled
+from kvtier_daemon.config.schema import BUDGETS, USERS, ColdConfig, Config, RemoteConfig, settled
 from kvtier_daemon.config.values import EVERYONE
 
 # no configuration contains this uid: it stands for users that no list names
 NOT_NAMED: Final = -1
 LIVE: Final = frozenset({
     "log_level", "max_clients", "audit.path", "cold.codec", "cold.codecs", "cold.write", "cold.admission",
-    "cold.daily_writes", "cold.scrub",
+    "cold.daily_writes", "cold.scrub", "remote.credentials", "remote.write", "remote.stop_s", "remote.codec",
+    "remote.deadline_s", "remote.buffer", "remote.key_file",
 })  # fmt: skip
 
 
@@ -65,6 +66,7 @@ def merged(running: Config, wanted: Config) -> Config:
     return replace(
         running, log_level=wanted.log_level, max_clients=wanted.max_clients, audit=wanted.audit,
         tenants=tenants, cold=_merged_cold(running.cold, wanted.cold),
+        remote=_merged_remote(running.remote, wanted.remote),
     )  # fmt: skip
 
 
@@ -95,6 +97,18 @@ def _same_losses(running: ColdConfig | None, wanted: ColdConfig | None) -> bool:
     clients received when they opened it."""
     codecs = [*(running.codecs if running else ()), *(wanted.codecs if wanted else ())]
     return not any(codec in LOSSY for _, codec in codecs)
+
+
+def _merged_remote(
+    running: RemoteConfig | None, wanted: RemoteConfig | None
+) -> RemoteConfig | None:
+    if running is None or wanted is None:
+        return running
+    return replace(
+        running, credentials=wanted.credentials, write=wanted.write, stop_s=wanted.stop_s,
+        codec=wanted.codec, deadline_s=wanted.deadline_s, buffer_bytes=wanted.buffer_bytes,
+        key_file=wanted.key_file,
+    )  # fmt: skip
 
 
 def _merged_cold(running: ColdConfig | None, wanted: ColdConfig | None) -> ColdConfig | None:

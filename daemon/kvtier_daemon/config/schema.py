@@ -62,20 +62,35 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The remote tier: a bucket of an S3-compatible object store, which several hosts share."""
+    """The remote tier, which several hosts share: a bucket of an S3-compatible object store (`bucket`), or a
+    Mooncake Store (`url`)."""
 
-    bucket: Annotated[str, values.BUCKET]
+    bucket: Annotated[str, values.BUCKET] = ""
+    url: Annotated[str, values.POOL] = ""
+    protocol: Annotated[str, values.TRANSPORT] = "tcp"
+    devices: Annotated[str, values.DEVICES] = ""
+    metadata: Annotated[str, values.METADATA] = "P2PHANDSHAKE"
+    host: Annotated[str, values.HOST] = ""
+    segment_bytes: Annotated[int, values.SEGMENT] = msgspec.field(name="segment", default=0)
     prefix: Annotated[str, values.PREFIX] = ""
     endpoint: Annotated[str, values.ENDPOINT] = ""
     region: Annotated[str, values.REGION] = "us-east-1"
     credentials: Annotated[Path | None, values.PATH] = None
     write: Annotated[str, values.SHARE_WRITES] = "used"
+    stop_s: Annotated[int, values.SECONDS] = 5
     codec: Annotated[str, values.SHARE_CODEC] = "r32"
     deadline_s: Annotated[int, values.SOME_SECONDS] = 5
     buffer_bytes: Annotated[int, values.BUFFER] = msgspec.field(name="buffer", default=128 * MIB)
     known_bytes: Annotated[int, values.SIZE] = msgspec.field(name="known", default=64 * MIB)
     encryption: Annotated[str, values.ENCRYPTION] = "off"
     key_file: Annotated[Path | None, values.PATH] = None
+
+
+class HotConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Copies of blocks in the memory of GPUs: how much of each GPU's memory the tenants get from its holder.
+    A tenant that is not listed gets none."""
+
+    sizes: Annotated[tuple[tuple[str, int], ...], values.TENANT_SIZES] = ()
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,6 +116,8 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     readers: Annotated[tuple[int | str, ...], values.UIDS] = ()
     max_clients: Annotated[int | None, values.CLIENTS] = None
     weight: Annotated[int, values.WEIGHT] = 1
+    direct_reads: Annotated[bool, values.SWITCH] = False
+    direct_group: Annotated[int | None, values.GROUP] = None
     quota_bytes: Annotated[int, values.SHARE] = msgspec.field(name="quota")
 
 
@@ -117,6 +134,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     warm: WarmConfig
     cold: ColdConfig | None
     remote: RemoteConfig | None = None
+    hot: HotConfig = HotConfig()
     http: HttpConfig | None = None
     audit: AuditConfig = AuditConfig()
     tenants: dict[str, TenantConfig]
@@ -275,6 +293,11 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     if "history" in top:
         top["history_bytes"] = top.pop("history")
     audit = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("audit",)}
+    hot = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("hot",)}
+    for name, _ in hot.get("sizes", ()):
+        if name not in tenants:
+            what = f"{name!r} is not a tenant; the tenants are {', '.join(tenants)}"
+            raise unfit(("hot", "sizes"), parsed[("hot", "sizes")][1].place, what)
     warm.pop("size")
     warm.pop("extent", None)
     config = Config(
@@ -282,6 +305,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
         warm=WarmConfig(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
         cold=cold,
         remote=remote,
+        hot=HotConfig(**hot),
         http=http,
         audit=AuditConfig(**audit),
         tenants=tenants,
@@ -291,12 +315,15 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     for section, there in (("cold.", cold), ("remote.", remote), ("http.", http)):
         if there is None:
             every = [key for key in every if not key.startswith(section)]
-    every += [prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, "quota")]
+    every += [
+        prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, *PERMITS, "quota")
+    ]
     return LoadedConfig(config, {key: origins.get(key, "default") for key in every})
 
 
 USERS: Final = ("uids", "writers", "readers")  # the keys of a tenant that list users
 BUDGETS: Final = ("max_clients", "weight")
+PERMITS: Final = ("direct_reads", "direct_group")
 _TenantShare = tuple[str, dict[str, Any], str | int]
 
 
@@ -328,7 +355,7 @@ def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
                     what = f"{who} is already in {dotted(('tenants', name, list_))}; a user has one role"
                 problems.note(unfit(("tenants", name, key), leaf.place, what))
         quota, _ = parsed.get(("tenants", name, "quota"), ("100%", None))
-        keys = (*USERS, *BUDGETS)
+        keys = (*USERS, *BUDGETS, *PERMITS)
         said = {key: parsed[path][0] for key in keys if (path := ("tenants", name, key)) in parsed}
         shares.append((name, said, quota))
     return shares
@@ -388,16 +415,25 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> ColdConfig
     )  # fmt: skip
 
 
+_BUCKET: Final = frozenset({"bucket", "endpoint", "region", "credentials"})
+_POOL: Final = frozenset({"protocol", "devices", "metadata", "host", "segment"})
+
+
 def _settled_remote(parsed: _Parsed, place: str) -> RemoteConfig | None:
     """Return the remote tier, or None."""
     said = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("remote",)}
     if not said:
         return None
-    if "bucket" not in said:
+    if "bucket" not in said and "url" not in said:
         raise ConfigError(
-            f'{place}remote.bucket: is not set; write bucket = "kvtier-blocks" under [remote]'
+            f'{place}remote.bucket: is not set; write bucket = "kvtier-blocks" under [remote], or '
+            'url = "mooncake://HOST:50051"'
         )
-    renamed = {"buffer": "buffer_bytes", "known": "known_bytes"}
+    other, why = (_BUCKET, "remote.url") if "url" in said else (_POOL, "remote.bucket")
+    for key in said.keys() & other:
+        what = f"cannot be used with {why}; remove one of them"
+        raise unfit(("remote", key), parsed["remote", key][1].place, what)
+    renamed = {"buffer": "buffer_bytes", "known": "known_bytes", "segment": "segment_bytes"}
     return RemoteConfig(**{renamed.get(key, key): value for key, value in said.items()})
 
 

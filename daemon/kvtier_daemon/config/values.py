@@ -237,6 +237,21 @@ def _codecs(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+def _tenant_sizes(value: object) -> tuple[tuple[str, int], ...]:
+    sizes: dict[str, int] = {}
+    for item in _items(value, empty=True):
+        name, _, size = _text(item).rpartition("=")
+        if not name.strip() or not size.strip():
+            raise ValueError(f"{item!r} is not TENANT=SIZE")
+        if name.strip() in sizes:
+            raise ValueError(f"{name.strip()} is listed twice")
+        sizes[name.strip()] = _bytes_from(MIB)(size.strip())
+    return tuple(sizes.items())
+
+
+TENANT_SIZES: Final = Key(_tenant_sizes, 'a list such as ["default=8GiB"]')
+
+
 def _matching(pattern: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         if not re.fullmatch(pattern, _text(value), re.ASCII):
@@ -253,6 +268,18 @@ PREFIX: Final = Key(
 ENDPOINT: Final = Key(
     _matching(r"https?://[^/?#@\s]+"), "an address such as https://s3.example:9000, without a path"
 )
+POOL: Final = Key(
+    _matching(r"mooncake://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}"),
+    "the address of a master such as mooncake://store.example:50051",
+)
+TRANSPORT: Final = Key(_one_of(("tcp", "rdma")), "one of tcp, rdma")
+DEVICES: Final = Key(_matching(r"[A-Za-z0-9_.:,-]+"), "names of RDMA devices such as mlx5_0,mlx5_1")
+METADATA: Final = Key(
+    _matching(r"P2PHANDSHAKE|[a-z]+://[^\s]+"),
+    "P2PHANDSHAKE, or an address such as http://m:8080/metadata",
+)
+HOST: Final = Key(_matching(r"[A-Za-z0-9._:-]+"), "the name or the address of this host")
+SEGMENT: Final = Key(_bytes_from(0), "a size such as 64GiB, or 0 to lend none")
 REGION: Final = Key(_matching(r"[A-Za-z0-9-]+"), "a region such as us-east-1")
 SHARE_WRITES: Final = Key(_one_of(SHARED), f"one of {', '.join(SHARED)}")
 SHARE_CODEC: Final = Key(

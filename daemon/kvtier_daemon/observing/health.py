@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvtier.units import format_bytes
 from kvtier_daemon.observing.loop_lag import RECENT_S
-from kvtier_daemon.tiers.states import is_away, is_drained, meaning
+from kvtier_daemon.tiers.states import is_away, is_drained, is_switched_off, meaning
 
 STALL_S: Final = 2.0  # an engine's plugin has disconnected after this time
 
@@ -49,6 +49,8 @@ def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
         have, wanted = format_bytes(warm["allocated_bytes"]), format_bytes(warm["capacity_bytes"])
         yield f"the warm tier has {have} of {wanted}: {warm['failure']}"
     remote = figures["tiers"].get("remote")
+    if remote is not None and is_switched_off(remote):
+        remote = None
     if remote is not None and not remote["on"]:
         yield f"the remote tier is off, retrying: {remote['failure']}"
     elif remote is not None and not remote["writable"]:

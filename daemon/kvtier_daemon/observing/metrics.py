@@ -28,7 +28,10 @@ Read = Callable[[Figures], Any]
 
 WARM_STATES: Final = ("ready", "writing", "promoting", "doomed", "quarantined")
 ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "cold_scrub")
-FRAMES: Final = ("written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key")
+FRAMES: Final = (
+    "written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key", "direct", "not_direct",
+)  # fmt: skip
+RESIDENT_MOVES = ("entered", "left", "refused", "evicted", "returned")
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
     "written", "not_written", "dropped", "read", "absent", "spoilt", "unknown_key", "not_read", "cancelled",
@@ -87,6 +90,12 @@ def families(figures: Figures) -> Iterable[Family]:
 
 def _warm(figures: Figures) -> Mapping[str, Any]:
     found: Mapping[str, Any] = figures["tiers"]["warm"]
+    return found
+
+
+def _resident(figures: Figures) -> Mapping[str, int]:
+    """Return the figures of the blocks that engines hold in their own caches."""
+    found: Mapping[str, int] = figures["hot"]["resident"]
     return found
 
 
@@ -197,6 +206,18 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: {"warm": _warm(f)["blocks"], "cold": _cold(f).get("blocks", 0)}, "tier", TIERS),
     Metric("kvtier_evicted_blocks", "counter", "Blocks that were removed from memory or dropped, by "
            "reason; demoted blocks are on disk.", lambda f: f["evicted_blocks"], "reason", WHY_EVICTED),
+    # What engines hold in their own caches.
+    Metric("kvtier_hot_resident_blocks", "gauge", "Blocks that engines hold in their own caches, as their "
+           "plugins report it; a block counts for each engine, group and shard.",
+           lambda f: _resident(f)["blocks"]),
+    Metric("kvtier_hot_resident_bytes", "gauge", "Their size.", lambda f: _resident(f)["bytes"]),
+    Metric("kvtier_hot_away_blocks", "gauge", "Blocks that left memory because an engine holds them and the "
+           "disk has them.", lambda f: _resident(f)["away_blocks"]),
+    Metric("kvtier_hot_resident_moves", "counter", "Blocks that entered and left engines' caches; refused "
+           "means that the daemon notes no more of them, evicted that a block left memory because an engine "
+           "holds it, returned that it was read back because the engine dropped it.",
+           lambda f: {name: _resident(f)[f"{name}_blocks"] for name in RESIDENT_MOVES}, "event",
+           RESIDENT_MOVES),
     Metric("kvtier_catalog_memory_bytes", "gauge", "Memory of the catalog of all blocks.",
            lambda f: f["catalog_bytes"]),
     Metric("kvtier_notes_memory_bytes", "gauge", "Memory of the records of removed blocks.",
@@ -245,7 +266,8 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_cold_frames", "counter", "Blocks written to and read from the disks, by outcome: "
            "loaded means that a client used a block that was read, not_read that the read was cancelled, "
            "failed or was too late, spoilt that the frame is damaged, unknown_key that it is encrypted with "
-           "a key that is not in cold.key_file.",
+           "a key that is not in cold.key_file, direct that a client read it itself, not_direct that it "
+           "could not.",
            lambda f: _cold(f).get("states", {}), "outcome", FRAMES),
     Metric("kvtier_cold_loads", "counter", "Requests for blocks on disk, by decision.",
            lambda f: _cold(f).get("loads", {}), "verdict", WHY),

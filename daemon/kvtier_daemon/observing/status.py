@@ -19,6 +19,7 @@ from kvtier_daemon.observing.loop_lag import LoopLag
 from kvtier_daemon.observing.metrics import WARM_STATES
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import LowerTier, summed
+from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.remote.tier import RemoteTier
 from kvtier_daemon.tiers.warm import WarmTier
 
@@ -38,6 +39,7 @@ class StatusFigures:
         warm: WarmTier,
         lower: LowerTier,
         remote: RemoteTier,
+        hot: HotTier,
         shown_at: str,
     ) -> None:
         self.stopping = False
@@ -49,6 +51,7 @@ class StatusFigures:
         self._warm = warm
         self._lower = lower
         self._remote = remote
+        self._hot = hot
         self._shown_at = shown_at
         self._server: Server | None = None
         self._lag: LoopLag | None = None
@@ -113,6 +116,7 @@ class StatusFigures:
             "started_at_s": self._began_s,
             "stopping": self.stopping,
             "tiers": {"warm": self._warm_tier(tenants, counts, allocated)},
+            "hot": {"resident": summed(catalog.blocks.residency.report() for catalog in catalogs)},
             "lookup_tokens": sum(catalog.usage.lookup_tokens for catalog in catalogs),
             "hit_tokens": self._hits(catalogs),
             "miss_tokens": summed(catalog.usage.miss_tokens for catalog in catalogs),
@@ -158,6 +162,8 @@ class StatusFigures:
                 for each, count in zip(tenants, counts, strict=True)
             },
         }
+        if self._hot.sizes:
+            body["hot"] = {"arena": self._hot.report([each.name for each in tenants])}
         if self._lower.tier is not None:
             reported = [each.name for each in tenants]
             body["tiers"][self._lower.name] = self._lower.report(reported)

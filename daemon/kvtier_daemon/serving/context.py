@@ -20,6 +20,8 @@ from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Descriptors
+from kvtier_daemon.tiers.hot import HotTier
 
 LONGEST_WAIT_S = 60.0  # for which a request may wait
 Report = dict[str, msgspec.Raw]
@@ -42,12 +44,19 @@ class Requester(Protocol):
 
     id: SessionId
     name: str
+    engine: str
     peer: Peer
     verifies: bool  # its answers with slots contain checksums
+    device: bool  # a device writes to its slots
 
     def send(self, message: wire.Message) -> None: ...
+    def send_with(self, message: wire.Message, of: Descriptors) -> None:
+        """Send this with descriptors, after all earlier messages."""
+
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...
     def serve_later(self, request: wire.Request) -> None: ...
+    def accept_descriptors(self) -> None: ...
+    def take_descriptor(self) -> int | None: ...
 
 
 class Host(Protocol):
@@ -63,6 +72,7 @@ class Host(Protocol):
     events: EventFeed
     latencies: Latencies
     failures: Counter[str]
+    hot: HotTier
 
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]: ...
 

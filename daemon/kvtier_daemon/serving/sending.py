@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 
 from kvtier import wire
 from kvtier_daemon.serving.turns import Share, Turns
+from kvtier_daemon.tiers.base import Descriptors
 from kvtier_daemon.tiers.warm import Extent
 
 PAUSE_S = 0.002
-EXTENT_FDS = 2
+MOST_FDS = 2  # of one message
 
 SENT, BLOCKED, PAUSED, FAILED = range(4)  # results of `Outbox.flush`
 
@@ -29,8 +30,8 @@ class Outbox:
     def __init__(self, sock: socket.socket, may_park: Callable[[int], bool]) -> None:
         self._sock = sock
         self._may_park = may_park  # whether this many more descriptors may be in transit
-        # An extent is queued as such: its descriptors are created when they can be sent.
-        self.unsent: deque[tuple[memoryview, Extent | None]] = deque()
+        # An extent or a file is queued as such: its descriptors are created when they can be sent.
+        self.unsent: deque[tuple[memoryview, Descriptors | None]] = deque()
         self.nbytes = 0
         self.counted = 0  # of `nbytes`, by `Turns`
         self.sent_bytes = 0
@@ -39,8 +40,8 @@ class Outbox:
         self.parked = 0  # descriptors that the client has not received
         self._parked_at = 0  # `sent_bytes` after the last descriptor
 
-    def queue(self, frame: memoryview, extent: Extent | None = None) -> None:
-        self.unsent.append((frame, extent))
+    def queue(self, frame: memoryview, of: Descriptors | None = None) -> None:
+        self.unsent.append((frame, of))
         self.nbytes += len(frame)
 
     def announces(self, extents: Sequence[Extent]) -> bool:
@@ -56,12 +57,12 @@ class Outbox:
     def flush(self, read_only: bool) -> int:
         """Send as much as the socket takes now."""
         while self.unsent:
-            data, extent = self.unsent[0]
-            if extent and not self._may_park(EXTENT_FDS):
+            data, of = self.unsent[0]
+            if of is not None and not self._may_park(MOST_FDS):
                 return PAUSED
             try:
-                if extent:
-                    sent = self._send_with_descriptors(data, extent, read_only)
+                if of is not None:
+                    sent = self._send_with_descriptors(data, of, read_only)
                 else:
                     sent = self._sock.send(data)
             except (BlockingIOError, InterruptedError):
@@ -73,8 +74,8 @@ class Outbox:
             self.is_blocked = False
             self.sent_bytes += sent
             self.nbytes -= sent
-            if extent is not None:
-                self.parked += EXTENT_FDS
+            if of is not None:
+                self.parked += MOST_FDS
                 self._parked_at = self.sent_bytes
             if sent < len(data):
                 self.unsent[0] = (data[sent:], None)
@@ -82,10 +83,10 @@ class Outbox:
                 self.unsent.popleft()
         return SENT
 
-    def _send_with_descriptors(self, data: memoryview, extent: Extent, read_only: bool) -> int:
-        fds = extent.handles(read_only)
+    def _send_with_descriptors(self, data: memoryview, of: Descriptors, read_only: bool) -> int:
+        fds = of.handles(read_only)
         try:
-            control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", *fds))]
+            control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
             return self._sock.sendmsg([data], control)
         finally:
             for fd in fds:

@@ -30,6 +30,7 @@ from kvtier_daemon.serving.session import HALF_S, RECEIVE_FIRST_BYTES, Session
 from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.kept_arena import KeptArena
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,11 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         kept: KeptArena | None = None,
         audit: AuditLog | None = None,
+        hot: HotTier | None = None,
     ) -> None:
         self.loop = loop
         self.audit = audit or AuditLog(clock, time.time)
+        self.hot = hot or HotTier(tenants, {})
         self.writers = Writers(loop, kept)
         self.stats = stats
         self.clock = clock
@@ -197,6 +200,11 @@ class Server:
             each.peer.mapper for each in self.sessions if each.greeted and each.tenant is tenant
         }
         self.writers.end_all(tenant)
+        # Clients can write to the memory of GPUs that they have mapped: a holder that connects again
+        # offers other memory.
+        for name in self.hot.holders_for(tenant.name):
+            for holder in [each for each in self.sessions if each.id == name]:
+                holder.end("users have left a tenant")
         for session in list(self.ghosts):
             if session.tenant is tenant:
                 session.end_for_good()

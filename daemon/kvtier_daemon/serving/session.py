@@ -3,10 +3,13 @@ held at its end."""
 
 from __future__ import annotations
 
+import array
 import asyncio
 import logging
+import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,16 +23,25 @@ from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Mapper, Peer
 from kvtier_daemon.serving.requests import NEEDED, WITHOUT_TENANT, Requests, check_role
-from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
+from kvtier_daemon.serving.sending import (
+    BLOCKED,
+    FAILED,
+    PAUSE_S,
+    PAUSED,
+    Outbox,
+)
 from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import DEVICE_HOLD_S, Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Descriptors
 
 log = logging.getLogger(__name__)
 
 LIMIT_UNSENT_BYTES = 1 << 20  # of answers; above this, no requests are read
 LIMIT_NAME = 64
 TOKEN_BYTES = 16
+LIMIT_DESCRIPTORS = 16  # that a client may send ahead
+ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_DESCRIPTORS * 4)
 RECEIVE_FIRST_BYTES = 1 << 16  # received at once without reserved memory
 HALF_S = 10.0  # how long a request may take to arrive
 
@@ -68,6 +80,7 @@ class Inbox:
         self.reserved = 0  # bytes of memory for the rest of it
         self.received = server.receive_first[:0]  # by the last call of `receive`
         self.is_starved = False  # there is no memory for the rest of it
+        self.descriptors: deque[int] | None = None  # that arrived; None: they are not received
         server.loop.add_reader(sock.fileno(), ready)
 
     def read(self, wanted: bool) -> None:
@@ -86,13 +99,21 @@ class Inbox:
         # A session with reserved memory may receive much at once.
         buffer = server.receive_buffer if self.reserved else server.receive_first
         try:
-            count = self._sock.recv_into(buffer)
+            if self.descriptors is None:
+                count = self._sock.recv_into(buffer)
+            else:
+                count = _receive_with(self._sock, buffer, self.descriptors)
         except (BlockingIOError, InterruptedError):
             return -1
         except OSError:
             return 0
         self.received = buffer[:count]
         return count
+
+    def close_descriptors(self) -> None:
+        """Close what arrived and was not taken."""
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
 
     @property
     def needs_memory(self) -> bool:
@@ -118,6 +139,18 @@ class Inbox:
     def is_overdue(self, now: float) -> bool:
         """Whether a request has been incomplete for too long."""
         return self.half_since > 0 and not self.is_starved and now - self.half_since > HALF_S
+
+
+def _receive_with(sock: socket.socket, buffer: memoryview, descriptors: deque[int]) -> int:
+    """Receive bytes, and the descriptors that come with them. Raises OSError if some were lost."""
+    count, control, flags, _ = sock.recvmsg_into([buffer], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds = array.array("i", data[: len(data) - len(data) % array.array("i").itemsize])
+            descriptors.extend(fds)
+    if flags & socket.MSG_CTRUNC or len(descriptors) > LIMIT_DESCRIPTORS:
+        raise OSError("too many descriptors arrived")
+    return count
 
 
 class Session:
@@ -295,6 +328,8 @@ class Session:
         tenant = self.tenant
         if tenant is not None and self.outbox.announced < len(tenant.extents):
             self.announce()
+        if tenant is not None and self.requests.hot.gpu:
+            self.requests.hot.announce(tenant)
         try:
             if tenant is not None:
                 if tenant.catalog.blocks.expiring.times:
@@ -330,6 +365,15 @@ class Session:
         if self.outbox.announces(self.tenant.extents) and not waits:
             self._flush()
 
+    def accept_descriptors(self) -> None:
+        """Receive descriptors from now on."""
+        self.inbox.descriptors = deque()
+
+    def take_descriptor(self) -> int | None:
+        """The next descriptor that arrived; None: there is none. The caller closes it."""
+        arrived = self.inbox.descriptors
+        return arrived.popleft() if arrived else None
+
     def send(self, message: wire.Message) -> None:
         """Send this after all earlier messages. The rest that the socket does not take now is sent later."""
         if self._closing:
@@ -348,6 +392,14 @@ class Session:
                 outbox.sent_bytes += sent
         if sent < len(frame):
             outbox.queue(memoryview(frame)[sent:])
+            if not waits:
+                self._flush()
+
+    def send_with(self, message: wire.Message, of: Descriptors) -> None:
+        """Send this with descriptors, after all earlier messages."""
+        if not self._closing:
+            waits = bool(self.outbox.unsent)
+            self.outbox.queue(memoryview(wire.encode(message)), of)
             if not waits:
                 self._flush()
 
@@ -395,6 +447,8 @@ class Session:
         self.inbox.framer = wire.Framer()
         self.inbox.next = None
         self.inbox.end_request(self._share)
+        self.inbox.close_descriptors()
+        self.requests.hot.session_ended(why)
         self._server.sessions.discard(self)
         self._server.events.leave(self.id)
         if self.greeted:
@@ -402,6 +456,7 @@ class Session:
         if self.tenant is not None:
             try:
                 self.tenant.pending.session_ended(self.id)
+                self.tenant.tier.direct.session_ended(self.id)
             except Exception:
                 # Its leases must end.
                 self._server.failures["internal"] += 1
@@ -501,7 +556,8 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     session.announce()
     _tell_client(session, server, "came")
     name = session.tenant.name if session.tenant else ""
-    session.send(wire.Welcome(request.id, kvtier.__version__, name, session.token, server.run))
+    hot = name in server.hot.sizes and session.writes
+    session.send(wire.Welcome(request.id, kvtier.__version__, name, session.token, server.run, hot))
 
 
 def _tell_client(session: Session, server: Listener, what: str, **more: object) -> None:

@@ -51,18 +51,28 @@ def report(requests: TraceRequests, machine: Machine, simulation: Simulation) ->
         "policy": machine.policy,
         "memory_bytes": machine.memory_bytes,
         "nvme_bytes": machine.nvme_bytes,
+        "hbm_bytes": machine.hbm_bytes,
+        "residency": machine.residency if simulation.hbm_blocks else "",
         "memory_blocks": simulation.memory_blocks,
         "nvme_blocks": simulation.nvme_blocks,
         "hit_rate": sum(totals.hit_blocks.values()) / looked_up,
         "hit_rate_by_tier": {
-            tier: totals.hit_blocks[tier] / looked_up for tier in ("memory", "nvme")
+            tier: totals.hit_blocks[tier] / looked_up
+            for tier in ("hbm", "memory", "nvme")[not simulation.hbm_blocks :]
         },
         "ttft_ms": percentiles(totals.waits_s),
         "recompute_s": totals.recompute_s,
         "recompute_s_saved": totals.recompute_s_saved,
         "bytes": {
             way: totals.moved[way]
-            for way in ("saved", "memory_read", "nvme_read", "nvme_written", "nvme_written_again")
+            for way in (
+                "saved",
+                "memory_read",
+                "nvme_read",
+                "nvme_read_back",
+                "nvme_written",
+                "nvme_written_again",
+            )
         },
         "nvme_bytes_written_a_day": _a_day(written, requests.span_s),
         "verdicts": dict(totals.verdicts),

@@ -13,6 +13,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
@@ -20,11 +21,15 @@ from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.planning import DiskLink, Planner
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.sim.disk import SimDisk
+from kvtier_daemon.sim.engine_cache import EngineCache
 from kvtier_daemon.sim.trace import TraceRequests
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_daemon.tools.sizing import PrefillCost
 
 ADMISSIONS = ("auto", "all", "second-touch")
+# With a cache of the engine on top: kvtier does not know what it holds; it knows; and it also gets blocks
+# only when the engine is about to drop them.
+RESIDENCY = ("off", "on", "lazy")
 SEGMENTS = 64
 NEARLY_FULL = 7 / 8  # of memory, above which the next victims are written to the disk
 WRITTEN_AHEAD = 64
@@ -51,6 +56,8 @@ class Machine:
     admission: str = "auto"  # as cold.admission
     engines: int = 0  # that compute one request at a time; 0: as many as there are requests
     patience_s: float = 5.0
+    hbm_bytes: int = 0  # the engines' own cache; 0: not simulated
+    residency: str = "on"  # one of RESIDENCY, with `hbm_bytes`
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +68,8 @@ class WaitingRequest:
     came: float
     nodes: list[int]
     tokens: int
-    ready: int = 0  # blocks in memory at its arrival
+    own: int = 0  # leading blocks in the engine's own cache
+    ready: int = 0  # blocks in that cache, then in memory, at its arrival
     loaded: int = 0  # blocks that were loaded from disk
     missing: set[int] = field(default_factory=set)
 
@@ -128,6 +136,15 @@ class Simulation:
         self._prefetches_used = 0
         self._free = [self.now] * machine.engines
         self._ends: list[tuple[float, int, WaitingRequest]] = []
+        self.hbm_blocks = machine.hbm_bytes // block_bytes
+        self._engine = EngineCache(self.hbm_blocks)
+        self._knows_engine = self.hbm_blocks > 0 and machine.residency != "off"
+        self._leave_first: dict[int, None] = {}  # in memory and on disk, and the engine holds them
+        self._away: set[int] = set()  # of these, those that left memory: the policy holds them
+        self._returning: set[int] = (
+            set()
+        )  # of these, those that are being read: the engine dropped them
+        self._unwritten: deque[int] = deque()  # in the order of the saves
 
     # --- time ----------------------------------------------------------------------------------
 
@@ -156,10 +173,12 @@ class Simulation:
             self._take_completed()
             while self._ends and self._ends[0][0] <= self.now:
                 one = heapq.heappop(self._ends)[2]
-                self._free_nodes(one.nodes[: one.ready + one.loaded])
-                self._save(one.nodes)
+                self._free_nodes(one.nodes[one.own : one.ready + one.loaded])
+                self._end(one.nodes)
             if self._reading:
-                self._reading.difference_update(int(str(node)) for node in self._planner.expire())
+                expired = [int(str(node)) for node in self._planner.expire()]
+                self._reading.difference_update(expired)
+                self._stay_on_disk(self._returning.intersection(expired))
                 self._compute_late_loads()
             if at >= then:
                 return
@@ -173,6 +192,7 @@ class Simulation:
             self._save(nodes)
             return
         one = WaitingRequest(index, self.now, nodes, self._requests.inputs[index])
+        one.own = one.ready = self._engine.prefix(nodes)
         while one.ready < len(nodes) and self._memory[nodes[one.ready]]:
             one.ready += 1
         cold: list[int] = []
@@ -182,7 +202,7 @@ class Simulation:
             cold.append(node)
         self.totals.looked_up_blocks += len(nodes)
         self._policy.now(self.now)
-        there = [node for node in nodes if self._memory[node]]
+        there = [node for node in nodes if self._memory[node] or node in self._away]
         self._policy.wanted(_ids(there), _names(there))
         self._wanted.update(node for node in nodes if node in self._frames)
         self._admission.note(_keys(nodes[: one.ready + len(cold)]))
@@ -191,7 +211,7 @@ class Simulation:
             self._prefetched -= used
             self._prefetches_used += len(used)
             self._recomputed.used(self._prefetches_used)
-        self._hold(nodes[: one.ready])
+        self._hold(nodes[one.own : one.ready])
         if cold and self._load(one, cold):
             self._loading[index] = one
             return
@@ -250,7 +270,7 @@ class Simulation:
             self._reading.discard(node)
             waiters = self._waiters.pop(node, [])
             if not self._memory[node]:
-                self._add([node])
+                self._come(node)
             for one in waiters:
                 self._hold([node])
                 one.missing.discard(node)
@@ -290,13 +310,15 @@ class Simulation:
         """Copy what is in memory, and compute the rest."""
         hits = one.ready + one.loaded
         known = min(hits * self._requests.block_tokens, one.tokens)
-        self.totals.hit_blocks["memory"] += one.ready
+        copied = (hits - one.own) * self._block_bytes
+        self.totals.hit_blocks["hbm"] += one.own
+        self.totals.hit_blocks["memory"] += one.ready - one.own
         self.totals.hit_blocks["nvme"] += one.loaded
-        self.totals.moved["memory_read"] += hits * self._block_bytes
+        self.totals.moved["memory_read"] += copied
         compute_s = self._machine.prefill.seconds(one.tokens - known, known)
         self.totals.recompute_s += compute_s
         self.totals.recompute_s_saved += self._machine.prefill.seconds(known)
-        take_s = compute_s + hits * self._block_bytes / self._machine.memory_bytes_s
+        take_s = compute_s + copied / self._machine.memory_bytes_s
         end = queued(self._free, self.now, take_s)
         self.totals.waits_s.append(end - one.came)
         heapq.heappush(self._ends, (end, one.index, one))
@@ -322,6 +344,63 @@ class Simulation:
         if freed:
             self._policy.freed(_ids(freed))
 
+    def _end(self, nodes: list[int]) -> None:
+        """A request has ended: save its blocks, and the engine keeps them."""
+        lazy = self.hbm_blocks and self._machine.residency == "lazy"
+        if not lazy:
+            self._save(nodes)
+        if not self.hbm_blocks:
+            return
+        entered, left = self._engine.use(nodes)
+        if lazy:
+            self._save(left[::-1])  # the heads of chains first
+        if self._knows_engine:
+            for node in entered:
+                if self._memory[node] and node in self._frames:
+                    self._leave_first[node] = None
+            for node in left:
+                self._leave_first.pop(node, None)
+            self._bring_back([node for node in left if node in self._away])
+        self._write_ahead()
+
+    def _bring_back(self, nodes: list[int]) -> None:
+        """The engine has dropped these blocks, which had left memory because it held them: read them."""
+        nodes = [node for node in nodes if node not in self._reading]
+        if not nodes:
+            return
+        request = -(len(self._requests) + 1 + nodes[0])
+        self._planner.weigh(request, {self._link: len(nodes) * self._frame_bytes}, urgent=False)
+        if not self._planner.knows(request):
+            self._stay_on_disk(nodes)
+            return
+        self._planner.add(request, [(node, self._link, self._frame_bytes) for node in nodes])
+        self._returning.update(nodes)
+        self._reading.update(nodes)
+        self.totals.moved["nvme_read_back"] += len(nodes) * self._frame_bytes
+
+    def _stay_on_disk(self, nodes: Iterable[int]) -> None:
+        """These blocks are only on disk from now on."""
+        nodes = list(nodes)
+        self._away.difference_update(nodes)
+        self._returning.difference_update(nodes)
+        if nodes:
+            self._policy.left(_ids(nodes))
+
+    def _come(self, node: int) -> None:
+        """A block was read into memory."""
+        if node in self._returning:
+            self._returning.discard(node)
+            self._away.discard(node)
+            self._memory[node] = 1
+            self._in_memory += 1
+            self._policy.freed(_ids([node]))
+        else:
+            if node in self._away:
+                self._stay_on_disk([node])
+            self._add([node])
+        if self._knows_engine and node in self._engine:
+            self._leave_first[node] = None
+
     def _save(self, nodes: list[int]) -> None:
         """Save computed blocks while there is room. Blocks with a frame on disk keep it."""
         fresh = [
@@ -344,6 +423,8 @@ class Simulation:
         for node in nodes:
             self._memory[node] = 1
         self._in_memory += len(nodes)
+        if self.hbm_blocks:
+            self._unwritten.extend(node for node in nodes if node not in self._frames)
 
     def _evict_excess(self) -> None:
         """Evict until the capacity is met; new blocks may be among the victims."""
@@ -352,6 +433,20 @@ class Simulation:
         self._write_ahead()
 
     def _evict(self, n: int) -> None:
+        """Evict first what the engine holds and the disk has, then what the policy selects."""
+        held = (node for node in self._leave_first if node not in self._held)
+        if first := list(islice(held, n)):
+            for node in first:
+                del self._leave_first[node]
+                self._memory[node] = 0
+            self._away.update(first)
+            self._in_memory -= len(first)
+            self._policy.held(_ids(first))
+            self.totals.moved["left_first"] += len(first) * self._block_bytes
+        if n > len(first):
+            self._evict_victims(n - len(first))
+
+    def _evict_victims(self, n: int) -> None:
         victims = array("I", self._policy.victims(n))
         for node in victims:
             self._memory[node] = 0
@@ -372,8 +467,11 @@ class Simulation:
     # --- the disk --------------------------------------------------------------------------------
 
     def _write_ahead(self) -> None:
-        """Write the next victims to the disk before they are evicted."""
-        if not self.nvme_blocks or self._in_memory < NEARLY_FULL * self.memory_blocks:
+        """Write the next victims to the disk before they are evicted; with an engine's cache, all blocks in
+        the order of their saves."""
+        in_order = self.hbm_blocks > 0
+        nearly_full = self._in_memory >= NEARLY_FULL * self.memory_blocks
+        if not self.nvme_blocks or not (nearly_full or in_order):
             return
         left = self._budget.left()
         self._admission.strict = self._machine.admission == "second-touch" or (
@@ -384,9 +482,15 @@ class Simulation:
         room = min(WRITTEN_AHEAD - len(self._writing), int(min(left, 1 << 62) // self._frame_bytes))
         if room <= 0:
             return
-        first = array(
-            "I", self._policy.victims(LOOK_BLOCKS if self._admission.strict else WRITTEN_AHEAD)
-        )
+        look = LOOK_BLOCKS if self._admission.strict else WRITTEN_AHEAD
+        if in_order and not self._admission.strict:
+            first = array("I")
+            while self._unwritten and len(first) < room:
+                node = self._unwritten.popleft()
+                if self._memory[node]:
+                    first.append(node)
+        else:
+            first = array("I", self._policy.victims(look))
         dirty = [node for node in first if node not in self._frames and node not in self._writing]
         admitted = self._admission.filter(_ids(dirty), lambda ids: _keys(array("I", ids)))
         for node in array("I", admitted)[:room]:
@@ -404,18 +508,24 @@ class Simulation:
         self._segments[-1].append(node)
         self._frames[node] = self._segment_number
         self._wanted.discard(node)
+        if self._knows_engine and self._memory[node] and node in self._engine:
+            self._leave_first[node] = None
 
     def _reclaim(self) -> None:
         """Reclaim the oldest segment: rewrite the requested blocks, drop the others."""
         number = self._segment_number - len(self._segments) + 1
         old = [node for node in self._segments.popleft() if self._frames.get(node) == number]
-        again = [node for node in old if node in self._wanted and not self._memory[node]]
+        wanted = self._wanted | self._away
+        again = [node for node in old if node in wanted and not self._memory[node]]
         for node in old:
             del self._frames[node]
+            self._leave_first.pop(node, None)
         again = again[: max(1, self.nvme_blocks // SEGMENTS) // 2]
         kept = set(again)
         gone = [node for node in old if node not in kept and not self._memory[node]]
         self._policy.gone(_ids(gone))
+        self._away.difference_update(gone)
+        self._returning.difference_update(gone)
         self._wanted.difference_update(old)
         for node in again:
             self.totals.moved["nvme_written_again"] += self._frame_bytes

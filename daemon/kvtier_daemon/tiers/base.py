@@ -82,6 +82,10 @@ class TierReads(Protocol):
         """Note that a request computes the `coming` blocks after the ready ones, because that is faster.
         Prefetch those that were computed before."""
 
+    def bring_back(self, space: KnownSpace, ids: bytes) -> None:
+        """Read these blocks, which are only on disk because an engine held them and has dropped them, if the
+        tier has time for it. Report the others to `Residency.stay_below`."""
+
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         """Prefetch a few of the `coming` blocks of a request that computes them because the tier is
         unreliable, to measure whether it still is."""
@@ -106,6 +110,64 @@ class PendingReads(Protocol):
 
     def cancel_calls(self, request: Request, /) -> None:
         """Cancel the pending call of this request."""
+
+
+class Descriptors(Protocol):
+    """Something that clients receive descriptors of."""
+
+    def handles(self, read_only: bool) -> tuple[int, ...]:
+        """Return new descriptors, which the caller closes."""
+
+
+class DirectFile(Protocol):
+    """A file of a tier, with blocks of one tenant. Equal to another one if it is the same file."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def open(self) -> Descriptors:
+        """Open it only for reading. Raises OSError."""
+
+    def __hash__(self) -> int: ...
+
+
+class GrantedFrame(NamedTuple):
+    """The frame of a block. `at`: the place of its key in the request; `epoch`: the present use of the file;
+    `digest`: of the payload."""
+
+    at: int
+    file: DirectFile
+    page: int
+    payload_bytes: int
+    codec: int
+    header_pages: int
+    epoch: int
+    digest: bytes
+
+
+class DirectGrant(NamedTuple):
+    """Frames under a lease; no lease (0) without frames."""
+
+    lease: int = 0
+    frames: tuple[GrantedFrame, ...] = ()
+
+
+class DirectReads(Protocol):
+    """Frames that clients read from the files of the tier themselves."""
+
+    def grant(
+        self, session: int, space: KnownSpace, group: int, shard: int, keys: bytes,
+        codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool], first: int,
+        most: int,
+    ) -> DirectGrant:  # fmt: skip
+        """Take a lease on at most `most` frames with these codecs, of blocks that a load of the keys needs
+        and that are only in this tier, from the key `first` on. Takes no frame in a file that the session may
+        not use."""
+
+    def end(self, session: int, lease: int, failed: bytes) -> bytes:
+        """End the lease; return a byte for each block, 1 if it has not `failed` and is still stored."""
+
+    def session_ended(self, session: int) -> None:
+        """End the leases of this session."""
 
 
 class TierDrain(Protocol):
@@ -156,6 +218,8 @@ class TenantTier(Protocol):
     @property
     def pending(self) -> PendingReads: ...
     @property
+    def direct(self) -> DirectReads: ...
+    @property
     def writes(self) -> TierWrites: ...
     @property
     def forgets(self) -> TierForgets: ...
@@ -189,6 +253,19 @@ class SharedTier(Protocol):
         """As `TierForgets.forget`."""
 
 
+class NoDirectReads:
+    """The `DirectReads` of a tier whose files no client may read."""
+
+    def grant(self, *_: Any) -> DirectGrant:
+        return DirectGrant()
+
+    def end(self, _session: int, _lease: int, failed: bytes) -> bytes:
+        return bytes(len(failed))
+
+    def session_ended(self, session: int) -> None:
+        pass
+
+
 class NullTier:
     """No tier, and all parts of it: it holds no blocks, and takes none."""
 
@@ -198,6 +275,7 @@ class NullTier:
 
     def __init__(self) -> None:
         self.recovery = self.reads = self.pending = self.writes = self.forgets = self.drain = self
+        self.direct = NoDirectReads()
 
     def promote(self, *_: Any, **__: Any) -> Outlook:
         return 0, 0.0, "off"
@@ -216,7 +294,7 @@ class NullTier:
     def refuse(self, *_: Any) -> bool:
         return False
 
-    release = recomputes = probe = cancel = released = session_ended = ignore
+    release = recomputes = bring_back = probe = cancel = released = session_ended = ignore
     saved = used = begin = end = ignore
     call_when_ended = cancel_calls = ignore
     call_when_read = forget = erase = refuse

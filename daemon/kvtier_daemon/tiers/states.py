@@ -12,6 +12,7 @@ ON, OPENING, DRAINING, DRAINED, CLOSING, OFF = (
 )  # fmt: skip
 RECOVERING: Final = "recovering"
 SWITCHED_OFF: Final = "switched off; run `kvtier tier on cold` to use it again"
+REMOTE_SWITCHED_OFF: Final = "switched off; run `kvtier tier on remote` to use it again"
 AWAY: Final = (CLOSING, OFF, OPENING)  # its disks are not used
 MEANING: Final = {
     ("warm", DRAINING): "blocks that are only in memory are being written to disk",
@@ -23,6 +24,8 @@ MEANING: Final = {
     ("cold", OFF): "requested by an operator: blocks on its disks are misses until `kvtier "
     "tier on cold`",
     ("cold", OPENING): "its files are being opened",
+    ("remote", DRAINING): "blocks that wait are being written to the store, and no others",
+    ("remote", DRAINED): "it is read, but not written; `kvtier tier on remote` ends this",
     ("cold", RECOVERING): "its segments are being read; blocks that are not found yet are misses",
 }
 
@@ -38,6 +41,11 @@ def meaning(name: str, tier: Mapping[str, Any]) -> str:
 def is_away(cold: Mapping[str, Any]) -> bool:
     """Whether an operator switched it off; False if a failure did."""
     return cold.get("state", ON) in AWAY and not cold.get("given_up")
+
+
+def is_switched_off(remote: Mapping[str, Any]) -> bool:
+    """Whether an operator switched the remote tier off; False if a failure did."""
+    return bool(remote.get("failure") == REMOTE_SWITCHED_OFF)
 
 
 def is_drained(cold: Mapping[str, Any]) -> bool:

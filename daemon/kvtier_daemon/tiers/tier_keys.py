@@ -9,6 +9,8 @@ from typing import Literal
 from kvtier.errors import ConfigError, TierError
 from kvtier_daemon.codec.encryption import FrameCipher, key_id
 from kvtier_daemon.config.current import CurrentConfig
+from kvtier_daemon.config.preflight import MachineFinding
+from kvtier_daemon.config.schema import Config
 from kvtier_daemon.secrets import key_file, load_keys
 
 log = logging.getLogger(__name__)
@@ -66,3 +68,26 @@ class TierKeys:
             self.load()
         except TierError as error:
             log.error("%s; using the earlier keys", error)
+
+
+def key_files(config: Config) -> list[MachineFinding]:
+    """Check the files with the keys of the tiers that encrypt, or that name such a file: whether they exist,
+    only the daemon's user can read them, and they contain keys. Shows no key."""
+    found = []
+    for tier, section in (("cold", config.cold), ("remote", config.remote)):
+        if section is None or (section.encryption == "off" and section.key_file is None):
+            continue
+        what, key = f"keys of the {tier} tier", f"{tier}.key_file"
+        place = key_file(section.key_file, tier)
+        if place is None:
+            fix = f"set {key}, or provide the credential kvtier-{tier}-keys"
+            found.append(MachineFinding(False, what, f"{tier}.encryption needs keys", fix))
+            continue
+        try:
+            keys = load_keys(place[0], owned=place[1])
+        except ConfigError as error:
+            value, _, fix = str(error).partition("; ")
+            found.append(MachineFinding(False, what, value, fix or f"correct {key}"))
+        else:
+            found.append(MachineFinding(True, what, f"{place[0]}: {len(keys)}"))
+    return found

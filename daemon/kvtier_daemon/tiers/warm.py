@@ -243,6 +243,18 @@ def _extent(tenant: str, nbytes: int, fd: int, table_fd: int, notes: Mapping | N
     return Extent(tenant, nbytes, fd, read_only, table, notes)
 
 
+def generation_table(name: str, nbytes: int) -> tuple[Mapping, int]:
+    """A new table of generations for memory of this size that is not the daemon's, and a read-only descriptor
+    of the table."""
+    fd = _memfd(f"{name}-generations", table_bytes(nbytes))
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        table = Mapping(fd, table_bytes(nbytes), True)
+        return table, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
+
+
 def _take_over(tenant: str, files: ExtentFiles) -> Extent:
     """Map an extent of the earlier daemon."""
     noted = tuple(noted_pages(files.notes_fd, NOTE_BYTES))

@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier_daemon.config import preflight
 from kvtier_daemon.config.problems import Refusal
 from kvtier_daemon.config.schema import SYSTEM_FILE, SYSTEM_SOCKET, SYSTEM_STATE, LoadedConfig, load
+from kvtier_daemon.tiers.tier_keys import key_files
 
 SERVICE_USER: Final = "kvtier"
 DROPINS: Final = Path("/etc/systemd/system")
@@ -76,7 +77,7 @@ def _words(text: str) -> list[str]:
 
 
 def _wrong(loaded: LoadedConfig, of_service: bool) -> tuple[str, ...]:
-    findings = preflight.look_before_start(loaded, of_service)
+    findings = [*preflight.look_before_start(loaded, of_service), *key_files(loaded.config)]
     return tuple(str(one) for one in findings if not one.ok)
 
 

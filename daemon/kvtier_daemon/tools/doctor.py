@@ -27,7 +27,8 @@ from kvtier_daemon.config.schema import Config, LoadedConfig
 from kvtier_daemon.observing.hints import LOST
 from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
 from kvtier_daemon.tiers.cold.forget_count import lost_rounds
-from kvtier_daemon.tiers.states import is_away, is_drained, meaning, remedy
+from kvtier_daemon.tiers.states import is_away, is_drained, is_switched_off, meaning, remedy
+from kvtier_daemon.tiers.tier_keys import key_files
 
 PROBE_BYTES: Final = 64 * 1024
 PAGE: Final = 4096
@@ -39,6 +40,7 @@ COPYING: Final = ("btrfs", "zfs", "bcachefs")
 GOOD_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 NVIDIA: Final = "0x10de"
 LOST_SHARE: Final = 0.01  # of the blocks that were to be written
+COUNTED_READS: Final = re.compile(r"^Reads\s*:.*\bn=\d", re.MULTILINE)  # by nvidia-fs
 DAEMON: Final = "daemon"  # the check whether the daemon answers
 
 
@@ -142,6 +144,11 @@ def examine(
     for directory in directories:
         found += [file_system(world, directory), direct_io(directory), owned(directory)]
         found.append(age(directory, config.state))
+    found += [
+        direct_reads(world, config, name)
+        for name, tenant in config.tenants.items()
+        if tenant.direct_reads
+    ]
     if config.cold is not None:
         found.append(free_space(world, directories, config.cold.size_bytes))
     found.append(nodes(world, directories))
@@ -178,7 +185,9 @@ def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
     if not serves:
         looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
     looks.append(preflight.state_directory(config.state))
-    looks += preflight.remote_store(config)
+    looks += [*preflight.remote_store(config), *key_files(config)]
+    if not serves:
+        looks += preflight.store_answers(config)
     return [
         ok(look.what, look.value) if look.ok else fail(look.what, look.value, look.fix)
         for look in looks
@@ -205,6 +214,10 @@ def cold_engine(cold: Mapping[str, Any]) -> Finding:
 def remote_store(remote: Mapping[str, Any]) -> Finding:
     """Report whether the daemon uses its remote store."""
     name, store = "remote tier", remote.get("store", "")
+    if is_switched_off(remote):
+        return warn(name, f"{store} is switched off", "kvtier tier on remote")
+    if said := meaning("remote", remote):
+        return warn(name, said, "kvtier tier on remote")
     if not remote.get("on"):
         fix = "check the bucket, the credentials and the network; the daemon retries"
         return warn(name, f"{store} is off: {remote.get('failure')}", fix)
@@ -553,12 +566,58 @@ def gpu_direct(world: World) -> Finding:
         return ok(name, "no NVIDIA GPU here: not needed")
     if not world.loadable("libcufile.so.0"):
         return warn(name, "libcufile.so.0 cannot be loaded", "pip install nvidia-cufile-cu12")
+    p2pdma = _p2pdma_lacks(world)
+    if p2pdma == []:
+        return ok(name, "libcufile is set to PCI P2PDMA, which needs no nvidia-fs")
+    if not world.there("proc/driver/nvidia-fs") and p2pdma is not None:
+        value = "libcufile is set to PCI P2PDMA, but falls back"
+        return warn(name, value, f"set {', '.join(p2pdma)}; or modprobe nvidia-fs")
     if not world.there("proc/driver/nvidia-fs"):
-        fix = "modprobe nvidia-fs (package nvidia-gds); without it libcufile copies through memory"
+        fix = (
+            "modprobe nvidia-fs (package nvidia-gds), or use_pci_p2pdma in cufile.json; without "
+            "one of them libcufile copies through memory"
+        )
         return warn(name, "nvidia-fs is not loaded: libcufile falls back", fix)
     stats = world.text("proc/driver/nvidia-fs/stats")
     reads = re.search(r"Reads\s*:.*?\bn=(\d+)", stats)
     return ok(name, f"nvidia-fs is loaded, {int(reads[1]) if reads else 0:,} reads by it so far")
+
+
+def _p2pdma_lacks(world: World) -> list[str] | None:
+    """Return what PCI P2PDMA still needs on this machine; None if libcufile is not set to use it."""
+    configured = world.text(
+        world.environ.get("CUFILE_ENV_PATH_JSON", "etc/cufile.json").lstrip("/")
+    )
+    chosen = re.search(r'^\s*"use_pci_p2pdma"\s*:\s*true', configured, re.MULTILINE)
+    if not chosen and world.environ.get("CUFILE_USE_PCIP2PDMA", "").lower() != "true":
+        return None
+    lacks = []
+    if tuple(map(int, re.findall(r"\d+", world.release)[:2])) < (6, 2):
+        lacks.append(f"up a kernel of version 6.2 or later (this is {world.release})")
+    if "RMForceStaticBar1=1" not in world.text("proc/driver/nvidia/params"):
+        lacks.append("NVreg_RegistryDwords=RMForceStaticBar1=1 for the module nvidia")
+    if world.text("sys/module/nvme_core/parameters/multipath") == "Y":
+        lacks.append("multipath=N for the module nvme_core")
+    return lacks
+
+
+def direct_reads(world: World, config: Config, tenant: str) -> Finding:
+    """Check whether the clients of a tenant that permits direct reads can read frames."""
+    name = f"direct reads of tenant {tenant}"
+    group, cold = config.tenants[tenant].direct_group, config.cold
+    permit = f"tenants.{tenant}.direct_reads"
+    if cold is None:
+        return warn(name, "permitted, but there is no cold tier", f"remove {permit}")
+    if cold.encryption != "off":
+        value = "permitted, but encrypted frames are never read directly"
+        return warn(name, value, f"remove {permit} or cold.encryption")
+    stats = world.text("proc/driver/nvidia-fs/stats")
+    if world.gpus and stats and not COUNTED_READS.search(stats):
+        fix = "echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
+        return warn(name, "nvidia-fs counts no reads, so gpu_direct = auto stays off", fix)
+    if group is None:
+        return ok(name, "permitted; by kvikio only for engines of the daemon's own user")
+    return ok(name, f"permitted, also by kvikio for members of group {group}")
 
 
 def udev(world: World) -> Finding:

@@ -24,6 +24,7 @@ from kvtier_daemon.config.schema import Config, load
 MARK: Final = "# written by `kvtier install-service`; changes belong into a drop-in beside it"
 UNITS: Final = Path("etc/systemd/system")
 SOCKET_UNIT: Final = "kvtierd.socket"
+GPU_UNIT: Final = "kvtier-gpu@.service"
 USER: Final = "kvtier"  # from systemd/kvtier.sysusers.conf
 CONFIGS: Final = Path("etc/kvtier")
 OWN_STATE: Final = Path("/var/lib/kvtier")
@@ -105,6 +106,7 @@ def plan(
     else:
         files[UNITS / "kvtierd.service"] = _unit(text, program, version)
         files[UNITS / SOCKET_UNIT] = (folder / SOCKET_UNIT).read_text()
+    hot = False
     numbers: list[int | None] = [*nodes] or [None]
     for node, name in zip(numbers, names, strict=True):
         suffix = "" if node is None else f"-node{node}"
@@ -130,6 +132,9 @@ def plan(
             files[dropins / "http.conf"] = (folder / "http.conf").read_text()
         if config is not None and config.remote is not None:
             files[dropins / "remote.conf"] = (folder / "remote.conf").read_text()
+        if node is None and config is not None and config.hot.sizes:
+            hot = True
+            files[UNITS / GPU_UNIT] = _gpu_unit((folder / GPU_UNIT).read_text(), program, config)
     below = {root / path: f"{MARK}\n{text}" for path, text in files.items()}
     commands = (
         f"{_tool('systemd-sysusers')} kvtier.conf",
@@ -140,6 +145,7 @@ def plan(
         ),
         *checks,
         *_starting(below.get(root / UNITS / SOCKET_UNIT), root / UNITS / SOCKET_UNIT, names),
+        *((f"{_tool('systemctl')} enable --now kvtier-gpu@0",) if hot else ()),
     )
     return Installation(below, {root / path: text for path, text in once.items()}, commands)
 
@@ -191,7 +197,7 @@ def write(installation: Installation) -> list[Path]:
 def ours(root: Path) -> list[Path]:
     """Return all files of kvtier below `root`, except configurations."""
     places = ("etc/sysusers.d/kvtier.conf", "etc/tmpfiles.d/kvtier.conf", f"{UNITS}/kvtierd*",
-              f"{UNITS}/kvtierd*.d/*.conf", f"{UNITS}/*.wants/kvtierd*")  # fmt: skip
+              f"{UNITS}/kvtierd*.d/*.conf", f"{UNITS}/*.wants/kvtierd*", f"{UNITS}/{GPU_UNIT}")  # fmt: skip
     found = (path for pattern in places for path in root.glob(pattern))
     return sorted(path for path in found if path.is_file() and _is_ours(path))
 
@@ -211,7 +217,7 @@ def remove(paths: Sequence[Path]) -> None:
 def after_removal() -> tuple[str, ...]:
     """Return the commands to run after the removal."""
     systemctl = _tool("systemctl")
-    return f"{systemctl} stop 'kvtierd*'", f"{systemctl} daemon-reload"
+    return f"{systemctl} stop 'kvtierd*' 'kvtier-gpu@*'", f"{systemctl} daemon-reload"
 
 
 def own_program() -> Path:
@@ -226,6 +232,13 @@ def _unit(text: str, program: Path, version: int) -> str:
         reload = "Type=notify\nExecReload=/bin/kill -HUP $MAINPID"
         text = text.replace("Type=notify-reload", reload)
     return text
+
+
+def _gpu_unit(text: str, program: Path, config: Config) -> str:
+    """Return the unit that holds the memory of a GPU, as much as the configuration divides."""
+    nbytes = sum(size for _, size in config.hot.sizes)
+    text = text.replace("/usr/bin/env kvtier", str(program))
+    return text.replace("KVTIER_GPU_SIZE=8GiB\n", f"KVTIER_GPU_SIZE={nbytes}\n")
 
 
 def _of_nodes(text: str) -> str:

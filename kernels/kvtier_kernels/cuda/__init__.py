@@ -8,6 +8,7 @@ the host.
 
 from kvtier_kernels.cuda.blocks import Copier, CopyLane, DevicePieces
 from kvtier_kernels.cuda.compiler import compile_kernel, source
+from kvtier_kernels.cuda.digests import Digester
 from kvtier_kernels.cuda.driver import CudaError, Driver, Event
 from kvtier_kernels.cuda.pins import ExtentPins
 
@@ -16,6 +17,7 @@ __all__ = [
     "CopyLane",
     "CudaError",
     "DevicePieces",
+    "Digester",
     "Driver",
     "Event",
     "ExtentPins",

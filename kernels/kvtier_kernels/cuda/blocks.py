@@ -135,7 +135,7 @@ class CopyLane:
         """Wait for copies in progress, and free everything."""
         self._driver.try_call("cuStreamSynchronize", self.stream)
         self._driver.try_call("cuStreamDestroy_v2", self.stream)
-        self._driver.try_call("cuMemFree_v2", self._device_table)
+        self._driver.free(self._device_table)
         self._driver.free_pinned(self._table)
         if self._staging is not None:
             self._driver.free_pinned(self._staging)
@@ -152,6 +152,18 @@ class CopyLane:
         after: Event | None,
     ) -> None:
         """Start to copy blocks into slots or out of them, after this event; check all bounds before."""
+        with self._driver.inside:
+            self._start(pieces, block_ids, extents, slots, inwards, after)
+
+    def _start(
+        self,
+        pieces: DevicePieces,
+        block_ids: Sequence[int],
+        extents: Extents,
+        slots: bytes,
+        inwards: bool,
+        after: Event | None,
+    ) -> None:
         places, ids = _checked(pieces, block_ids, extents, slots, inwards)
         pinned = self._copier.pins.of(extents)
         ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
@@ -164,6 +176,32 @@ class CopyLane:
             self.move(pieces, ids[ready], addresses[ready], inwards, pieces.ways[inwards])
             if not ready.all():
                 self._staged(pieces, ids[~ready], extents, places[~ready], inwards)
+            self._event.record(self.stream)
+        except BaseException:
+            self.drain()
+            raise
+
+    def start_at(
+        self,
+        pieces: DevicePieces,
+        block_ids: Sequence[int],
+        addresses: Numbers,
+        inwards: bool,
+        after: Event | None,
+    ) -> None:
+        """Start to copy blocks to addresses of the device's memory or from them, after this event and
+        after what this lane has started."""
+        ids = np.array(block_ids, np.int64)
+        if len(ids) != len(addresses) or (
+            len(ids) and not 0 <= ids.min() <= ids.max() < pieces.blocks
+        ):
+            raise IndexError(
+                f"block_ids: {len(ids)} for {len(addresses)} addresses, each of {pieces.blocks} blocks"
+            )
+        try:
+            if after is not None:
+                after.hold(self.stream)
+            self.move(pieces, ids.astype(np.uint32), addresses, inwards, pieces.ways[inwards])
             self._event.record(self.stream)
         except BaseException:
             self.drain()
@@ -400,7 +438,7 @@ class Copier:
         self._open = []
         self.pins.close()
         for table in self._tables:
-            self.driver.try_call("cuMemFree_v2", table)
+            self.driver.free(table)
         self._tables = []
         if self._module:
             self.driver.try_call("cuModuleUnload", self._module)

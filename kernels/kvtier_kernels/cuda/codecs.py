@@ -50,6 +50,8 @@ TOP_ROOM = 64
 WORDS_ROOM, STATES_ROOM = 2 * (STREAM_SYMBOLS // 2 + 32), 4 * 32
 THREADS, WARPS = 128, 4
 MOST_GRID = 8192
+SCRATCH_BYTES = 256 << 20  # for all batches of a device that are in progress
+LEAST_ROOM = 64 << 10
 
 
 class Kernels(NamedTuple):
@@ -109,7 +111,7 @@ class DeviceCalibration:
     _memory: int
 
     def close(self) -> None:
-        self._driver.try_call("cuMemFree_v2", self._memory)
+        self._driver.free(self._memory)
 
 
 def calibration(
@@ -148,24 +150,91 @@ def calibration(
     whole[: known.nbytes] = known.tobytes()
     for place, text in zip(places, texts, strict=True):
         whole[place : place + len(text)] = text
-    copied = (ctypes.c_uint8 * at).from_buffer(whole)
     try:
-        # The call copies unpinned memory before it returns.
-        driver.copy(memory, ctypes.addressof(copied), at, 0)
-        driver.call("cuStreamSynchronize", None)
+        driver.upload(memory, whole)
     except CudaError:
-        driver.try_call("cuMemFree_v2", memory)
+        driver.free(memory)
         raise
     addresses = (memory + np.arange(len(parts)) * KNOWN.itemsize).astype(np.uint64)
     shapes = np.array([part[:3] for part in parts], np.int64).reshape(-1, 3)
     return DeviceCalibration(codec, shapes, group_tokens, addresses, driver, memory)
 
 
+@dataclass(slots=True)
+class ScratchRoom:
+    """Memory that a batch uses alone."""
+
+    address: int
+    nbytes: int
+    pinned: ctypes.Array[ctypes.c_uint8] | None
+
+
+class Scratch:
+    """Memory for the batches of several coders, on the device and pinned, up to `limit` bytes of each.
+    Memory that a coder returns is kept for the next one, because freeing it would wait for all work on
+    the device. Thread-safe."""
+
+    def __init__(self, driver: Driver, limit: int) -> None:
+        self._driver, self._limit = driver, limit
+        self._lock = threading.Lock()
+        self._used = {True: 0, False: 0}
+        self._idle: list[ScratchRoom] = []
+
+    def take(self, nbytes: int, pinned: bool) -> ScratchRoom:
+        """Memory of at least this size. Raise CudaError if the limit or the device has too little."""
+        with self._lock:
+            fits = [
+                one
+                for one in self._idle
+                if (one.pinned is not None) == pinned and one.nbytes >= nbytes
+            ]
+            if fits:
+                found = min(fits, key=lambda one: one.nbytes)
+                self._idle.remove(found)
+                return found
+            size = max(LEAST_ROOM, 1 << (nbytes - 1).bit_length())
+            if self._used[pinned] + size > self._limit:
+                size = -(-nbytes // LEAST_ROOM) * LEAST_ROOM
+            if self._used[pinned] + size > self._limit:
+                self._free_idle()
+            if self._used[pinned] + size > self._limit:
+                raise CudaError(
+                    f"a batch of codecs needs {nbytes} bytes of scratch memory, {self._used[pinned]} are "
+                    f"in use and scratch_bytes is {self._limit}: start fewer parts at once"
+                )
+            memory = self._driver.pinned_memory(size) if pinned else None
+            address = (
+                self._driver.device_memory(size) if memory is None else ctypes.addressof(memory)
+            )
+            self._used[pinned] += size
+            return ScratchRoom(address, size, memory)
+
+    def give(self, block: ScratchRoom) -> None:
+        """Return memory that no work on the device uses."""
+        with self._lock:
+            self._idle.append(block)
+
+    def close(self) -> None:
+        """Free what was returned. This waits for the device."""
+        with self._lock:
+            self._free_idle()
+
+    def _free_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for block in idle:
+            self._used[block.pinned is not None] -= block.nbytes
+            if block.pinned is None:
+                self._driver.free(block.address)
+            else:
+                self._driver.free_pinned(block.pinned)
+
+
 class Codecs:
     """The kernels of one device, compiled on demand. Thread-safe."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, scratch_bytes: int = SCRATCH_BYTES) -> None:
         self.driver = driver
+        self.scratch = Scratch(driver, scratch_bytes)
         self._lock = threading.Lock()
         self._modules: dict[str, int] = {}
         self._functions: dict[tuple[str, str], int] = {}
@@ -183,38 +252,31 @@ class Codecs:
         return found
 
     def close(self) -> None:
-        """Unload the kernels; no Coder may use them."""
+        """Unload the kernels, and free the memory of the batches; no Coder may use them."""
+        self.scratch.close()
         for module in self._modules.values():
             self.driver.try_call("cuModuleUnload", module)
         self._modules, self._functions = {}, {}
 
 
 class _Room:
-    """Device memory, or pinned memory, that grows."""
+    """Memory of one batch after another, which grows."""
 
-    def __init__(self, driver: Driver, pinned: bool) -> None:
-        self._driver, self._pinned = driver, pinned
-        self._memory: Any = None
-        self.address, self._size = 0, 0
+    def __init__(self, scratch: Scratch, pinned: bool) -> None:
+        self._scratch, self._pinned = scratch, pinned
+        self._block: ScratchRoom | None = None
 
     def fit(self, nbytes: int) -> int:
-        if nbytes > self._size:
+        """The address of this many bytes. Earlier addresses are no longer valid."""
+        if self._block is None or nbytes > self._block.nbytes:
             self.free()
-            size = max(nbytes, 1 << 16)
-            if self._pinned:
-                self._memory = self._driver.pinned_memory(size)
-                self.address = ctypes.addressof(self._memory)
-            else:
-                self.address = self._driver.device_memory(size)
-            self._size = size
-        return self.address
+            self._block = self._scratch.take(nbytes, self._pinned)
+        return self._block.address
 
     def free(self) -> None:
-        if self._size and self._pinned:
-            self._driver.free_pinned(self._memory)
-        elif self._size:
-            self._driver.try_call("cuMemFree_v2", self.address)
-        self._memory, self.address, self._size = None, 0, 0
+        if self._block is not None:
+            self._scratch.give(self._block)
+        self._block = None
 
 
 class Coder:
@@ -223,13 +285,13 @@ class Coder:
     def __init__(self, codecs: Codecs) -> None:
         self._codecs, self._driver = codecs, codecs.driver
         self._event = Event(self._driver)
-        self._host = _Room(self._driver, pinned=True)
-        self._table = _Room(self._driver, pinned=False)
-        self._scratch = _Room(self._driver, pinned=False)
+        self._host = _Room(codecs.scratch, pinned=True)
+        self._table = _Room(codecs.scratch, pinned=False)
+        self._scratch = _Room(codecs.scratch, pinned=False)
         self._under_way: Records | None = None
 
     def close(self) -> None:
-        """Wait for the batch in progress, and free everything."""
+        """Wait for the batch in progress, and return its memory to the codecs."""
         if self._under_way is not None:
             self._driver.try_call("cuEventSynchronize", self._event._handle)
         for room in (self._host, self._table, self._scratch):
@@ -348,17 +410,18 @@ class Coder:
             ctypes.memmove(host + place, one.ctypes.data, one.nbytes)
         on_device = [table + place for place in places]
         try:
-            self._driver.copy(table, host, at, stream)
-            for function, whole in functions:
-                count = len(payloads) if whole else len(owners)
-                arguments = [
-                    ctypes.c_uint64(on_device[0]), ctypes.c_uint64(on_device[3 if whole else 2]),
-                    ctypes.c_uint32(count), ctypes.c_uint64(table + at), ctypes.c_uint64(on_device[1]),
-                ]  # fmt: skip
-                grid = min(MOST_GRID, -(-count // WARPS))
-                self._driver.launch(function, grid, THREADS, arguments, stream)
-            self._driver.copy(host + places[1], on_device[1], results.nbytes, stream)
-            self._event.record(stream)
+            with self._driver.inside:
+                self._driver.copy(table, host, at, stream)
+                for function, whole in functions:
+                    count = len(payloads) if whole else len(owners)
+                    arguments = [
+                        ctypes.c_uint64(on_device[0]), ctypes.c_uint64(on_device[3 if whole else 2]),
+                        ctypes.c_uint32(count), ctypes.c_uint64(table + at), ctypes.c_uint64(on_device[1]),
+                    ]  # fmt: skip
+                    grid = min(MOST_GRID, -(-count // WARPS))
+                    self._driver.launch(function, grid, THREADS, arguments, stream)
+                self._driver.copy(host + places[1], on_device[1], results.nbytes, stream)
+                self._event.record(stream)
         except BaseException:
             self._driver.try_call("cuStreamSynchronize", stream)
             raise

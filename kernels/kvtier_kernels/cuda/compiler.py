@@ -10,7 +10,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from importlib import resources
 from pathlib import Path
 
-from kvtier_kernels.cuda.driver import CudaError
+from kvtier_kernels.cuda.driver import Architecture, CudaError
 
 PATTERN = "libnvrtc.so*"
 # The codecs define results of floats that are rounded after each operation and keep denormals.
@@ -18,7 +18,8 @@ OPTIONS = (b"--std=c++17", b"--fmad=false", b"--ftz=false", b"--prec-div=true")
 # The headers of the kernels: those of this project, and the used part of the standard library,
 # which no driver contains.
 HEADERS = (
-    "lanes.h", "parts.h", "streams.h", "codec/lossless.h", "codec/quantized.h", "codec/calibrated.h",
+    "addresses.h", "lanes.h", "parts.h", "streams.h", "codec/lossless.h", "codec/quantized.h",
+    "codec/calibrated.h", "codec/digest.h",
 )  # fmt: skip
 STANDARD = {
     "cstddef": "#pragma once\nusing size_t = decltype(sizeof 0);\n",
@@ -54,18 +55,41 @@ def _candidates() -> list[str]:
     return [*found, "libnvrtc.so.13", "libnvrtc.so.12"]
 
 
-def _library() -> ctypes.CDLL:
+def _version(library: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = c_int(), c_int()
+    library.nvrtcVersion(byref(major), byref(minor))
+    return major.value, minor.value
+
+
+def _library(newest: int | None) -> ctypes.CDLL:
+    """The newest NVRTC of at most this major version of CUDA: a driver loads no code of a later one."""
+    found: list[tuple[tuple[int, int], ctypes.CDLL]] = []
     for candidate in _candidates():
         try:
-            return ctypes.CDLL(candidate)
-        except OSError:
+            library = ctypes.CDLL(candidate)
+            found.append((_version(library), library))
+        except (OSError, AttributeError):
             continue
-    raise CudaError("NVRTC is not installed: install nvidia-cuda-nvrtc")
+    if not found:
+        raise CudaError("NVRTC is not installed: install nvidia-cuda-nvrtc")
+    fits = [one for one in found if newest is None or one[0][0] <= newest]
+    if not fits:
+        has = ", ".join(sorted({".".join(map(str, version)) for version, _ in found}))
+        package = (
+            f"nvidia-cuda-nvrtc-cu{newest}" if newest == 12 else f"nvidia-cuda-nvrtc=={newest}.*"
+        )
+        raise CudaError(
+            f"NVRTC {has} is newer than the driver, which supports CUDA {newest}: update the driver, or "
+            f"install {package}"
+        )
+    return max(fits, key=lambda one: one[0])[1]
 
 
 def compile_kernel(text: str, architecture: str) -> bytes:
-    """Return machine code for an architecture such as sm_90; CudaError has the compiler's message."""
-    nvrtc = _library()
+    """Return machine code for an architecture such as sm_90; CudaError has the compiler's message. The
+    architecture of a Driver also selects a compiler whose code this driver loads."""
+    cuda = architecture.cuda if isinstance(architecture, Architecture) else None
+    nvrtc = _library(None if cuda is None else cuda[0])
     nvrtc.nvrtcGetErrorString.restype = c_char_p
     program = c_void_p()
 

@@ -17,13 +17,17 @@ LIBRARY = "libcuda.so.1"
 # The functions of the driver, as cuda.h declares them.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetName": (POINTER(c_char), c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
@@ -61,13 +65,25 @@ BATCH: dict[str, tuple[Any, ...]] = {
 CAPABILITY_MAJOR, CAPABILITY_MINOR, UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER = 75, 76, 41, 91
 NON_BLOCKING = 1
 BLOCKING_SYNC, NO_TIMING = 1, 2
-PORTABLE, MAPPED = 1, 2
+PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
 RELAXED = 2
 STREAM_ORDER = 1
+OLDEST = (12, 0)  # of a driver, by the version of CUDA that it supports
+# What a user can do about an error, by its number.
+ADVICE = {
+    3: "a process that was forked from one that uses CUDA cannot use it",
+    46: "another process has this device in exclusive mode, or its mode forbids contexts (nvidia-smi -c 0)",
+}
 
 
 class CudaError(RuntimeError):
     """The driver or the compiler returned an error."""
+
+
+class Architecture(str):
+    """The name of an architecture, such as sm_90, and the version of CUDA that its driver supports."""
+
+    cuda: tuple[int, int]
 
 
 class _Location(ctypes.Structure):
@@ -91,6 +107,7 @@ class Event:
         # The driver keeps the event while a stream waits for it.
         self.free = weakref.finalize(self, driver.try_call, "cuEventDestroy_v2", handle)
         self.free.atexit = False
+        driver.events.add(self)
 
     def record(self, stream: int | None) -> Event:
         """Set this to the current end of the stream."""
@@ -106,8 +123,42 @@ class Event:
         self._driver.call("cuStreamWaitEvent", stream, self._handle, 0)
 
 
+class _Current(threading.local):
+    """A thread's context, as far as a Driver has looked."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.pushed = False
+        self.found = c_void_p()
+        self.place = byref(self.found)
+
+
+class _Inside:
+    """Makes the device's context current in a `with` block, and restores the thread's own at its end.
+    Blocks can be nested."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        driver, thread = self._driver, self._driver.thread
+        if thread.depth == 0:
+            driver.look(thread)
+            thread.pushed = thread.found.value != driver.context
+            if thread.pushed:
+                driver.checked("cuCtxPushCurrent_v2", driver.context)
+        thread.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        thread = self._driver.thread
+        thread.depth -= 1
+        if thread.depth == 0 and thread.pushed:
+            self._driver.checked("cuCtxPopCurrent_v2", thread.place)
+
+
 class Driver:
-    """One device and its primary context, which torch uses too. Thread-safe."""
+    """One device and its primary context, which torch uses too. Thread-safe. A call leaves the thread's
+    context as it was; several calls in a block `with driver.inside` look at it once."""
 
     def __init__(self, device: int, library: str = LIBRARY) -> None:
         try:
@@ -123,39 +174,78 @@ class Driver:
                 raise CudaError(f"the CUDA driver is too old: it has no {name}")
             function.argtypes, function.restype = arguments, c_int
             self._batch = self._batch or (name if name in BATCH else "")
-        self._thread = threading.local()
-        self._context = c_void_p()
+        self.thread = _Current()
+        self.inside = _Inside(self)
+        self.context: int | None = None
+        self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self._device = c_int()
-        self._checked("cuInit", 0)
-        self._checked("cuDeviceGet", byref(self._device), device)
-        self._checked("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
+        self.checked("cuInit", 0)
+        self.version = self._version()
+        if self.version < OLDEST:
+            has, needs = (".".join(map(str, one)) for one in (self.version, OLDEST))
+            raise CudaError(f"the driver supports CUDA {has}; kvtier needs {needs} or later")
+        self.checked("cuDeviceGet", byref(self._device), device)
+        context = c_void_p()
+        self.checked("cuDevicePrimaryCtxRetain", byref(context), self._device)
+        self.context = context.value
+        # For functions that this class does not declare.
+        self.library, self.device = self._library, self._device.value
         # A slot must have one address for both the host and the device.
         for attribute in (UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER):
             if not self.attribute(attribute):
                 self.close()
                 raise CudaError(f"{self.name}: cannot use host addresses ({attribute})")
 
-    def close(self) -> None:
-        """Release the context. Objects created by this driver become unusable."""
-        self._checked("cuDevicePrimaryCtxRelease_v2", self._device)
+    def _version(self) -> tuple[int, int]:
+        number = c_int()
+        self.checked("cuDriverGetVersion", byref(number))
+        return number.value // 1000, number.value % 1000 // 10
 
-    def _checked(self, name: str, *arguments: Any) -> None:
+    def close(self) -> None:
+        """Free the events, and release the context. Later calls raise CudaError, except `try_call`; objects
+        that still exist call nothing when they end."""
+        if self.context is None:
+            return
+        for event in list(self.events):
+            event.free()
+        self.context = None
+        self._library.cuDevicePrimaryCtxRelease_v2(self._device)  # a failed device may refuse it
+
+    def checked(self, name: str, *arguments: Any) -> None:
+        """Call a function that needs no context. Raise CudaError with the driver's name for the error."""
         result = getattr(self._library, name)(*arguments)
         if result:
-            text = c_char_p()
-            self._library.cuGetErrorName(result, byref(text))
-            raise CudaError(f"{name}: {(text.value or b'').decode() or result}")
+            raise CudaError(f"{name}: {self._text(result)}")
+
+    def _text(self, result: int) -> str:
+        text = c_char_p()
+        self._library.cuGetErrorName(result, byref(text))
+        advice = f": {ADVICE[result]}" if result in ADVICE else ""
+        return f"{(text.value or b'').decode() or result}{advice}"
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function in the device's context. Raise CudaError with the driver's name for the error."""
-        if not getattr(self._thread, "ready", False):
-            self._checked("cuCtxSetCurrent", self._context)
-            self._thread.ready = True
-        self._checked(name, *arguments)
+        thread = self.thread
+        if thread.depth == 0:
+            self.look(thread)
+            if thread.found.value != self.context:
+                with self.inside:
+                    self.checked(name, *arguments)
+                return
+        self.checked(name, *arguments)
+
+    def look(self, thread: _Current) -> None:
+        """Find out which context this thread has."""
+        if self.context is None:
+            raise CudaError("the CUDA device was closed")
+        self.checked("cuCtxGetCurrent", thread.place)
 
     def own_thread(self) -> None:
-        """Allow this thread to call the driver, without effect on a graph that the engine records."""
+        """Let this thread of ours call the driver without effect on a graph that the engine records, and
+        without a change of contexts: that of this device becomes the thread's own."""
         self.try_call("cuThreadExchangeStreamCaptureMode", byref(c_int(RELAXED)))
+        if self.context is not None:
+            self.checked("cuCtxSetCurrent", self.context)
 
     def try_call(self, name: str, *arguments: Any) -> None:
         """Free something where a failure could not be handled, and ignore errors."""
@@ -166,18 +256,21 @@ class Driver:
 
     def attribute(self, number: int) -> int:
         value = c_int()
-        self._checked("cuDeviceGetAttribute", byref(value), number, self._device)
+        self.checked("cuDeviceGetAttribute", byref(value), number, self._device)
         return value.value
 
     @property
     def name(self) -> str:
         text = ctypes.create_string_buffer(256)
-        self._checked("cuDeviceGetName", text, len(text), self._device)
+        self.checked("cuDeviceGetName", text, len(text), self._device)
         return text.value.decode()
 
     @property
-    def architecture(self) -> str:
-        return f"sm_{self.attribute(CAPABILITY_MAJOR)}{self.attribute(CAPABILITY_MINOR)}"
+    def architecture(self) -> Architecture:
+        name = f"sm_{self.attribute(CAPABILITY_MAJOR)}{self.attribute(CAPABILITY_MINOR)}"
+        found = Architecture(name)
+        found.cuda = self.version
+        return found
 
     @property
     def has_batch(self) -> bool:
@@ -196,6 +289,21 @@ class Driver:
         self.call("cuMemAlloc_v2", byref(address), nbytes)
         return address.value
 
+    def free(self, address: int) -> None:
+        """Free memory on the device. This waits for all of the device's work, also for the engine's."""
+        self.try_call("cuMemFree_v2", address)
+
+    def upload(self, to: int, content: bytes | bytearray) -> None:
+        """Copy these bytes to the device, on a stream of its own: neither the engine's work nor a graph
+        that it records is affected. When this returns, they are there."""
+        source = (ctypes.c_uint8 * len(content)).from_buffer_copy(content)
+        stream = self.stream()
+        try:
+            self.copy(to, ctypes.addressof(source), len(content), stream)
+            self.call("cuStreamSynchronize", stream)
+        finally:
+            self.try_call("cuStreamDestroy_v2", stream)
+
     def pinned_memory(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         """New memory of the host that the device can access. Free it with `free_pinned`."""
         address = c_void_p()
@@ -206,9 +314,11 @@ class Driver:
     def free_pinned(self, memory: ctypes.Array[ctypes.c_uint8]) -> None:
         self.try_call("cuMemFreeHost", ctypes.addressof(memory))
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Pin memory of the host, and map it for the device."""
-        self.call("cuMemHostRegister_v2", address, nbytes, PORTABLE | MAPPED)
+    def register(self, address: int, nbytes: int, read_only: bool = False) -> None:
+        """Pin memory of the host, and map it for the device. `read_only`: this process may not write it; not
+        every device can read such memory, and CudaError is raised if it cannot."""
+        flags = PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
+        self.call("cuMemHostRegister_v2", address, nbytes, flags)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self.call("cuMemcpyAsync", to, source, nbytes, stream)

@@ -37,12 +37,16 @@ class PinnedExtent:
 
 
 class RegisteredMapping:
-    """A mapping that is registered with the device until the last reference to this. Runs of the daemon that
-    use the same memory share it."""
+    """A mapping that is registered with the device until the last reference to this, or until `free`. Runs of
+    the daemon that use the same memory share it."""
 
     def __init__(self, driver: Driver, mapping: Mapping) -> None:
-        driver.register(mapping.address, mapping.size)
-        weakref.finalize(self, _unregister, driver, mapping).atexit = False
+        if mapping.writable:
+            driver.register(mapping.address, mapping.size)
+        else:
+            driver.register(mapping.address, mapping.size, read_only=True)
+        self.free = weakref.finalize(self, _unregister, driver, mapping)
+        self.free.atexit = False
 
 
 def _unregister(driver: Driver, mapping: Mapping) -> None:
@@ -59,7 +63,7 @@ class ExtentPins:
         self._registered: weakref.WeakValueDictionary[Mapping, RegisteredMapping] = (
             weakref.WeakValueDictionary()
         )
-        self._refused = False
+        self._refused, self._closing = False, False
         self._todo: queue.SimpleQueue[tuple[PinnedExtent, int] | list[PinnedExtent] | None] = (
             queue.SimpleQueue()
         )
@@ -98,10 +102,14 @@ class ExtentPins:
             self._todo.put(users)
 
     def close(self) -> None:
-        """Unregister everything. No copy may be in progress."""
+        """Unregister everything, also what a traceback still refers to. No copy may be in progress, and
+        registrations that have not begun never do: each may take seconds."""
+        self._closing = True
         self._todo.put(None)
         self._thread.join()
         self._arenas = []
+        for registered in list(self._registered.values()):
+            registered.free()
 
     def _run(self) -> None:
         self._driver.own_thread()
@@ -114,7 +122,7 @@ class ExtentPins:
 
     def _register(self, arena: PinnedExtent, number: int) -> None:
         mapping = arena.extents[number]
-        if mapping is None:
+        if mapping is None or self._closing:
             return
         try:
             registered = self._registered.get(mapping)

@@ -485,6 +485,22 @@ def test_no_block_is_read_without_room_for_all_its_shards() -> None:
     assert (len(plan.ids) // 4, plan.coming) == (4, 1)
 
 
+def test_a_prefix_that_is_shortened_for_lack_of_room_reads_only_its_own_blocks() -> None:
+    """A request is answered when its prefix is ready: a read that goes on would hold its block."""
+    tenant, keys = sharded_on_disk(2, 4, 2)
+    granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", chain(1))
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert (len(plan.ids) // 4, plan.coming, len(plan.sizes)) == (2, 1, 2)
+    assert tenant.store.keys_of(plan.ids) == 2 * keys[:32]
+    joins = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert (joins.ids, joins.coming, joins.joined) == (b"", 1, plan.ids)
+    tenant.catalog.promotions.promoted(plan.ids)
+    assert tenant.found(keys) == (1, 1)
+    tenant.catalog.abort(ME, granted.lease)
+    assert tenant.catalog.promotions.reading == 0
+    tenant.check()
+
+
 def test_a_promotion_with_little_room_takes_the_head() -> None:
     tenant, keys = Tenant(4), chain(4)
     tenant.save(keys)

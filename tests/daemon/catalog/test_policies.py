@@ -408,7 +408,7 @@ def test_the_memory_of_a_policy_does_not_grow_with_time(kind, names):
     assert resident_bytes() - before < 4 << 20
 
 
-@pytest.mark.parametrize("kind", [Lfu, LfuModel])
+@pytest.mark.parametrize("kind", [Lfu, pytest.param(LfuModel, marks=pytest.mark.slow)])
 def test_counts_are_halved_from_time_to_time(kind):
     """The block that was used most, long ago, is evicted before the one that is used now."""
     policy = kind()

@@ -77,13 +77,14 @@ def test_every_key_can_be_written(read):
         'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\nstop_s = 30\n'
         'admission = "second-touch"\nencryption = "aes-256-gcm"\nkey_file = "/k"\n'
-        '[remote]\nbucket = "blocks"\nprefix = "a/b"\nendpoint = "https://s3:9000"\nregion = "eu"\n'
-        'credentials = "/c"\nwrite = "all"\ncodec = "raw"\ndeadline_s = 2\nbuffer = "16MiB"\n'
+        '[remote]\nurl = "mooncake://m:50051"\nprotocol = "rdma"\ndevices = "mlx5_0,mlx5_1"\nprefix = "a/b"\n'
+        'metadata = "http://m:8080/metadata"\nhost = "10.0.0.7"\nsegment = "64MiB"\n'
+        'write = "all"\nstop_s = 9\ncodec = "raw"\ndeadline_s = 2\nbuffer = "16MiB"\n'
         'known = "4MiB"\nencryption = "aes-256-gcm"\nkey_file = "/r"\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         '[audit]\npath = "/var/log/a"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nwriters = ["@root", 8]\nquota = "40%"\n'
-        "max_clients = 2\nweight = 3\n"
+        "max_clients = 2\nweight = 3\ndirect_reads = true\ndirect_group = 7\n"
         '[tenants.b]\nreaders = ["*"]\nquota = "256MiB"\n'
     ).config
     assert msgspec.to_builtins(config, enc_hook=str) == {
@@ -119,12 +120,19 @@ def test_every_key_can_be_written(read):
             "key_file": "/k",
         },
         "remote": {
-            "bucket": "blocks",
+            "bucket": "",
+            "url": "mooncake://m:50051",
+            "protocol": "rdma",
+            "devices": "mlx5_0,mlx5_1",
+            "metadata": "http://m:8080/metadata",
+            "host": "10.0.0.7",
+            "segment": 64 * MIB,
             "prefix": "a/b",
-            "endpoint": "https://s3:9000",
-            "region": "eu",
-            "credentials": "/c",
+            "endpoint": "",
+            "region": "us-east-1",
+            "credentials": None,
             "write": "all",
+            "stop_s": 9,
             "codec": "raw",
             "deadline_s": 2,
             "buffer": 16 * MIB,
@@ -141,6 +149,8 @@ def test_every_key_can_be_written(read):
                 "readers": (),
                 "max_clients": 2,
                 "weight": 3,
+                "direct_reads": True,
+                "direct_group": 7,
                 "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES,
             },
             "b": {
@@ -149,6 +159,8 @@ def test_every_key_can_be_written(read):
                 "readers": ("*",),
                 "max_clients": None,
                 "weight": 1,
+                "direct_reads": False,
+                "direct_group": None,
                 "quota": 256 * MIB,
             },
         },
@@ -173,6 +185,30 @@ def test_each_source_overrides_the_one_before_it(read):
     loaded = read(**sources)
     assert (loaded.config.max_clients, loaded.config.log_level) == (5, "debug")
     assert loaded.origins["max_clients"] == "--max-clients"
+
+
+def test_a_bucket_is_configured_with_its_own_keys(read):
+    text = '[remote]\nbucket = "blocks"\nendpoint = "https://s3:9000"\nregion = "eu"\ncredentials = "/c"\n'
+    remote = read(WARM + text).config.remote
+    assert (remote.bucket, remote.endpoint) == ("blocks", "https://s3:9000")
+    assert (remote.region, remote.credentials, remote.url) == ("eu", Path("/c"), "")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('prefix = "a"', r"remote\.bucket: is not set; write bucket = .*, or url = "),
+        (
+            'bucket = "b1"\nurl = "mooncake://m:1"',
+            r"remote\.bucket: cannot be used with remote\.url",
+        ),
+        ('bucket = "b1"\nsegment = "1GiB"', r"remote\.segment: cannot be used with remote\.bucket"),
+        ('url = "mooncake://m"', r"remote\.url: .*mooncake://store\.example:50051"),
+    ],
+)
+def test_a_remote_store_is_of_one_kind(read, text, error):
+    with pytest.raises(ConfigError, match=error):
+        read(WARM + f"[remote]\n{text}\n")
 
 
 def test_every_settled_key_has_an_origin(read):

@@ -77,3 +77,23 @@ def test_a_reload_does_not_change_a_lossy_codec_while_spaces_are_open(
     now = wanted.cold if live else running.cold
     assert cold is not None and now is not None
     assert cold.codecs == now.codecs
+
+
+def test_a_reload_changes_limits_of_the_remote_tier_and_not_its_place(tmp_path: Path) -> None:
+    def remote(text: str) -> Config:
+        file = tmp_path / "kvtier.toml"
+        file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n[remote]\n{text}\n')
+        return load(file, environ={}).config
+
+    running = remote('bucket = "blocks"')
+    wanted = remote(
+        'bucket = "other"\nprefix = "p"\ndeadline_s = 9\nbuffer = "8MiB"\nstop_s = 1\nwrite = "all"\n'
+        'codec = "raw"\nkey_file = "/k"\ncredentials = "/c"'
+    )
+    found = {one.key: one.live for one in changes(running, wanted)}
+    assert sorted(key for key, live in found.items() if not live) == [
+        "remote.bucket", "remote.prefix",
+    ]  # fmt: skip
+    applied = merged(running, wanted)
+    assert [one.key for one in changes(applied, wanted)] == ["remote.bucket", "remote.prefix"]
+    assert changes(running, applied) != []

@@ -227,11 +227,14 @@ WRITING: tuple[Callable[[int], wire.Request], ...] = (
     lambda space: wire.Hint(3, space, bytes(32), 0.0),
     lambda space: wire.Forget(3, space, bytes(32)),
     lambda space: wire.Purge(3, "t", space),
+    lambda space: wire.HotJoin(3, "gpu", [0]),
+    lambda space: wire.HotReserve(3, bytes(24), False),
 )
 READING = (
     wire.Open, wire.MatchPrefix, wire.Load, wire.Adopt, wire.Release, wire.Prefetch, wire.Watch, wire.Stats,
     wire.Record, wire.Ping, wire.Cancel, wire.Prefill, wire.Explain, wire.Settings, wire.Tier,
-    wire.Spaces, wire.List, wire.Monitor, wire.Grow, wire.Recheck,
+    wire.Spaces, wire.List, wire.Monitor, wire.Grow, wire.Recheck, wire.HotOffer, wire.HotGrant,
+    wire.DirectRead, wire.DirectReadEnd, wire.DirectReadCodec, wire.Resident,
 )  # fmt: skip
 
 
@@ -246,7 +249,7 @@ def test_a_read_only_session_can_make_no_request_that_writes(tmp_path: Path) -> 
                 client, _ = await here.connect(read_only=read_only)
                 (session,) = (one for one in here.server.sessions if one.read_only == read_only)
                 handlers = session.requests.handlers.keys()
-                assert handlers == {*kinds, *READING, wire.Commit, wire.Abort}
+                assert handlers == {*kinds, *READING, wire.Commit, wire.Abort, wire.HotEnd}
                 opened = await client.ask(wire.Open(2, spec_of("read only")))
                 assert isinstance(opened, wire.Opened)
                 for make in WRITING:

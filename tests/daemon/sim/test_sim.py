@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +18,12 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier_daemon.cli import main
 from kvtier_daemon.sim.report import percentiles, report, without_tiers
-from kvtier_daemon.sim.tiers import SEGMENTS, Machine, Simulation
+from kvtier_daemon.sim.tiers import RESIDENCY, SEGMENTS, Machine, Simulation
 from kvtier_daemon.sim.trace import TraceRequests, read
 from kvtier_daemon.tools.sizing import PrefillCost
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+traces = importlib.import_module("traces")
 
 SMALL = Path(__file__).parents[2] / "traces" / "small.jsonl"
 GIB = 1 << 30
@@ -142,6 +147,56 @@ def test_a_memory_for_all_blocks_has_the_hits_of_the_optimum(small: TraceRequest
     assert played(small, one)["hit_rate"] == pytest.approx(hits / small.looked_up_blocks)
 
 
+def conversations(path: Path) -> TraceRequests:
+    """The chats of the benchmarks, as a trace."""
+    lines = [
+        {
+            "timestamp": when * 1000,
+            "input_length": 512 * len(prompt),
+            "output_length": 1,
+            "hash_ids": prompt,
+        }
+        for when, prompt in traces.chat(500)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return read(path)
+
+
+@pytest.mark.parametrize("policy", ["lru", "auto"])
+def test_knowledge_of_the_engines_cache_adds_hits_in_memory(tmp_path: Path, policy: str) -> None:
+    """With a memory of up to four times the engine's cache, and a disk that has every block: at least a tenth
+    fewer of the blocks that were saved before come from the disk."""
+    requests, block, fewer = conversations(tmp_path / "trace"), 131_072 * 512, []
+    hbm = requests.native.unique // 20
+    for memory in (hbm, 2 * hbm, 4 * hbm):
+        fast, stored = {}, {}
+        for known in RESIDENCY:
+            one = machine(
+                policy=policy, hbm_bytes=hbm * block, memory_bytes=memory * block,
+                nvme_bytes=20_000 * block, residency=known, nvme_read_bytes_s=1e11,
+                nvme_write_bytes_s=1e11, memory_bytes_s=1e13, prefill=PrefillCost(1e-5),
+            )  # fmt: skip
+            run = Simulation(requests, one)
+            run.run()
+            check(run)
+            hits = run.totals.hit_blocks
+            fast[known], stored[known] = hits["hbm"] + hits["memory"], hits.total()
+        assert fast["on"] > fast["off"] < fast["lazy"]
+        fewer.append((fast["on"] - fast["off"]) / (stored["off"] - fast["off"]))
+    assert sorted(fewer)[1] >= 0.1, fewer
+
+
+def test_the_engines_cache_is_a_level_of_the_simulation(sim: Sim) -> None:
+    arguments = ("--policy", "lru", "--memory", "4GiB", "--nvme", "32GiB", "--hbm", "2GiB")
+    known = sim(str(SMALL), *arguments)
+    blind = sim(str(SMALL), *arguments, "--residency", "off")
+    assert known["runs"][0]["hit_rate_by_tier"]["hbm"] > 0
+    assert known["runs"][0]["hbm_bytes"] == 2 << 30 and known["runs"][0]["residency"] == "on"
+    assert blind["runs"][0]["residency"] == "off"
+    with pytest.raises(SystemExit):
+        main(["sim", str(SMALL), "--hbm", "2GiB", "--residency", "perhaps"])
+
+
 def test_a_codec_increases_the_capacity_of_the_disk(small: TraceRequests) -> None:
     plain, packed = machine(nvme_bytes=8 * GIB), machine(nvme_bytes=8 * GIB, codec_ratio=0.5)
     assert Simulation(small, packed).nvme_blocks == 2 * Simulation(small, plain).nvme_blocks
@@ -167,6 +222,7 @@ def test_writes_stay_within_the_budget_and_prefer_repeated_blocks(small: TraceRe
     st.integers(1, 400), st.integers(0, 2000), st.sampled_from([1e7, 1e9, 1e11]),
     st.sampled_from([1e7, 1e9, 1e11]), st.integers(0, 3),
     st.sampled_from([0, 10**11]), st.sampled_from(["auto", "all", "second-touch"]),
+    st.integers(0, 200), st.sampled_from(RESIDENCY),
 )  # fmt: skip
 def test_every_request_gets_its_first_token_and_no_block_has_too_many_copies(
     memory: int,
@@ -176,12 +232,15 @@ def test_every_request_gets_its_first_token_and_no_block_has_too_many_copies(
     engines: int,
     daily: int,
     admission: str,
+    hbm: int,
+    residency: str,
 ) -> None:
     requests = read(SMALL)
     block = 131_072 * 512
     one = machine(
         memory_bytes=memory * block, nvme_bytes=nvme * block, nvme_read_bytes_s=read_rate,
         nvme_write_bytes_s=write_rate, engines=engines, daily_bytes=daily, admission=admission,
+        hbm_bytes=hbm * block, residency=residency,
     )  # fmt: skip
     simulation = Simulation(requests, one)
     totals = simulation.run()
@@ -193,6 +252,8 @@ def test_every_request_gets_its_first_token_and_no_block_has_too_many_copies(
 
 def check(run: Simulation) -> None:
     """Memory and disk agree after a run."""
+    assert not run._returning and not any(run._memory[node] for node in run._away)
+    assert all(run._memory[node] and node in run._frames for node in run._leave_first)
     assert not (run._held or run._loading or run._waiters or run._reading or run._writing)
     assert sum(run._memory) == run._in_memory == len(run._policy) <= run.memory_blocks
     kept = Counter(run._frames.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -89,6 +90,28 @@ def test_all_frames_are_found_and_none_of_an_earlier_use(
         assert payload == pattern(key(number), SPEC.block_bytes)
     if not sealed:
         assert one.end == FIRST_FRAME + count * KIND.total_bytes
+
+
+def test_frames_that_a_killed_daemon_may_not_have_synced_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise blocks that count as written would be lost with the power."""
+    synced: list[str] = []
+
+    def fdatasync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    segment(tmp_path / "open", 3)
+    segment(tmp_path / "sealed", 3, sealed=True)
+    fails = False
+    assert found(tmp_path / "open") == found(tmp_path / "sealed") == [0, 1, 2]
+    assert synced == [str(tmp_path / "open")]
+    fails = True
+    with pytest.raises(TierError, match="open: cannot be read: Input/output error"):
+        found(tmp_path / "open")
 
 
 def test_a_frame_that_is_torn_ends_the_walk(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The remote tier fulfils the contract of tiers, with a real store. The store itself bounds what it holds,
-and the daemon evicts nothing there: the tests of that do not apply."""
+"""The remote tier fulfils the contract of tiers, with each kind of real store. The store itself bounds what
+it holds, and the daemon evicts nothing there: the tests of that do not apply."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping as MappedExtent
 from support.effort import effort
+from support.mooncake import MooncakePool
 from support.object_store import ObjectStore
 
 
@@ -144,9 +145,14 @@ class ServedShared(ServedTenant):
         return found
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
+Store = ObjectStore | MooncakePool
+
+
+@pytest.fixture(scope="module", params=[ObjectStore, MooncakePool])
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Store]:
+    store: Store = request.param(tmp_path_factory.mktemp("store"))
     yield store
     store.stop()
 
@@ -158,7 +164,7 @@ class TestRemoteTier(TierTests):
     test_a_held_block_stays_under_pressure = None  # type: ignore[assignment]
 
     @pytest.fixture
-    def tier(self, tmp_path: Path, store: ObjectStore) -> Iterator[ServedTenant]:
+    def tier(self, tmp_path: Path, store: Store) -> Iterator[ServedTenant]:
         # Each test has a prefix of its own.
         config = store.config(more='write = "all"\n').replace('"fleet"', f'"{tmp_path.name}"')
         tier = ServedShared(tmp_path, config, self.capacity_bytes)

@@ -147,6 +147,22 @@ def test_a_read_that_hangs_does_not_delay_others(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
+def test_a_wait_ends_at_its_limit_and_cancels_its_reads(tmp_path: Path) -> None:
+    def work(prompts: Prompts) -> None:
+        hung = prompts.save(1)
+        prompts.evict()
+        prompts.host.fault_of[hung[:KEY_BYTES]] = HANGS
+        each = [hung[at : at + KEY_BYTES] for at in range(0, len(hung), KEY_BYTES)]
+        assert prompts.space.wait(each, 100).coming == PROMPT
+        assert prompts.host.hanging == 1
+        with prompts.space.load(each, wait_ms=100) as blocks:
+            assert len(blocks) == 0
+        prompts.host.goes_on.set()
+        assert prompts.space.wait(each, WAIT_MS * 10).ready == PROMPT
+
+    run(tmp_path, work)
+
+
 def test_blocks_of_a_tier_that_is_off_are_misses_until_it_is_on_again(tmp_path: Path) -> None:
     def work(prompts: Prompts) -> None:
         keys = prompts.save(1)

@@ -18,7 +18,7 @@ import kvtier
 from kvtier.units import GIB, MIB
 from kvtier_daemon.config.schema import load
 from kvtier_daemon.tools import doctor, doctor_vllm
-from kvtier_daemon.tools.doctor import Severity, World
+from kvtier_daemon.tools.doctor import Finding, Severity, World
 
 WARM = {"capacity_bytes": 1, "failure": ""}
 
@@ -284,6 +284,50 @@ def test_gpudirect_in_compatibility_mode_is_reported(world: Callable[..., World]
     }
     direct = doctor.gpu_direct(world(stats, loadable=lambda library: True))
     assert direct.level is Severity.ok and "1,234 reads" in direct.value
+
+
+P2PDMA = {
+    "etc/cufile.json": '{\n  // comment\n  "properties": {\n    "use_pci_p2pdma": true\n  }\n}',
+    "proc/driver/nvidia/params": 'RegistryDwords: "RMForceStaticBar1=1;RmForceDisableIomapWC=1;"',
+    "sys/module/nvme_core/parameters/multipath": "N",
+}
+
+
+def test_gpudirect_over_pci_p2pdma_needs_no_nvidia_fs(world: Callable[..., World]) -> None:
+    def found(files: dict[str, str], **options: Any) -> Finding:
+        options = {"release": "6.8.0-1", **options}
+        return doctor.gpu_direct(world(GPU | files, loadable=lambda library: True, **options))
+
+    assert found(P2PDMA).level is Severity.ok and "P2PDMA" in found(P2PDMA).value
+    for name, content, lack in (
+        ("proc/driver/nvidia/params", 'RegistryDwords: ""', "RMForceStaticBar1=1"),
+        ("sys/module/nvme_core/parameters/multipath", "Y", "multipath=N"),
+    ):
+        missing = found(P2PDMA | {name: content})
+        assert missing.level is Severity.warn and lack in missing.fix
+    old = found(P2PDMA, release="5.15.0-91-generic")
+    assert old.level is Severity.warn and "6.2 or later (this is 5.15" in old.fix
+    commented = P2PDMA["etc/cufile.json"].replace('    "use', '    // "use')
+    off = found(P2PDMA | {"etc/cufile.json": commented})
+    assert off.level is Severity.warn and "nvidia-fs is not loaded" in off.value
+    by_variable = found(P2PDMA | {"etc/cufile.json": ""}, environ={"CUFILE_USE_PCIP2PDMA": "true"})
+    assert by_variable.level is Severity.ok
+
+
+def test_direct_reads_that_cannot_happen_are_reported(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    def found(files: Mapping[str, str] | None = None, **values: Any) -> Finding:
+        tenant = {"tenants.a.uids": "*", "tenants.a.direct_reads": "true"}
+        return doctor.direct_reads(world(files), config(tmp_path, **tenant, **values).config, "a")
+
+    cold = {"cold.directories": str(tmp_path), "cold.size": "64GiB"}
+    assert "no cold tier" in found().value
+    assert "encrypted" in found(**cold, **{"cold.encryption": "aes-256-gcm"}).value
+    assert found(**cold).level is Severity.ok and "own user" in found(**cold).value
+    assert "group 7" in found(**cold, **{"tenants.a.direct_group": "7"}).value
+    silent = GPU | {"proc/driver/nvidia-fs/stats": "IO stats: Disabled\nReads : err=0\n"}
+    assert "rw_stats_enabled" in found(silent, **cold).fix
 
 
 def test_udev_is_needed_with_a_gpu(world: Callable[..., World]) -> None:

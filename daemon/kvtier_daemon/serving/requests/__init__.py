@@ -8,19 +8,23 @@ from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.context import Handlers, Host, Requester
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.requests.admin import AdminRequests
+from kvtier_daemon.serving.requests.direct_reads import DirectReadRequests
 from kvtier_daemon.serving.requests.feeds import FeedRequests
+from kvtier_daemon.serving.requests.hot import HotRequests
 from kvtier_daemon.serving.requests.lookups import LookupRequests
 from kvtier_daemon.serving.requests.saves import SaveRequests
 from kvtier_daemon.serving.requests.spaces import SpaceRequests
 
 WITHOUT_TENANT = (
     wire.Stats, wire.Record, wire.Ping, wire.Settings, wire.Tier,
-    wire.Spaces, wire.List, wire.Purge, wire.Monitor,
+    wire.Spaces, wire.List, wire.Purge, wire.Monitor, wire.HotOffer, wire.HotGrant,
 )  # fmt: skip
 # The role that a request needs if that is more than READ. Commit and Abort need a lease that a reader cannot
 # have.
 NEEDED = {
     **dict.fromkeys((wire.Reserve, wire.Regain, wire.Pin, wire.Unpin, wire.Hint, wire.Forget), Role.WRITE),
+    # The memory of a GPU can only be mapped for writing.
+    **dict.fromkeys((wire.HotJoin, wire.HotReserve), Role.WRITE),
     wire.Purge: Role.ADMIN,
 }  # fmt: skip
 
@@ -49,8 +53,9 @@ class Requests:
         self.lookups = LookupRequests(session, server)
         self.spaces = SpaceRequests(session, server)
         self.feeds = FeedRequests(session, server)
-        parts = (self.lookups, self.spaces, self.feeds, SaveRequests(session, server),
-                 AdminRequests(session, server))  # fmt: skip
+        self.hot = HotRequests(session, server)
+        parts = (self.lookups, self.spaces, self.feeds, self.hot, SaveRequests(session, server),
+                 AdminRequests(session, server), DirectReadRequests(session))  # fmt: skip
         self.handlers: Handlers = {}
         for part in parts:
             self.handlers |= part.handlers()

@@ -234,6 +234,8 @@ class LookupRequests:
         parts = list(found.parts)
         if self._session.verifies and parts:
             parts = tenant.catalog.digests(found.lease, parts)
+        elif parts and tenant.catalog.hot.is_used:
+            parts = tenant.catalog.with_copies(self._session.engine, found.lease, parts)
         return wire.Loaded(
             request_id, found.ready, coming, eta_ms, found.lease, found.token, parts, why
         )

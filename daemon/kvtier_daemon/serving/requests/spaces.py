@@ -6,7 +6,9 @@ import math
 
 from kvtier import wire
 from kvtier.errors import Refused
+from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.serving.context import Handlers, Host, Requester, not_durable
 from kvtier_daemon.tenant import Tenant
 
@@ -29,6 +31,7 @@ class SpaceRequests:
             wire.Unpin: self.unpin,
             wire.Hint: self.hint,
             wire.Forget: self.forget,
+            wire.Resident: self.resident,
         }
 
     def open(self, tenant: Tenant, request: wire.Open) -> wire.Reply:
@@ -74,6 +77,27 @@ class SpaceRequests:
             raise Refused("bad_request", f"importance is {request.importance}, it must be 0 to 1")
         blocks = tenant.catalog.hint(space, request.keys, request.importance)
         return wire.Counted(request.id, blocks)
+
+    def resident(self, tenant: Tenant, request: wire.Resident) -> wire.Reply:
+        """Ignored for clients that may only read: it has an effect on eviction."""
+        space = tenant.catalog.space(request.space)
+        space.check_place(request.group, 0)
+        for keys in (request.entered, request.left):
+            space.check_keys(keys)
+        if (count := (len(request.entered) + len(request.left)) // KEY_BYTES) > wire.LIMIT_RESIDENT:
+            raise Refused(
+                "bad_request", f"{count} keys that entered or left, at most {wire.LIMIT_RESIDENT}"
+            )
+        if self._session.peer.role >= Role.WRITE:
+            residency, session = tenant.catalog.blocks.residency, self._session.id
+            residency.is_on = tenant.tier.reads.is_on
+            if request.reset:
+                residency.end_session(session)
+            back = residency.left(session, space, request.group, request.left)
+            residency.entered(session, space, request.group, request.entered)
+            if back:
+                tenant.tier.reads.bring_back(space, back)
+        return wire.Done(request.id)
 
     def forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
         space = tenant.catalog.space(request.space)

@@ -55,6 +55,7 @@ class StoreOptions:
     secrets: Mapping[str, bytes] = field(default_factory=dict)
     staged_bytes: int = STAGED_BYTES
     encrypted: bool = False  # all new frames are
+    readers: Mapping[str, int | None] = field(default_factory=dict)  # groups, by tenant
 
     def segments_of(self, path: Path, segments_bytes: int) -> dict[str, int]:
         """Return the number of segments that each tenant may have in a directory. Raises TierError if it is
@@ -217,7 +218,7 @@ class AttachedDirectory:
         for store, file in found:
             try:
                 # Opening a file may wait for the disk.
-                fd = await disk.files.run(directory.open, file.path)
+                fd = await disk.files.run(store.files.open, file.path)
                 segment = store.adopt(file, fd)
                 if file.head is not None:
                     await restored(store.tenant, file, segment.number)
@@ -404,7 +405,7 @@ class AttachedDirectories:
             tenant: SegmentStore(
                 self._loop, tenant, directory, disk, self._table, options.segment_bytes, segments,
                 self._reclaim, self.memory.mappings, self._clock, options.secrets.get(tenant, b""),
-                options.encrypted,
+                options.encrypted, options.readers.get(tenant),
             )
             for tenant, segments in most.items()
         }  # fmt: skip

@@ -619,6 +619,7 @@ def _store_options(config: Config, cold: ColdConfig, tenants: Mapping[str, Tenan
         {name: tenant.secret for name, tenant in tenants.items()},
         STAGED_BYTES // count,
         cold.encryption != "off",
+        {name: tenant.direct_group for name, tenant in config.tenants.items()},
     )
     for path in cold.directories:
         _, nbytes = shares_of(path, cold.size_bytes // count)

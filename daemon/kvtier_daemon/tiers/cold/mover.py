@@ -21,7 +21,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, SLOT
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import ID_BYTES
-from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS
+from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS, segments_of
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.promotion import Promotion, Survey
 from kvtier_daemon.codec.choice import Choice
@@ -31,6 +31,7 @@ from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.tiers.base import Outlook, TierStats
+from kvtier_daemon.tiers.cold.direct_reads import SegmentReads
 from kvtier_daemon.tiers.cold.flusher import Flusher
 from kvtier_daemon.tiers.cold.frames import DAMAGED, CipherNow, Decoding, Incoming, no_cipher
 from kvtier_daemon.tiers.cold.read_queue import Name
@@ -73,6 +74,7 @@ class Promoter:
         self._cipher = cipher
         self._waiting_bytes = 0  # in flight
         self._declined_at = -math.inf
+        self._returns = 0  # requests that were made for blocks that engines dropped
 
     def declined_lately(self) -> bool:
         """Whether the disk was too slow or too busy for a request in the last seconds."""
@@ -150,6 +152,21 @@ class Promoter:
             keys = keys[: (ready + count) * KEY_BYTES]
             request = (session, ("recomputed", space.number, len(keys), keys[-KEY_BYTES:]))
             self.promote(space, keys, count, request=request, urgent=False, begun=self._prefetches)
+
+    def bring_back(self, space: KnownSpace, ids: bytes) -> None:
+        catalog, reads = self._catalog, self._cold.reads
+        frames = catalog.blocks.store.frames(ids)[0]
+        self._returns += 1
+        request = (0, (self._tenant, "return", self._returns))
+        readable = self.is_on and segments_of(frames).isdisjoint(self._cold.unreadable_segments())
+        if not readable or not reads.weigh(
+            request, reads.bytes_of(self._load_bytes(space, frames)), (), False, PATIENCE_S, math.inf
+        ).load:  # fmt: skip
+            catalog.blocks.residency.stay_below(array("I", ids))
+            return
+        reading = catalog.promotions.reading
+        limit = reading + prefetch_limit(max(space.block_bytes), reading)
+        self._read(request, space, catalog.promotions.plan_return(space, ids, limit))
 
     def _prefetches(self, ids: bytes) -> None:
         """These blocks are being read because they were recomputed."""
@@ -270,12 +287,20 @@ class Mover:
     ) -> None:
         self.extents: list[int] = []
         self.counts = Counter(
-            written=0, read=0, written_again=0, spoilt=0, not_read=0, unknown_key=0
+            written=0,
+            read=0,
+            written_again=0,
+            spoilt=0,
+            not_read=0,
+            unknown_key=0,
+            direct=0,
+            not_direct=0,
         )
         self.bytes = Counter(written=0, read=0, written_again=0)
         self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
         self.recovery = cold.recovery
         self.pending = cold.reads.pending
+        self.direct = SegmentReads(catalog, cold, self.counts, clock)
         self.forgets = TombstoneWriter(tenant, catalog, cold)
         self._tenant = tenant
         self._blocks = catalog.blocks
@@ -324,7 +349,8 @@ class Mover:
         return TierStats(counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes)
 
     def tend(self) -> None:
-        """Do periodic work: write tombstones, and wake the flusher."""
+        """Do periodic work: end leases of direct reads, write tombstones, and wake the flusher."""
+        self.direct.expire()
         self.forgets.tombstone()
         self.writes.tend()
 

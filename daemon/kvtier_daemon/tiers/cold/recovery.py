@@ -1,4 +1,4 @@
-"""Reads segment files after a start. Writes nothing, and uses only contents that pass all checks.
+"""Reads segment files after a start. Changes nothing, and uses only contents that pass all checks.
 
 Runs in a thread: a call consists of a few long calls without the GIL.
 """
@@ -180,7 +180,8 @@ def _read_footer(
 
 
 def _read_frames(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec]) -> None:
-    """Read frame after frame, up to the first that is damaged."""
+    """Read frame after frame, up to the first that is damaged, and sync them: a killed daemon may not have
+    done so, and from now on they count as written."""
     numbers: dict[bytes, int] = {}
     rows: list[bytes] = []
     while found.end < head.nbytes - PAGE:
@@ -195,6 +196,8 @@ def _read_frames(fd: int, found: Recovered, head: Head, described: Mapping[bytes
             rows.append(encode_row(FooterEntry.of(current, found.end // PAGE), numbers[space]))
         found.end += current.total_bytes
     found.rows = b"".join(rows)
+    if rows:
+        os.fdatasync(fd)
 
 
 def _frame_at(fd: int, at: int, head: Head) -> Frame | None:

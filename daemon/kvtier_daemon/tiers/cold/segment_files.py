@@ -25,11 +25,12 @@ LEAST_SEGMENTS = 3  # with fewer, none can be reclaimed while others are written
 
 class SegmentFiles:
     """Creates, finds and removes the files; never reads or writes a segment that is in use. If `encrypted`,
-    files that may hold frames that are not encrypted are erased."""
+    files that may hold frames that are not encrypted are erased. `readers`: the group that may read the
+    files."""
 
     def __init__(
         self, tenant: str, directory: ColdDirectory, disk: DirectoryDisk, segment_bytes: int, most: int,
-        owner: bytes, encrypted: bool = False,
+        owner: bytes, encrypted: bool = False, readers: int | None = None,
     ) -> None:  # fmt: skip
         self.erased = 0  # files that were not encrypted
         self.segment_bytes = segment_bytes
@@ -41,6 +42,8 @@ class SegmentFiles:
         self._disk = disk
         self._owner = owner
         self._encrypted = encrypted
+        self._readers = readers
+        self._warned = False
         self._held_bytes = 0
         self._next_number = 0
 
@@ -57,7 +60,33 @@ class SegmentFiles:
         """Start to create a file of the configured size; the future has its descriptor."""
         number, self._next_number = self._next_number, self._next_number + 1
         path = self._directory.segment_path(self._tenant, number)
-        return path, self._disk.files.run(self._directory.make, path, self.segment_bytes)
+        return path, self._disk.files.run(self._make, path)
+
+    def _make(self, path: Path) -> int:
+        return self._shown(path, self._directory.make(path, self.segment_bytes))
+
+    def open(self, path: Path) -> int:
+        """Open a file that the scan found; return its descriptor. Waits for the disk."""
+        return self._shown(path, self._directory.open(path))
+
+    def _shown(self, path: Path, fd: int) -> int:
+        """Let the group of readers read a file, and no other group. Without permission for that the file is
+        used all the same."""
+        mode = 0o600 if self._readers is None else 0o640
+        try:
+            found = os.fstat(fd)
+            if self._readers is not None and found.st_gid != self._readers:
+                os.fchown(fd, -1, self._readers)
+            if found.st_mode & 0o777 != mode:
+                os.fchmod(fd, mode)
+        except OSError as error:
+            if not self._warned:
+                log.warning(
+                    "cold: %s: cannot let group %s read it (%s), so kvikio cannot: make uid %d a member of "
+                    "that group", path, self._readers, error.strerror, os.geteuid(),
+                )  # fmt: skip
+            self._warned = True
+        return fd
 
     def remove(self, segment: Segment) -> None:
         """Close and remove the file of a segment, in the thread that also creates files."""
@@ -65,6 +94,10 @@ class SegmentFiles:
         fd, segment.fd = segment.fd, -1
 
         def remove() -> None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(
+                    fd, 0
+                )  # a client may have a descriptor, and would keep the disk's space
             os.close(fd)
             self._unlink(Path(segment.path))
 

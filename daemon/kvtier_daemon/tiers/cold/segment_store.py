@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier.frame import ONCE
 from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
 from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.codec.frame import (
@@ -30,7 +31,6 @@ from kvtier_daemon.codec.frame import (
     pages,
     stamp,
 )
-from kvtier_daemon.codec.framing import ONCE
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
 from kvtier_daemon.tiers.cold.disk import Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.eraser import erase
@@ -236,13 +236,14 @@ class SegmentTombstones:
 class SegmentStore:
     """`reclaim(store, segment)` is called when the oldest segment is to be reused: the callee copies the
     blocks that were requested again, then calls `release_segment`. `encrypted`: only encrypted blocks are
-    written."""
+    written. `readers`: the group that may read the files."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tenant: str, directory: ColdDirectory, disk: DirectoryDisk,
         table: SegmentTable, segment_bytes: int, most: int,
         reclaim: Callable[[SegmentStore, Segment], None], mappings: Mapping[int, MappedExtent],
         clock: Callable[[], float] = time.monotonic, secret: bytes = b"", encrypted: bool = False,
+        readers: int | None = None,
     ) -> None:  # fmt: skip
         self.tenant = tenant
         self.owner = directory.owner(tenant, secret)
@@ -254,7 +255,7 @@ class SegmentStore:
         self.ready = False  # its files have been scanned
         self.log = SegmentLog()
         self.files = SegmentFiles(
-            tenant, directory, disk, segment_bytes, most, self.owner, encrypted
+            tenant, directory, disk, segment_bytes, most, self.owner, encrypted, readers
         )
         self.tombstones = SegmentTombstones(loop, disk, self.free_if_unused, clock)
         self._loop = loop

@@ -11,57 +11,69 @@ import asyncio
 import logging
 import mmap
 import os
-import re
 import resource
 import signal
 import socket
 import sys
-import time
-from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator
+from typing import Final, Protocol
 
 import msgspec
 
 from kvtier_daemon.tiers.remote.messages import (
     ABSENT,
-    BROKEN,
     FAILED,
-    TOO_LARGE,
     Answer,
     DeleteObjects,
     GetObject,
     HeadObjects,
     ListObjects,
+    OpenBucket,
     OpenStore,
     PutObject,
     Request,
     packed,
     received,
+    short_reason,
 )
 
-if TYPE_CHECKING:
-    from obstore.store import S3Store
-
-CONNECT_S: Final = 3.0
-HEADS_AT_ONCE: Final = 32
-PAGE_NAMES: Final = 1000
 MEMORY_BYTES: Final = (
     2 << 30
 )  # that the process may allocate; above this it ends, and is started again
-STATUS: Final = re.compile(r"status code: (\d+ [A-Za-z ]+?)(?::|$)", re.MULTILINE)
-CODE: Final = re.compile(r"<Code>([A-Za-z]+)</Code>")
 
 
-def reason(error: Exception) -> str:
-    """Return a short reason: the library's texts have many lines."""
-    text = str(error)
-    found = [*STATUS.findall(text)[:1], *CODE.findall(text)[:1]]
-    if found:
-        return ": ".join(found)
-    for word in ("timed out", "dns error", "certificate", "Connection refused", "Connection reset"):
-        if word.lower() in text.lower():
-            return word
-    return text.splitlines()[0][:200].partition(" - ")[2] or text.splitlines()[0][:200]
+class ObjectStore(Protocol):
+    """A store that is being used. Its requests fail with any exception; FileNotFoundError: no such object."""
+
+    async def open(self) -> None:
+        """Find out whether the store can be used."""
+
+    async def put(self, request: PutObject) -> None:
+        """Write an object from its place in the buffer, also if it exists."""
+
+    async def get(self, request: GetObject) -> Answer:
+        """Read an object to its place in the buffer."""
+
+    async def has(self, names: list[str]) -> bytes:
+        """Return a byte for each object: 1 if it exists."""
+
+    def pages(self, prefix: str) -> AsyncIterator[list[str]]:
+        """Name the objects below this prefix, in pages; none of them if the store has no list. Fails if the
+        store cannot be read."""
+
+    async def delete(self, names: list[str]) -> None:
+        """Delete these objects; one that does not exist is no failure."""
+
+
+def store_of(request: OpenStore, buffer: memoryview) -> ObjectStore:
+    """Load the library of this store."""
+    if isinstance(request, OpenBucket):
+        from kvtier_daemon.tiers.remote.s3 import S3Objects
+
+        return S3Objects(request, buffer)
+    from kvtier_daemon.tiers.remote.mooncake import PooledObjects
+
+    return PooledObjects(request, buffer)
 
 
 class Serving:
@@ -71,8 +83,7 @@ class Serving:
         self._reader = reader
         self._writer = writer
         self._buffer = buffer
-        self._store: S3Store | None = None
-        self._heads = asyncio.Semaphore(HEADS_AT_ONCE)
+        self._store: ObjectStore | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -87,9 +98,9 @@ class Serving:
         try:
             answer = await self._answer(request)
         except FileNotFoundError as error:
-            answer = Answer(number, ABSENT, reason(error))
+            answer = Answer(number, ABSENT, short_reason(error))
         except Exception as error:  # noqa: BLE001  # the library's errors have no common base
-            answer = Answer(number, FAILED, reason(error))
+            answer = Answer(number, FAILED, short_reason(error))
         self._send(answer)
 
     def _send(self, answer: Answer) -> None:
@@ -97,89 +108,31 @@ class Serving:
 
     async def _answer(self, request: Request) -> Answer:
         if isinstance(request, OpenStore):
-            return await self._open(request)
-        import obstore
-
-        store = self._store
-        assert store is not None, "not open"
+            store = store_of(request, self._buffer)
+            await store.open()
+            self._store = store
+            return Answer(0)
+        assert self._store is not None, "not open"
         match request:
-            case PutObject(number, name, at, nbytes):
-                content = self._buffer[at : at + nbytes]
-                await obstore.put_async(store, name, content, use_multipart=False)
-                return Answer(number, nbytes=nbytes)
+            case PutObject():
+                await self._store.put(request)
+                return Answer(request.id, nbytes=request.nbytes)
             case GetObject():
-                return await self._get(store, request)
+                return await self._store.get(request)
             case HeadObjects(number, names):
-                found = await asyncio.gather(*(self._has(store, name) for name in names))
-                return Answer(number, found=bytes(found))
+                return Answer(number, found=await self._store.has(names))
             case ListObjects():
-                return await self._list(store, request)
+                return await self._list(self._store, request)
             case DeleteObjects(number, names):
-                await obstore.delete_async(store, names)
+                await self._store.delete(names)
                 return Answer(number)
 
-    async def _open(self, request: OpenStore) -> Answer:
-        import obstore
-        from obstore.store import S3Store
-
-        timeout = timedelta(seconds=request.timeout_s)
-        options = {"region": request.region, **request.secrets}
-        if request.endpoint:
-            options["endpoint"] = request.endpoint
-        store = S3Store(
-            request.bucket,
-            prefix=request.prefix or None,
-            config=options,  # type: ignore[arg-type]
-            client_options={
-                "timeout": timeout,
-                "connect_timeout": timedelta(seconds=min(CONNECT_S, request.timeout_s)),
-                "allow_http": request.endpoint.startswith("http://"),
-            },
-            # The daemon decides whether something is worth another try.
-            retry_config={"max_retries": 0, "retry_timeout": timeout},
-        )
-        async for _ in obstore.list(store, chunk_size=1):
-            break
-        self._store = store
-        return Answer(0)
-
-    async def _get(self, store: S3Store, request: GetObject) -> Answer:
-        import obstore
-
-        began = time.monotonic()
-        found = await obstore.get_async(store, request.name)
-        first_s, nbytes, at = time.monotonic() - began, int(found.meta["size"]), request.at
-        if nbytes > request.room:
-            return Answer(request.id, TOO_LARGE, f"{request.name} has {nbytes} bytes")
-        try:
-            async for piece in found.stream():
-                end = at + len(piece)
-                if end > request.at + request.room:
-                    return Answer(request.id, TOO_LARGE, f"{request.name} has more bytes")
-                self._buffer[at:end] = memoryview(piece)
-                at = end
-        except Exception as error:  # noqa: BLE001  # the library's errors have no common base
-            return Answer(request.id, BROKEN, reason(error))
-        return Answer(request.id, nbytes=at - request.at, first_s=first_s)
-
-    async def _has(self, store: S3Store, name: str) -> bool:
-        import obstore
-
-        async with self._heads:
-            try:
-                await obstore.head_async(store, name)
-            except FileNotFoundError:
-                return False
-        return True
-
-    async def _list(self, store: S3Store, request: ListObjects) -> Answer:
-        import obstore
-
+    async def _list(self, store: ObjectStore, request: ListObjects) -> Answer:
         left = request.most
-        async for page in obstore.list(store, prefix=request.prefix, chunk_size=PAGE_NAMES):
-            self._send(Answer(request.id, names=[one["path"] for one in page]))
+        async for names in store.pages(request.prefix):
+            self._send(Answer(request.id, names=names))
             await self._writer.drain()
-            left -= len(page)
+            left -= len(names)
             if left <= 0:
                 break
         return Answer(request.id)
@@ -195,7 +148,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, resource.RLIM_INFINITY))
     logging.disable()
     end, buffer_fd = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     buffer = memoryview(mmap.mmap(buffer_fd, 0))

@@ -32,6 +32,8 @@ from kvtier_daemon.tiers.remote.messages import (
     TOO_LARGE,
     Answer,
     ListObjects,
+    OpenBucket,
+    OpenPool,
     OpenStore,
     PutObject,
     Request,
@@ -39,6 +41,7 @@ from kvtier_daemon.tiers.remote.messages import (
     received,
 )
 from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
+from kvtier_daemon.tiers.states import REMOTE_SWITCHED_OFF
 from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_kernels import Mapping
 
@@ -46,6 +49,7 @@ log = logging.getLogger(__name__)
 
 COMMAND: Final = (*MODULE, "kvtier_daemon.tiers.remote.child")
 CREDENTIAL: Final = "kvtier-remote"
+POOL: Final = "mooncake://"
 KEYS: Final = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
@@ -58,6 +62,9 @@ FAULTS_TO_OFF = 4  # failed requests in a row
 PAUSE_S = 15.0  # of the writes after as many failed writes
 CHECK_S = 0.5
 LOG_S = 60.0  # between messages about single failures
+PROCESS: Final = ("deadline_s", "buffer_bytes", "credentials")  # what a process has from its start
+OPENING: Final = "it is being opened"
+CHANGED: Final = "its configuration has changed"
 
 Done = Callable[[Answer], None]
 
@@ -95,8 +102,23 @@ def credentials(config: RemoteConfig) -> dict[str, str]:
 
 def place_of(config: RemoteConfig) -> str:
     """Return the name of the store for people."""
+    if config.url:
+        return config.url + (f"/{config.prefix}" if config.prefix else "")
     where = "/".join(part for part in (config.bucket, config.prefix) if part)
     return f"s3://{where}" + (f" at {config.endpoint}" if config.endpoint else "")
+
+
+def _opening(config: RemoteConfig) -> OpenStore:
+    """Return the request that opens the configured store. Raises TierError."""
+    if config.url:
+        return OpenPool(
+            config.url.removeprefix(POOL), config.prefix, config.metadata, config.protocol,
+            config.devices, config.host, config.segment_bytes, config.deadline_s,
+        )  # fmt: skip
+    return OpenBucket(
+        config.bucket, config.prefix, config.endpoint, config.region, credentials(config),
+        config.deadline_s,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -141,7 +163,7 @@ class StoreDriver:
     def __init__(self, config: RemoteConfig, keys: TierKeys, changed: Callable[[], None]) -> None:
         self.keys = keys
         self.is_on = False
-        self.failure = "it is being opened"
+        self.failure = OPENING
         self.faults = 0
         self.counts: Counter[str] = Counter()  # of requests, by kind and outcome
         self.restarts = 0
@@ -158,6 +180,9 @@ class StoreDriver:
         self._puts_in_a_row = 0
         self._paused_until = 0.0
         self._sick: asyncio.Future[str] = self._loop.create_future()  # why the store fails
+        self._wanted = asyncio.Event()  # not set while an operator has switched it off
+        self._wanted.set()
+        self._changes = False  # the next process has another configuration
         self._logged_at = -LOG_S
 
     @property
@@ -168,6 +193,34 @@ class StoreDriver:
     def is_writable(self) -> bool:
         """Whether objects can be written now: a store may be readable only, or full."""
         return self.is_on and self._loop.time() >= self._paused_until
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the first attempt to open the store is under way."""
+        return not self.is_on and self.failure == OPENING
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the store is used, or will be when it answers; False if an operator has switched it off."""
+        return self._wanted.is_set()
+
+    def switch(self, on: bool) -> None:
+        """Use the store, or end the process within a moment, until the opposite order."""
+        if on:
+            if not self.is_on:
+                self.failure = OPENING
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+            self._fail(REMOTE_SWITCHED_OFF)
+
+    def reconfigure(self, config: RemoteConfig) -> None:
+        """Use this configuration. Another deadline, buffer or source of credentials needs another process:
+        pending requests fail."""
+        before, self._config = self._config, config
+        if any(getattr(before, name) != getattr(config, name) for name in PROCESS):
+            self._changes = True
+            self._fail(CHANGED)
 
     def next_id(self) -> int:
         self._last += 1
@@ -189,6 +242,12 @@ class StoreDriver:
         retry_s, told = RETRY_S, ""
         while True:
             why = "its process failed"
+            if not self.is_wanted:
+                self.failure = REMOTE_SWITCHED_OFF
+                log.info("remote: %s is switched off", place_of(self._config))
+                await self._wanted.wait()
+                retry_s, told, self.failure = RETRY_S, "", OPENING
+            self._changes = False
             try:
                 await self._open()
                 if told:
@@ -205,21 +264,29 @@ class StoreDriver:
                 why = f"cannot start its process: {error.strerror}"
             finally:
                 why = await self._end(why)
+            if self._changes or not self.is_wanted:
+                continue
             if why != told:
                 log.error(
                     "remote: %s is off: %s; blocks there are misses, retrying in the background",
                     place_of(self._config), why,
                 )  # fmt: skip
             told = why
-            await asyncio.sleep(retry_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ordered(), retry_s)
             retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+
+    async def _ordered(self) -> None:
+        """Wait until an operator switches the store off or changes its configuration."""
+        while self.is_wanted and not self._changes:  # noqa: ASYNC110
+            await asyncio.sleep(CHECK_S)
 
     async def _open(self) -> None:
         """Start a process that opens the bucket. Raises TierError."""
         config = self._config
         self.epoch += 1
         await asyncio.to_thread(self.keys.load)
-        secrets = await asyncio.to_thread(credentials, config)
+        request = await asyncio.to_thread(_opening, config)
         starting = asyncio.create_task(asyncio.to_thread(StoreProcess, config.buffer_bytes))
         try:
             self.child = await asyncio.shield(starting)
@@ -229,9 +296,6 @@ class StoreDriver:
         reader, self._writer = await asyncio.open_connection(sock=self.child.end)
         self._in_a_row, self._sick = 0, self._loop.create_future()
         opened = asyncio.get_running_loop().create_future()
-        request = OpenStore(
-            config.bucket, config.prefix, config.endpoint, config.region, secrets, config.deadline_s
-        )  # fmt: skip
         self._reading = asyncio.create_task(self._receive(reader))
         self._writer.write(packed(request))
         self._pending[0] = Pending(request, opened.set_result, self._loop.time() + OPEN_S)
@@ -247,13 +311,15 @@ class StoreDriver:
         """Wait until the store fails; return why."""
         reading = self._reading
         assert reading is not None
-        while not reading.done() and not self._sick.done():
+        while not (reading.done() or self._sick.done() or self._changes) and self.is_wanted:
             either: list[asyncio.Future[Any]] = [self._sick, reading]
             await asyncio.wait(either, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
             now = self._loop.time()
             if any(one.until < now for one in self._pending.values()):
                 return "its process hangs"
-        return self._sick.result() if self._sick.done() else "its process ended"
+        if self._sick.done():
+            return self._sick.result()
+        return "its process ended" if reading.done() else CHANGED
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Take the answers until the process ends."""
@@ -323,7 +389,7 @@ class StoreDriver:
             code = await asyncio.shield(asyncio.to_thread(child.kill))
             if code:
                 why = self.failure = f"{why}, with code {code}"
-            self.restarts += was_on
+            self.restarts += was_on and self.is_wanted and not self._changes
         pending, self._pending = self._pending, {}
         for number, one in pending.items():
             if number:

@@ -7,6 +7,7 @@ the buffer, memory that both have mapped; messages contain places in it.
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from typing import Final, TypeAlias
 
@@ -16,9 +17,32 @@ LENGTH: Final = struct.Struct("<I")
 LIMIT_BYTES: Final = 16 << 20
 # Outcomes of a request. BROKEN: the object began to arrive, and its end did not.
 DONE, ABSENT, TOO_LARGE, BROKEN, FAILED = "", "absent", "too_large", "broken", "failed"
+CONNECT_S: Final = 3.0
+STATUS: Final = re.compile(r"status code: (\d+ [A-Za-z ]+?)(?::|$)", re.MULTILINE)
+CODE: Final = re.compile(r"<Code>([A-Za-z]+)</Code>")
+WORDS: Final = ("timed out", "dns error", "certificate", "Connection refused", "Connection reset")
 
 
-class OpenStore(msgspec.Struct, tag=True, frozen=True):
+class StoreFailedError(Exception):
+    """A request to the store failed; the text is the reason."""
+
+
+def short_reason(error: Exception) -> str:
+    """Return a short reason: the libraries' texts have many lines."""
+    text = str(error)
+    if isinstance(error, StoreFailedError):
+        return text
+    found = [*STATUS.findall(text)[:1], *CODE.findall(text)[:1]]
+    if found:
+        return ": ".join(found)
+    for word in WORDS:
+        if word.lower() in text.lower():
+            return word
+    first = text.splitlines()[0][:200] if text else type(error).__name__
+    return first.partition(" - ")[2] or first
+
+
+class OpenBucket(msgspec.Struct, tag=True, frozen=True):
     """Open this bucket, and list one object to check it. `secrets` has the credentials: their names and
     values as obstore calls them; without any, it looks for those of the environment and of the machine."""
 
@@ -27,6 +51,19 @@ class OpenStore(msgspec.Struct, tag=True, frozen=True):
     endpoint: str
     region: str
     secrets: dict[str, str]
+    timeout_s: float
+
+
+class OpenPool(msgspec.Struct, tag=True, frozen=True):
+    """Join the Mooncake Store of this master, and lend it this much memory."""
+
+    master: str  # HOST:PORT
+    prefix: str
+    metadata: str
+    protocol: str
+    devices: str
+    host: str  # the address at which other hosts reach this one; empty: on the way to the master
+    segment_bytes: int
     timeout_s: float
 
 
@@ -78,6 +115,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     names: list[str] = []
 
 
+OpenStore: TypeAlias = OpenBucket | OpenPool
 Request: TypeAlias = OpenStore | PutObject | GetObject | HeadObjects | ListObjects | DeleteObjects
 
 

@@ -40,6 +40,12 @@ class Places:
         self._object_bytes = object_bytes
         self._of: dict[bytes, list[Place]] = {}
 
+    def limit(self, object_bytes: int) -> None:
+        """The largest object has this size from now on."""
+        if object_bytes != self._object_bytes:
+            self._object_bytes = object_bytes
+            self._of.clear()
+
     def of(self, space: KnownSpace) -> list[Place]:
         found = self._of.get(space.identity)
         if found is None:

@@ -67,6 +67,8 @@ class Sharer:
         self._used_bytes = 0
         self._more = asyncio.Event()
         self._sending: set[bytes] = set()  # names
+        self.accepts = True  # blocks that are saved or used from now on
+        self._is_sharing = False
 
     @property
     def queued(self) -> int:
@@ -77,9 +79,18 @@ class Sharer:
     def sending(self) -> int:
         return len(self._sending)
 
+    @property
+    def left(self) -> int:
+        """How many blocks and prefixes are not written yet, at least; 0 if none is."""
+        return self.queued + (len(self._sending) or self._is_sharing)
+
+    def reconfigure(self, write: str, codec: Codec) -> None:
+        """Use these for what is written from now on."""
+        self._write, self._codec = write, codec
+
     def saved(self, ids: bytes) -> None:
         """These blocks were committed to memory."""
-        if self._write != ALL:
+        if self._write != ALL or not self.accepts:
             return
         self._saved += ids
         if (over := len(self._saved) - LIMIT_SAVED * ID_BYTES) > 0:
@@ -89,7 +100,7 @@ class Sharer:
 
     def used(self, space: KnownSpace, keys: bytes) -> None:
         """A request found these blocks in memory: they were saved before, and are worth sharing."""
-        if self._write != USED:
+        if self._write != USED or not self.accepts:
             return
         self._used.append((space, keys))
         self._used_bytes += len(keys)
@@ -107,8 +118,10 @@ class Sharer:
                 await self._more.wait()
             while not self._driver.is_writable:  # noqa: ASYNC110  # it may be off for long
                 await asyncio.sleep(POLL_S)
+            self._is_sharing = True
             for ids in self._next():
                 await self._share(ids)
+            self._is_sharing = False
 
     def _next(self) -> Iterator[bytes]:
         """The next blocks, in portions."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import threading
 import time
@@ -10,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from kvtier.errors import TierError
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.codec.table import BY_NAME
@@ -24,11 +27,15 @@ from kvtier_daemon.tiers.remote.known import KnownObjects
 from kvtier_daemon.tiers.remote.places import Places
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.sharing import Sharer
+from kvtier_daemon.tiers.states import CLOSING, DRAINED, DRAINING, OFF, ON, OPENING
 from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent
 from kvtier_kernels import Mapping as MappedExtent
 
+log = logging.getLogger(__name__)
+
 DECODERS: Final = 2  # threads
+POLL_S: Final = 0.02
 ENCODER_NICE: Final = 10  # saves and loads of engines go before writes to the store
 
 
@@ -88,6 +95,13 @@ class OpenRemote:
     def _changed(self) -> None:
         self.queue.pump()
 
+    def reconfigure(self, config: RemoteConfig) -> None:
+        """Use this configuration, which differs only in keys that can be reloaded."""
+        self.config = config
+        # A larger buffer is there with the next process.
+        self.places.limit(config.buffer_bytes // 2)
+        self.driver.reconfigure(config)
+
 
 class RemoteTier:
     """The life of the remote tier. Without a configuration it does nothing."""
@@ -99,6 +113,7 @@ class RemoteTier:
         self._of: dict[str, SharedBlocks] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None  # None before `start` and after `end`
+        self._accepts = True  # False after a drain
 
     @property
     def is_configured(self) -> bool:
@@ -133,9 +148,15 @@ class RemoteTier:
             mapping.guard()
             self._of[extent.tenant].memory.append(mapping)
 
-    def reconfigure(self) -> None:
-        """Read the key file again. While the store is off, each attempt to open it does that."""
-        if self._group is not None and self._remote is not None and self._remote.driver.is_on:
+    def reconfigure(self, config: RemoteConfig | None) -> None:
+        """Use this configuration, which differs only in keys that can be reloaded, and read the key file
+        again. While the store is off, each attempt to open it does that."""
+        if self._remote is None or config is None:
+            return
+        self._remote.reconfigure(config)
+        for one in self._of.values():
+            one.sharer.reconfigure(config.write, BY_NAME[config.codec])
+        if self._group is not None and self._remote.driver.is_on:
             reading = asyncio.to_thread(self._remote.driver.keys.reload)
             self._group.create_task(reading, name="remote keys")
 
@@ -144,8 +165,70 @@ class RemoteTier:
         if self._remote is not None:
             self._remote.queue.pending.expire()
 
+    # --- orders of an operator ---------------------------------------------------------------
+
+    def order(self, order: str) -> dict[str, Any]:
+        """Drain the tier, switch it off or on, or report its state. Raises TierError if that is not
+        possible."""
+        remote = self._remote
+        if remote is None:
+            raise TierError(
+                "remote: the daemon has no remote tier; add [remote] to its configuration"
+            )
+        if order == "drain" and not remote.driver.is_wanted:
+            raise TierError("remote: is off, so it cannot be drained")
+        if order in ("off", "on"):
+            remote.driver.switch(order == "on")
+        if order in ("drain", "on"):
+            self._accept(order == "on")
+        if order != "status":
+            log.info("remote tier: %s", self.state())
+        off = remote.driver.failure if remote.driver.is_wanted else ""
+        return {
+            "tier": "remote",
+            "state": self.state(),
+            "left_blocks": self._left(),
+            "failure": "" if remote.driver.is_opening else off,
+        }
+
+    def state(self) -> str:
+        """Return one of `states`."""
+        remote = self._remote
+        if remote is None:
+            return OFF
+        driver = remote.driver
+        if not driver.is_wanted:
+            return CLOSING if driver.child is not None else OFF
+        if not self._accepts:
+            return DRAINING if self._left() else DRAINED
+        return ON if driver.is_on else OPENING if driver.is_opening else OFF
+
+    def _left(self) -> int:
+        return sum(one.sharer.left for one in self._of.values())
+
+    def _accept(self, accepts: bool) -> None:
+        self._accepts = accepts
+        for one in self._of.values():
+            one.sharer.accepts = accepts
+
+    async def write_last(self) -> None:
+        """Write what waits to be written, for at most `remote.stop_s`, and while the store accepts it."""
+        remote = self._remote
+        if remote is None or self._group is None:
+            return
+        self._accept(False)
+        before = self._left()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(remote.config.stop_s):
+                while self._left() and remote.driver.is_writable:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
+        if before:
+            log.info(
+                "remote: %d of the last writes have ended, %d are not done", before, self._left()
+            )
+
     async def end(self) -> None:
-        """Stop to use the store. What waits to be written is not written."""
+        """Stop to use the store. What still waits to be written is not written."""
         self._group = None
         for task in self._tasks:
             task.cancel()
@@ -176,7 +259,7 @@ class RemoteTier:
             "store": place_of(remote.config),
             "on": driver.is_on,
             "writable": driver.is_writable,
-            "state": "on" if driver.is_on else "off",
+            "state": self.state(),
             "failure": driver.failure,
             "faults": driver.faults,
             "restarts": driver.restarts,

@@ -1,0 +1,97 @@
+"""Requests of one session that reads frames from the files of the tier below memory itself."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from kvtier import wire
+from kvtier.errors import Refused
+from kvtier_daemon.serving.context import Handlers, Requester, need_id
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import DirectFile
+
+_numbers = count(1)  # of files, in all sessions; a number is never used again
+
+
+class DirectReadRequests:
+    """Sends a descriptor of each file once, before the first answer that names it."""
+
+    def __init__(self, session: Requester) -> None:
+        self._session = session
+        self._files: dict[DirectFile, int] = {}  # that the client has
+
+    def handlers(self) -> Handlers:
+        return {
+            wire.DirectRead: self.read,
+            wire.DirectReadEnd: self.end,
+            wire.DirectReadCodec: self.codec,
+        }
+
+    def read(self, tenant: Tenant, request: wire.DirectRead) -> wire.Reply:
+        _check_permitted(tenant)
+        if not request.id:
+            raise need_id()
+        if request.deadline_ms < 1:
+            text = f"deadline_ms is {request.deadline_ms}, it must be at least 1"
+            raise Refused("bad_request", text)
+        if request.closed:
+            closed = set(request.closed)
+            self._files = {file: n for file, n in self._files.items() if n not in closed}
+        space = tenant.catalog.space(request.space)
+        grant = tenant.tier.direct.grant(
+            self._session.id, space, request.group, request.shard, request.keys,
+            frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, request.first,
+            min(request.most, wire.LIMIT_DIRECT_BLOCKS),
+        )  # fmt: skip
+        rows = b"".join(
+            wire.DIRECT_ROW.pack(
+                frame.at, self._files[frame.file], frame.page, frame.payload_bytes, frame.codec,
+                frame.header_pages, frame.epoch, frame.digest,
+            )
+            for frame in grant.frames
+        )  # fmt: skip
+        return wire.DirectReadGranted(request.id, grant.lease, rows)
+
+    def _may_use(self, file: DirectFile) -> bool:
+        """Whether the client has this file; sends it if that is possible."""
+        if file in self._files:
+            return True
+        if len(self._files) >= wire.LIMIT_DIRECT_FILES:
+            return False
+        try:
+            opened = file.open()
+        except OSError:  # too many open files, or the disk is gone: the daemon reads these blocks
+            return False
+        number = self._files[file] = next(_numbers)
+        self._session.send_with(wire.DirectReadFile(0, number, file.nbytes), opened)
+        return True
+
+    def codec(self, tenant: Tenant, request: wire.DirectReadCodec) -> wire.Reply:
+        _check_permitted(tenant)
+        space = tenant.catalog.space(request.space)
+        space.check_place(request.group, request.shard)
+        codec = tenant.calibration(space, request.group, request.shard)
+        if codec is None:
+            return wire.DirectReadCalibrated(request.id)
+        reply = wire.DirectReadCalibrated(
+            request.id, codec.number, codec.level, codec.group_tokens, codec.heads_first, codec.profile,
+            codec.ropes, codec.parts, codec.known,
+        )  # fmt: skip
+        # The daemon decodes blocks of a model whose calibration is larger than a message.
+        texts = [text for part in codec.parts for text in part[4:]]
+        texts += [turns for turns, _ in codec.ropes]
+        too_large = sum(len(text) for text in texts) > wire.LIMIT_CALIBRATION_BYTES
+        return wire.DirectReadCalibrated(request.id) if too_large else reply
+
+    def end(self, tenant: Tenant, request: wire.DirectReadEnd) -> wire.Reply:
+        valid = tenant.tier.direct.end(self._session.id, request.lease, request.failed)
+        return wire.DirectReadChecked(request.id, valid)
+
+
+def _check_permitted(tenant: Tenant) -> None:
+    if not tenant.direct_reads:
+        text = (
+            f"tenant {tenant.name} does not permit direct reads; "
+            f"set tenants.{tenant.name}.direct_reads = true and restart the daemon"
+        )
+        raise Refused("bad_request", text)

@@ -1,0 +1,96 @@
+"""Objects in a bucket of an S3-compatible store, through obstore. Runs in the process of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import obstore
+from obstore.store import S3Store
+
+from kvtier_daemon.tiers.remote.messages import (
+    BROKEN,
+    CONNECT_S,
+    TOO_LARGE,
+    Answer,
+    GetObject,
+    OpenBucket,
+    PutObject,
+    short_reason,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
+
+HEADS_AT_ONCE: Final = 32
+PAGE_NAMES: Final = 1000
+
+
+class S3Objects:
+    """`ObjectStore` of a bucket."""
+
+    def __init__(self, request: OpenBucket, buffer: memoryview) -> None:
+        timeout = timedelta(seconds=request.timeout_s)
+        options: S3Config = {"region": request.region, **request.secrets}  # type: ignore[typeddict-item]
+        if request.endpoint:
+            options["endpoint"] = request.endpoint
+        self._buffer = buffer
+        self._heads = asyncio.Semaphore(HEADS_AT_ONCE)
+        self._store = S3Store(
+            request.bucket,
+            prefix=request.prefix or None,
+            config=options,
+            client_options={
+                "timeout": timeout,
+                "connect_timeout": timedelta(seconds=min(CONNECT_S, request.timeout_s)),
+                "allow_http": request.endpoint.startswith("http://"),
+            },
+            # The daemon decides whether something is worth another try.
+            retry_config={"max_retries": 0, "retry_timeout": timeout},
+        )
+
+    async def open(self) -> None:
+        async for _ in obstore.list(self._store, chunk_size=1):
+            break
+
+    async def put(self, request: PutObject) -> None:
+        content = self._buffer[request.at : request.at + request.nbytes]
+        await obstore.put_async(self._store, request.name, content, use_multipart=False)
+
+    async def get(self, request: GetObject) -> Answer:
+        began = time.monotonic()
+        found = await obstore.get_async(self._store, request.name)
+        first_s, nbytes, at = time.monotonic() - began, int(found.meta["size"]), request.at
+        if nbytes > request.room:
+            return Answer(request.id, TOO_LARGE, f"{request.name} has {nbytes} bytes")
+        try:
+            async for piece in found.stream():
+                end = at + len(piece)
+                if end > request.at + request.room:
+                    return Answer(request.id, TOO_LARGE, f"{request.name} has more bytes")
+                self._buffer[at:end] = memoryview(piece)
+                at = end
+        except Exception as error:  # noqa: BLE001  # the library's errors have no common base
+            return Answer(request.id, BROKEN, short_reason(error))
+        return Answer(request.id, nbytes=at - request.at, first_s=first_s)
+
+    async def has(self, names: list[str]) -> bytes:
+        return bytes(await asyncio.gather(*(self._has(name) for name in names)))
+
+    async def _has(self, name: str) -> bool:
+        async with self._heads:
+            try:
+                await obstore.head_async(self._store, name)
+            except FileNotFoundError:
+                return False
+        return True
+
+    async def pages(self, prefix: str) -> AsyncIterator[list[str]]:
+        async for page in obstore.list(self._store, prefix=prefix, chunk_size=PAGE_NAMES):
+            yield [one["path"] for one in page]
+
+    async def delete(self, names: list[str]) -> None:
+        await obstore.delete_async(self._store, names)

@@ -1,0 +1,150 @@
+"""Read blocks on disk without the daemon: it grants the places of their frames.
+
+The bytes of a granted frame prove nothing. A reader verifies the header, which names the block, and the
+digests of the bytes in the place where it uses them; then `DirectLease.end` says which blocks are still
+stored.
+A block that fails any of this is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier import wire
+from kvtier.errors import FrameError, ProtocolError
+from kvtier.frame import PAGE, Frame, Identity, decode, pages
+from kvtier.key import KEY_BYTES, Keys
+from kvtier.link import Link
+from kvtier.read_file import ReadFile
+from kvtier.space import Space
+
+
+@dataclass(slots=True, frozen=True)
+class DirectFrame:
+    """Where the frame of a block is. `at`: the place of the block's key among the requested ones."""
+
+    at: int
+    name: Identity
+    file: ReadFile
+    page: int
+    payload_bytes: int
+    codec: int
+    header_pages: int
+    epoch: int
+    digest: bytes
+
+    @property
+    def header_at(self) -> int:
+        return self.page * PAGE
+
+    @property
+    def header_bytes(self) -> int:
+        return self.header_pages * PAGE
+
+    @property
+    def payload_at(self) -> int:
+        return self.header_at + self.header_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes to read for the payload: whole pages."""
+        return pages(self.payload_bytes)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is within its file."""
+        return self.payload_at + self.read_bytes <= self.file.nbytes
+
+    def verify(self, header: bytes, block_bytes: int) -> Frame:
+        """Return the content of the header pages. Raises FrameError unless they are of this block, in this
+        use of the file, and of this payload."""
+        found = decode(header, self.epoch)
+        if found.identity != self.name:
+            raise FrameError("the frame is of another block")
+        described = (found.codec, found.payload_bytes, found.header_bytes, found.payload_digest)
+        granted = (self.codec, self.payload_bytes, self.header_bytes, self.digest)
+        if described != granted or found.raw_bytes != block_bytes:
+            raise FrameError("the frame is another one of the same block")
+        return found
+
+
+class DirectLease:
+    """Frames that are not reused before the lease ends or its deadline passes, unless the daemon ends."""
+
+    def __init__(self, link: Link, lease: int, frames: tuple[DirectFrame, ...]) -> None:
+        self.frames = frames
+        self._link = link
+        self._connection = link.connection
+        self._lease = lease
+
+    def end(self, sound: Sequence[bool]) -> list[bool]:
+        """End the lease, with which frames were verified. Return which of these blocks are still stored: no
+        other block may be used. Raises Unavailable if the daemon has ended."""
+        lease, self._lease = self._lease, 0
+        if not lease:
+            return [False] * len(self.frames)
+        failed = bytes(not one for one in sound)
+        valid: list[bytes] = []
+
+        def take(checked: wire.DirectReadChecked, _: object) -> None:
+            # Another connection has other leases.
+            if self._link.connection is self._connection:
+                valid.append(checked.valid)
+
+        self._link.ask(
+            lambda id_: wire.DirectReadEnd(id_, lease, failed), wire.DirectReadChecked, take
+        )
+        if not valid or len(valid[0]) != len(self.frames):
+            return [False] * len(self.frames)
+        return [bool(one) and good for one, good in zip(valid[0], sound, strict=True)]
+
+
+def calibration_of(
+    space: Space, group: int = 0, shard: int = 0
+) -> wire.DirectReadCalibrated | None:
+    """Get the calibration that frames of this group and shard need, or None. Raises Refused if the
+    configuration of the tenant does not permit direct reads."""
+    found = space.link.ask(
+        lambda id_: wire.DirectReadCodec(id_, space.index, group, shard), wire.DirectReadCalibrated
+    )
+    return found if found.codec else None
+
+
+def read_directly(
+    space: Space, keys: Keys | Sequence[bytes], codecs: bytes, group: int = 0, shard: int = 0,
+    deadline_ms: int = 2000, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,
+) -> DirectLease:  # fmt: skip
+    """Get the frames of blocks that a load of these keys needs and that are only on disk, if their codec is
+    one of `codecs`: from the key `first` on, at most `most`. The daemon limits the deadline to 2 s. Raises
+    Refused if the configuration of the tenant does not permit it."""
+    packed, link = Keys.of(keys).packed, space.link
+    leases: list[DirectLease] = []
+
+    def ask(request_id: int) -> wire.Message:
+        files = link.connection.files
+        files.close_oldest()
+        closed = files.closed[: wire.LIMIT_DIRECT_FILES]
+        return wire.DirectRead(
+            request_id, space.index, group, shard, packed, codecs, deadline_ms, first, most, closed
+        )
+
+    def take(granted: wire.DirectReadGranted, _: object) -> None:
+        files, frames = link.connection.files, []
+        del files.closed[: wire.LIMIT_DIRECT_FILES]
+        for row in wire.DIRECT_ROW.iter_unpack(granted.rows):
+            at, number, page, nbytes, codec, header_pages, epoch, digest = row
+            file = files.use(number)
+            key = packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            name = Identity(space.identity, group, shard, key)
+            if file is None or len(key) != KEY_BYTES:
+                raise ProtocolError(
+                    f"a direct read of block {at} in file {number}: both must be known"
+                )
+            frames.append(
+                DirectFrame(at, name, file, page, nbytes, codec, header_pages, epoch, digest)
+            )
+        leases.append(DirectLease(link, granted.lease, tuple(frames)))
+
+    link.ask(ask, wire.DirectReadGranted, take)
+    return leases[0]
