@@ -14,14 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import harness
 import kvtier_kernels as kernels
-from harness import Arm, Daemon, Row, pairs, ratio_row
+from harness import Arm, Daemon, Row, at_least, pairs, ratio_row
 from kv import bf16, synthetic
 from kvtier import Client, Group, KvSpec
 from kvtier_kernels.cuda import Copier, CopyLane, CudaError, Driver
@@ -34,6 +35,10 @@ PIECES = (16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 1 * MIB, 4 * MIB)
 BLOCK_BYTES = 4 * MIB
 MOST_LAYERS = 64
 WAIT_S = 60.0
+RUN_S = 540.0  # a borrowed machine runs one command for ten minutes
+# Bars: of one pinned copy, by the least size of the pieces; and GB/s of raw bytes.
+COPY_BARS = ((64 * KIB, 0.9), (0, 0.6))
+DECODE_BARS = {"r32": 100.0, "fix4": 300.0, "q8": 500.0}
 # What the codecs are given: parts of a block of a model with 8 heads of 128 channels.
 TOKENS, HEADS, DIM = 16, 8, 128
 PART_BYTES = 2 * TOKENS * HEADS * DIM
@@ -97,8 +102,10 @@ def copies(client: Client, copier: Copier, memory: Memory, piece: int, rounds: i
             ratios = pairs(arm, limit, rounds, warmups=2)
             direction = "save" if inwards else "load"
             title = f"{direction}, {name}, {way}, to one pinned copy"
-            row = ratio_row(title, ratios, None, TRANSFER_BYTES, arm, limit)
-            row.more["chosen"] = chosen[inwards] == way
+            taken = chosen[inwards] == way
+            bar = next(bar for least, bar in COPY_BARS if piece >= least) if taken else None
+            row = ratio_row(title, ratios, bar, TRANSFER_BYTES, arm, limit)
+            row.more["chosen"] = taken
             rows.append(row)
 
     def moved(lane: CopyLane, slots: bytes, inwards: bool) -> None:
@@ -213,6 +220,8 @@ def coded(driver: Driver, name: str, rounds: int) -> list[Row]:
         )
         row.more["smaller"] = len(raw) / encoded
         rows.append(row)
+        if title == "decode" and name in DECODE_BARS:
+            rows.append(at_least(f"decode {name}", row.more["GB/s"], "GB/s", DECODE_BARS[name]))
     coder.close()
     shared.close()
     if by is not None:
@@ -267,10 +276,26 @@ def wait_for(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def in_time(
+    parts: Iterable[tuple[str, Callable[[], list[Row]]]],
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Row]:
+    """The rows of these parts. A part that would begin too late is left out, and its row misses its bar."""
+    rows, until = [], clock() + seconds
+    for name, part in parts:
+        if clock() < until:
+            rows += part()
+        else:
+            rows.append(Row(f"{name}, left out", seconds, "s", "measured", False))
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
     parser.add_argument("--rounds", type=int, default=harness.ROUNDS)
+    parser.add_argument("--seconds", type=float, default=RUN_S, help="begin no part after that")
     arguments = parser.parse_args()
     try:
         driver = Driver(0)
@@ -279,16 +304,21 @@ def main() -> int:
         return 0
     copier = Copier(driver)
     memory = Memory(driver)
-    rows: list[Row] = []
     probes = [harness.noise()]
-    for name in CODECS:
-        rows += coded(driver, name, arguments.rounds)
     with tempfile.TemporaryDirectory() as folder, Daemon(Path(folder), WARM) as daemon:
         daemon.wait_for_arena()
         with Client.connect(daemon.socket) as client:
-            for piece in PIECES:
-                rows += copies(client, copier, memory, piece, arguments.rounds)
-    rows += registering(driver, memory)
+            rounds = arguments.rounds
+            parts = [
+                (
+                    f"copies of {piece // KIB} KiB",
+                    partial(copies, client, copier, memory, piece, rounds),
+                )
+                for piece in PIECES
+            ]
+            parts += [(name, partial(coded, driver, name, rounds)) for name in CODECS]
+            parts.append(("registering", partial(registering, driver, memory)))
+            rows = in_time(parts, arguments.seconds)
     probes.append(harness.noise())
     return harness.report(
         "gpu", rows, probes, arguments.out, device=driver.name, architecture=driver.architecture,

@@ -26,6 +26,7 @@ from support.daemons import Daemon
 from support.device_engine import Bytes, DeviceEngine
 from support.fake_cuda import soon
 from support.fake_engine import BLOCK, layout_of
+from support.gpu_limits import PAGES_S
 from support.gpu_shapes import SHAPES, Shape
 
 pytestmark = pytest.mark.gpu
@@ -221,7 +222,7 @@ def test_tensors_of_torch_are_found_and_copied(
         (tuple(Page(0, n * whole.stride(1), item, heads * inner) for n in range(layers)),), "torch"
     )
     flat = memory.reshape(-1)
-    side = open_device(pages, [flat], Options(), blocks, False)
+    side = open_device(pages, [flat], Options(), blocks)
     assert side is not None
     group = Group(kind="full", layers=layers, opaque_bytes=layers * heads * inner)
     spec = KvSpec.groups([group], model=f"torch-{order}", dtype="uint8", block_tokens=1,
@@ -231,6 +232,7 @@ def test_tensors_of_torch_are_found_and_copied(
     before = whole.clone()
     with space.reserve(keys) as saving:
         side.gather(saving, 0, [5, 1, 11], side.fence())
+        side.end_gather()
         saving.commit(len(saving))
     with space.load(keys) as found:
         for block, view in zip((5, 1, 11), found, strict=True):
@@ -245,8 +247,8 @@ def test_a_sanitizer_finds_nothing(gpu: Any) -> None:
         pytest.skip("no compute-sanitizer: THE KERNELS ARE NOT RUN UNDER IT HERE")
     command = [sanitizer, "--error-exitcode", "7", "--target-processes", "application-only",
                sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__,
-               "-k", "come_back and registered and kernel"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+               "-k", "restored and registered and kernel"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PAGES_S)
     output = done.stdout[-3000:] + done.stderr[-1000:]
     assert done.returncode == 0 and "ERROR SUMMARY: 0 errors" in output and "passed" in output, (
         output
