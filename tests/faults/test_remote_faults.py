@@ -100,6 +100,26 @@ LIES: dict[str, Callable[[bytearray, bytes, random.Random], bytes]] = {
 }
 
 
+def test_a_transfer_that_breaks_once_does_not_make_its_object_absent(
+    host: Hosts, tmp_path: Path
+) -> None:
+    with FaultyStore(tmp_path) as store:
+        a, b = host("a", store.config), host("b", store.config)
+        with a.connect() as first, b.connect() as second:
+            ours, theirs = first.open(spec_of("broken")), second.open(spec_of("broken"))
+            wait_until_on(a)
+            wait_until_on(b)
+            keys = share(a, ours, 1)[:1]
+            store.cuts_answers = True
+            theirs.match(keys)
+            b.wait_for(lambda stats: remote_of(stats)["asking"] == 0)
+            assert theirs.match(keys).coming == 1
+            b.wait_for(lambda stats: remote_of(stats)["states"]["not_read"] == 1)
+            store.cuts_answers = False
+            assert loaded(b, theirs, keys) == 1
+            assert remote_of(b.stats())["states"]["spoilt"] == 0
+
+
 def test_objects_that_lie_are_misses_and_are_replaced(store: ObjectStore, host: Hosts) -> None:
     a, b = host("a", store.config()), host("b", store.config())
     chance = random.Random(1)

@@ -1,5 +1,6 @@
 """Many faults of a real store, one after the other, in random order: no wrong block, no failed request, no
-match that waits, and the remote tier returns by itself. `REMOTE_FAULTS=500` sets how many."""
+match that waits, and the remote tier returns by itself. `REMOTE_FAULTS=500` sets how many, `REMOTE_SEED` the
+order."""
 
 from __future__ import annotations
 
@@ -209,7 +210,7 @@ def fleet_of(folder: Path, daemon_of: Callable[..., Daemon]) -> Iterator[Fleet]:
             with a.connect() as first, b.connect() as second:
                 fleet = Fleet(
                     store, proxy, a, b, first.open(spec_of("storm")), second.open(spec_of("storm")),
-                    random.Random(1),
+                    random.Random(int(os.environ.get("REMOTE_SEED", "1"))),
                 )  # fmt: skip
                 fleet.wait_until_on()
                 yield fleet

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -16,10 +18,11 @@ from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
 from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.config.schema import RemoteConfig
-from kvtier_daemon.tiers.remote.driver import credentials
+from kvtier_daemon.tiers.remote.driver import StoreDriver, credentials
 from kvtier_daemon.tiers.remote.known import ABSENT_S, KnownObjects, names_of, place_mask
 from kvtier_daemon.tiers.remote.objects import Headers, decode, encode, identity_of, object_name
 from kvtier_daemon.tiers.remote.places import Places, restorable
+from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
 from kvtier_kernels import seal_frame, xxh3_128
 from support.effort import effort
@@ -261,6 +264,21 @@ def test_a_window_needs_its_last_blocks_only() -> None:
     assert restorable(space, places, [b"\1\1\0\1", b"\1\1\1\1"], 4) == 2
     assert restorable(space, places, [b"\1\1\1\1", b"\0\1\0\0"], 4) == 0
     assert restorable(space, places, [b"\0\1", b"\1\1"], 0) == 0
+
+
+def test_nothing_is_asked_about_blocks_that_a_smaller_buffer_does_not_hold() -> None:
+    spec = spec_of("asked")
+    space = KnownSpace(0, SPACE, spec, spec.places, (spec.block_bytes,))
+    places = Places(1 << 30)
+    assert places.of(space)
+
+    async def ask() -> None:
+        no_driver = cast(StoreDriver, None)
+        questions = Questions(no_driver, KnownObjects(1 << 20, Clock()), places)
+        places.limit(1)  # a reload, while the question waits
+        await questions._find(space, bytes(32))
+
+    asyncio.run(ask())
 
 
 def test_the_buffer_is_divided_without_overlap_and_becomes_one_hole_again() -> None:

@@ -4,12 +4,16 @@ it holds, and the daemon evicts nothing there: the tests of that do not apply.""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import uvloop
 
 from conformance.tier_tests import (
     BLOCK_BYTES,
@@ -25,12 +29,15 @@ from conformance.tier_tests import (
 from kvtier_daemon.app import MakeLowerTier
 from kvtier_daemon.catalog import Found
 from kvtier_daemon.config.current import CurrentConfig
-from kvtier_daemon.config.schema import Config
+from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import NullTier
+from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.known import names_of
+from kvtier_daemon.tiers.remote.messages import FAILED, Answer, HeadObjects
 from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
+from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping as MappedExtent
 from support.effort import effort
@@ -155,6 +162,47 @@ def store(
     store: Store = request.param(tmp_path_factory.mktemp("store"))
     yield store
     store.stop()
+
+
+def wait_for_end(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_requests_to_a_process_that_has_just_ended_fail(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop], store: Store
+) -> None:
+    """The driver learns of the end some turns of the loop later."""
+    file = tmp_path / "kvtier.toml"
+    file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n{store.config()}')
+    settings = cast(CurrentConfig, SimpleNamespace(config=load(file, environ={}).config))
+    config = settings.config.remote
+    assert config is not None
+    answers: list[Answer] = []
+
+    async def ask() -> None:
+        driver = StoreDriver(config, TierKeys("remote", settings, []), lambda: None)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(driver.run())
+            while not driver.is_on:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            pid = driver.pid
+            os.kill(pid, signal.SIGKILL)
+            wait_for_end(pid)  # the loop does not turn
+            sent = 0
+            while driver.pid == pid:
+                driver.ask(HeadObjects(driver.next_id(), ["a"]), answers.append)
+                sent += 1
+                await asyncio.sleep(0)
+            assert sent > 1
+            while len(answers) < sent:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            running.cancel()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(ask())
+    assert {one.outcome for one in answers} == {FAILED}
 
 
 class TestRemoteTier(TierTests):

@@ -229,8 +229,10 @@ class StoreDriver:
     def ask(self, request: Request, done: Done) -> None:
         """Send a request; `done` is called once, later, also if it fails."""
         number = 0 if isinstance(request, OpenStore) else request.id
-        if self._writer is None:
-            self._loop.call_soon(done, Answer(number, FAILED, self.failure))
+        # uvloop raises an exception if the process has just ended, which `run` learns a little later.
+        if self._writer is None or self._writer.is_closing():
+            why = self.failure or "its process ended"
+            self._loop.call_soon(done, Answer(number, FAILED, why))
             return
         # A list has many pages, each with a time limit of its own.
         limit_s = self._config.deadline_s + HANGS_S
@@ -297,6 +299,8 @@ class StoreDriver:
         self._in_a_row, self._sick = 0, self._loop.create_future()
         opened = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._receive(reader))
+        if self._writer.is_closing():
+            raise TierError("its process ended")
         self._writer.write(packed(request))
         self._pending[0] = Pending(request, opened.set_result, self._loop.time() + OPEN_S)
         await asyncio.wait(

@@ -74,7 +74,7 @@ class Questions:
     async def _find(self, space: KnownSpace, keys: bytes) -> None:
         """Ask about more and more blocks, until one does not exist."""
         places, many = self._places.of(space), 1
-        while keys:
+        while keys and places:
             some = keys[: max(1, many // len(places)) * KEY_BYTES]
             each = [some[at : at + KEY_BYTES] for at in range(0, len(some), KEY_BYTES)]
             names = [object_name(place.identity(space, key)) for place in places for key in each]
