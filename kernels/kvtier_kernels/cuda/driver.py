@@ -143,7 +143,7 @@ class _Inside:
     """Makes the device's context current in a `with` block, and restores the thread's own at its end.
     Blocks can be nested."""
 
-    def __init__(self, driver: ContextCalls) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
     def __enter__(self) -> None:
@@ -162,10 +162,9 @@ class _Inside:
             self._driver.checked("cuCtxPopCurrent_v2", thread.place)
 
 
-class ContextCalls:
-    """Calls of a driver library in the primary context of one device, which torch uses too. Thread-safe. A
-    call leaves the thread's context as it was; several calls in a block `with driver.inside` look at it
-    once."""
+class Driver:
+    """One device and its primary context, which torch uses too. Thread-safe. A call leaves the thread's
+    context as it was; several calls in a block `with driver.inside` look at it once."""
 
     def __init__(self, device: int, library: str = LIBRARY) -> None:
         try:
@@ -200,6 +199,11 @@ class ContextCalls:
         self.context = context.value
         # For functions that this class does not declare.
         self.library, self.device = self._library, self._device.value
+        # A slot must have one address for both the host and the device.
+        for attribute in (UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER):
+            if not self.attribute(attribute):
+                self.close()
+                raise CudaError(f"{self.name}: cannot use host addresses ({attribute})")
 
     def close(self) -> None:
         """Free the events, and release the context. Later calls raise CudaError, except `try_call`; objects
@@ -244,18 +248,6 @@ class ContextCalls:
             self.call(name, *arguments)
         except CudaError:
             return
-
-
-class Driver(ContextCalls):
-    """One device."""
-
-    def __init__(self, device: int, library: str = LIBRARY) -> None:
-        super().__init__(device, library)
-        # A slot must have one address for both the host and the device.
-        for attribute in (UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER):
-            if not self.attribute(attribute):
-                self.close()
-                raise CudaError(f"{self.name}: cannot use host addresses ({attribute})")
 
     def attribute(self, number: int) -> int:
         value = c_int()
