@@ -39,6 +39,13 @@ class Operated(Protocol):
     async def tier(self, tier: str, order: str) -> dict[str, Any]: ...
 
 
+class DescriptorInbox(Protocol):
+    """Receives descriptors from a client."""
+
+    def accept_descriptors(self) -> None: ...
+    def take_descriptor(self) -> int | None: ...
+
+
 class Requester(Protocol):
     """The session of a request, which sends its answer."""
 
@@ -49,14 +56,15 @@ class Requester(Protocol):
     verifies: bool  # its answers with slots contain checksums
     device: bool  # a device writes to its slots
 
+    @property
+    def inbox(self) -> DescriptorInbox: ...
+
     def send(self, message: wire.Message) -> None: ...
     def send_with(self, message: wire.Message, of: Descriptors) -> None:
         """Send this with descriptors, after all earlier messages."""
 
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...
     def serve_later(self, request: wire.Request) -> None: ...
-    def accept_descriptors(self) -> None: ...
-    def take_descriptor(self) -> int | None: ...
 
 
 class Host(Protocol):

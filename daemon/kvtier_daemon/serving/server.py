@@ -298,7 +298,7 @@ class Server:
             if other in self.ghosts:
                 self.ghosts.discard(other)
                 tenant.catalog.resume(other.id, session.id)
-                other.abandon()
+                other.quarantine.abandon()
         for one in earlier:
             tenant.catalog.resume(one, session.id)
             self.writers.take(one)
@@ -336,7 +336,7 @@ class Server:
             session.end(reason)
         self.writers.close()  # the next daemon must know the ghosts
         for session in list(self.ghosts):
-            session.abandon()
+            session.quarantine.abandon()
         self.ghosts.clear()
 
     def close(self, reason: str) -> None:

@@ -83,6 +83,14 @@ class Inbox:
         self.descriptors: deque[int] | None = None  # that arrived; None: they are not received
         server.loop.add_reader(sock.fileno(), ready)
 
+    def accept_descriptors(self) -> None:
+        """Receive descriptors from now on."""
+        self.descriptors = deque()
+
+    def take_descriptor(self) -> int | None:
+        """The next descriptor that arrived; None: there is none. The caller closes it."""
+        return self.descriptors.popleft() if self.descriptors else None
+
     def read(self, wanted: bool) -> None:
         """Start or stop reading from the socket."""
         if wanted != self.is_reading:
@@ -153,6 +161,41 @@ def _receive_with(sock: socket.socket, buffer: memoryview, descriptors: deque[in
     return count
 
 
+class Quarantine:
+    """The slots of an ended session that its process, or a device of it, may still write to."""
+
+    def __init__(self, session: Session, server: Listener) -> None:
+        self._session = session
+        self._server = server
+        self._freeing: asyncio.TimerHandle | None = None
+
+    def free_later(self) -> None:
+        """Free the slots when no copy of the ended process's device can be in progress."""
+        if self._freeing is None:
+            loop, pidfd = self._server.loop, self._session.peer.pidfd
+            if pidfd >= 0:
+                loop.remove_reader(pidfd)  # it stays readable
+            self._freeing = loop.call_later(DEVICE_HOLD_S, self.free)
+
+    def free(self) -> None:
+        """Free the slots: nothing writes to them."""
+        session = self._session
+        if session in self._server.ghosts:
+            assert session.tenant is not None
+            self._server.ghosts.discard(session)
+            self.abandon()
+            session.tenant.catalog.process_gone(session.id)
+
+    def abandon(self) -> None:
+        """Stop waiting for the end of the process."""
+        self._server.writers.ended(self._session.id)
+        if self._freeing is not None:
+            self._freeing.cancel()
+        if self._session.peer.pidfd >= 0:
+            self._server.loop.remove_reader(self._session.peer.pidfd)
+        self._session.peer.close()
+
+
 class Session:
     """Reads when the loop reports the socket, decides at once, and answers. It never waits."""
 
@@ -172,7 +215,7 @@ class Session:
         self.read_only = False  # by its own choice
         self.verifies = False
         self.device = False  # a device writes to the slots of this client
-        self._freeing: asyncio.TimerHandle | None = None
+        self.quarantine = Quarantine(self, server)
         self._farewell = False  # the client has declared that it does not write
         self._closing = False
         self._share = server.share_of(peer.tenant)
@@ -365,15 +408,6 @@ class Session:
         if self.outbox.announces(self.tenant.extents) and not waits:
             self._flush()
 
-    def accept_descriptors(self) -> None:
-        """Receive descriptors from now on."""
-        self.inbox.descriptors = deque()
-
-    def take_descriptor(self) -> int | None:
-        """The next descriptor that arrived; None: there is none. The caller closes it."""
-        arrived = self.inbox.descriptors
-        return arrived.popleft() if arrived else None
-
     def send(self, message: wire.Message) -> None:
         """Send this after all earlier messages. The rest that the socket does not take now is sent later."""
         if self._closing:
@@ -466,14 +500,14 @@ class Session:
         if self.tenant is not None and self.tenant.catalog.end_session(self.id, free):
             self._server.ghosts.add(self)
             if gone:
-                self._free_later()
+                self.quarantine.free_later()
         else:
-            self.abandon()
+            self.quarantine.abandon()
 
     def end_for_good(self) -> None:
         """The client declares in another session that no thread of it writes to slots of this one."""
         if self._closing:
-            self._free()
+            self.quarantine.free()
         else:
             self._farewell = True
             self.end("ended by its next connection")
@@ -482,34 +516,9 @@ class Session:
         """The client's process has ended, even if another process has its socket."""
         self.end("its process ended")
         if self.device and self in self._server.ghosts:
-            self._free_later()
+            self.quarantine.free_later()
         else:
-            self._free()
-
-    def _free_later(self) -> None:
-        """Free the quarantined slots when no copy of the ended process's device can be in progress."""
-        if self._freeing is None:
-            loop = self._server.loop
-            if self.peer.pidfd >= 0:
-                loop.remove_reader(self.peer.pidfd)  # it stays readable
-            self._freeing = loop.call_later(DEVICE_HOLD_S, self._free)
-
-    def _free(self) -> None:
-        """Free the quarantined slots: nothing writes to them."""
-        if self in self._server.ghosts:
-            assert self.tenant is not None
-            self._server.ghosts.discard(self)
-            self.abandon()
-            self.tenant.catalog.process_gone(self.id)
-
-    def abandon(self) -> None:
-        """Stop waiting for the end of the process."""
-        self._server.writers.ended(self.id)
-        if self._freeing is not None:
-            self._freeing.cancel()
-        if self.peer.pidfd >= 0:
-            self._server.loop.remove_reader(self.peer.pidfd)
-        self.peer.close()
+            self.quarantine.free()
 
 
 def _spend(turns: Turns, share: Share, seconds: float) -> None:

@@ -41,11 +41,11 @@ class HotRequests:
             self._session.id, request.gpu, request.nbytes, request.unit_bytes
         )
         self._holds = True
-        self._session.accept_descriptors()
+        self._session.inbox.accept_descriptors()
         return wire.HotShares(request.id, shares)
 
     def grant(self, tenant: Tenant | None, request: wire.HotGrant) -> wire.Reply:
-        fd = self._session.take_descriptor()
+        fd = self._session.inbox.take_descriptor()
         if fd is None:
             raise Refused("bad_request", "a HotGrant carries one file descriptor, after a HotOffer")
         self._server.hot.grant(self._session.id, request.gpu, request.tenant, request.nbytes, fd)
