@@ -266,6 +266,19 @@ def test_a_window_needs_its_last_blocks_only() -> None:
     assert restorable(space, places, [b"\0\1", b"\1\1"], 0) == 0
 
 
+def test_an_object_in_doubt_can_be_read_and_is_written_again() -> None:
+    known = KnownObjects(1 << 20, Clock())
+    other = bytes(32)
+    known.note(SPACE + other, True)
+    assert known.good(SPACE + other) == b"\1\1"
+    assert not known.doubt(SPACE)
+    assert known.which(SPACE + other) == b"\1\1"
+    assert known.good(SPACE + other) == b"\0\1"
+    assert known.doubt(SPACE), "it broke twice"
+    known.trust(SPACE)
+    assert known.good(SPACE + other) == b"\1\1"
+
+
 def test_nothing_is_asked_about_blocks_that_a_smaller_buffer_does_not_hold() -> None:
     spec = spec_of("asked")
     space = KnownSpace(0, SPACE, spec, spec.places, (spec.block_bytes,))

@@ -39,7 +39,6 @@ LATENCY_SHARE = 0.2  # weight of the last read in the average
 LOOK_BLOCKS = 1024  # of a prefix that are looked up at once
 LIMIT_PARTS = 512  # one request takes slots for at most as many parts of blocks: some milliseconds
 LIMIT_BYTES = 256 << 20  # in flight, of a tenant
-LIMIT_BROKEN = 4096
 LOG_S = 10.0  # between messages about damaged objects
 SPOILT, UNKNOWN_KEY, CANCELLED, NOT_READ = "spoilt", "unknown_key", "cancelled", "not_read"
 
@@ -83,7 +82,6 @@ class FetchQueue:
         self.latency_s = 0.0  # until the first byte of an object arrives, on average
         self._loop = loop
         self._threads = threads
-        self._broken: dict[bytes, None] = {}  # objects whose last transfer broke
         self._is_pumping = False
         self._logged_at = float("-inf")
 
@@ -125,13 +123,10 @@ class FetchQueue:
             give()
             outcomes = {ABSENT: ABSENT, TOO_LARGE: SPOILT}
             if answer.outcome == BROKEN:  # its connection, or the object if that repeats itself
-                outcomes[BROKEN] = SPOILT if part.name in self._broken else NOT_READ
-                self._broken[part.name] = None
-                if len(self._broken) > LIMIT_BROKEN:
-                    del self._broken[next(iter(self._broken))]
+                outcomes[BROKEN] = SPOILT if self.known.doubt(part.name) else NOT_READ
             self._end(part, outcomes.get(answer.outcome, NOT_READ))
             return
-        self._broken.pop(part.name, None)
+        self.known.trust(part.name)
         self.latency_s += LATENCY_SHARE * (answer.first_s - self.latency_s)
         text = memoryview(child.buffer)[at : at + answer.nbytes]
         cipher = self.driver.keys.of(part.fetcher.tenant)

@@ -14,6 +14,7 @@ from kvtier_kernels import Notes, blake3
 ABSENT_S = 60.0  # an object that was absent is asked about again after one to two times this long
 PRESENT, FIRST_EPOCH, EPOCHS = 1, 2, 250
 NAME_BYTES = KEY_BYTES
+LIMIT_DOUBTED = 4096
 PLACE_DOMAIN = b"kvtier.remote-place.1\0"
 
 
@@ -35,6 +36,7 @@ class KnownObjects:
     def __init__(self, nbytes: int, clock: Callable[[], float]) -> None:
         self._notes = Notes(nbytes)
         self._clock = clock
+        self._doubted: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -48,6 +50,30 @@ class KnownObjects:
     def note(self, names: bytes, present: bool) -> None:
         code = PRESENT if present else FIRST_EPOCH + self._epoch()
         self._notes.note(names, code, int(self._clock()))
+
+    def doubt(self, name: bytes) -> bool:
+        """Note that this object could not be read completely. It may be there, so it can be read again; and
+        it may be damaged, so it is replaced when its block is shared again. Return whether it was in doubt
+        before."""
+        was = name in self._doubted
+        self._doubted[name] = None
+        if len(self._doubted) > LIMIT_DOUBTED:
+            del self._doubted[next(iter(self._doubted))]
+        return was
+
+    def trust(self, name: bytes) -> None:
+        """Note that this object was read or written completely."""
+        self._doubted.pop(name, None)
+
+    def good(self, names: bytes) -> bytes:
+        """Return a byte for each object: 1 if it is known to exist, and not in doubt."""
+        flags = self.which(names)
+        if not self._doubted:
+            return flags
+        each = (names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
+        return bytes(
+            flag and name not in self._doubted for flag, name in zip(flags, each, strict=True)
+        )
 
     def present(self, names: bytes) -> int:
         """Return how many of the leading objects are known to exist."""

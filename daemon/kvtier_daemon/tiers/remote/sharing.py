@@ -31,6 +31,7 @@ LIMIT_USED: Final = 1024  # prefixes that wait
 LIMIT_USED_BYTES: Final = 4 << 20  # of their keys
 PORTION: Final = 4  # blocks that are encoded at once: a fraction of a millisecond of the loop
 POLL_S: Final = 0.2
+GOOD: Final = bytes([1])
 ALL, USED, NONE = "all", "used", "none"
 
 
@@ -143,7 +144,7 @@ class Sharer:
                 names = names_of(keys[at : at + step], place.mask)
                 new = b"".join(
                     keys[at + i * KEY_BYTES : at + (i + 1) * KEY_BYTES]
-                    for i, is_known in enumerate(self._known.which(names))
+                    for i, is_known in enumerate(self._known.good(names))
                     if not is_known
                 )
                 if new:
@@ -192,7 +193,7 @@ class Sharer:
             return None
         place = places[space.place_of(of.group, of.shard)]
         name = names_of(of.key, place.mask)
-        is_known = self._known.present(name) or name in self._sending
+        is_known = self._known.good(name) == GOOD or name in self._sending
         if is_known or self._tenant.losses.of(of.space, space.spec, self._tenant.name) is not None:
             return None
         room = place.headers.most_bytes
@@ -226,6 +227,7 @@ class Sharer:
             self._sending.discard(one.name)
             if answer.outcome == DONE:
                 self._known.note(one.name, True)
+                self._known.trust(one.name)
                 self.counts["written"] += 1
                 self.bytes_written += nbytes
             else:
