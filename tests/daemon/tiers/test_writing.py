@@ -653,6 +653,32 @@ def test_blocks_that_left_the_queue_are_found_by_a_search(
     run(work())
 
 
+def test_an_idle_daemon_does_not_write_a_memory_that_is_larger_than_its_disk_in_turn(
+    tmp_path: Path,
+) -> None:
+    """Each write would reuse a segment, whose blocks are then only in memory and would be written again,
+    without an end. The coldest blocks are written, up to half of the disk."""
+
+    async def work() -> None:
+        bench = Bench([tmp_path], share=1 / 10)
+        await bench.recover()
+        disk_bytes = bench.first.stores["t"].files.most_bytes
+        assert disk_bytes <= SLOTS * BLOCK
+        desk = Desk(bench, SLOTS * BLOCK)
+        desk.save(100, SLOTS, told=False)
+        desk.mover.tend()
+        await desk.written(1)
+        for _ in range(20):
+            desk.now += flusher.SWEEP_S
+            desk.mover.tend()
+            await asyncio.sleep(0.005)
+            await bench.tier.writer.settled("t")
+        assert desk.mover.counts["written"] * BLOCK <= disk_bytes // 2
+        await desk.end()
+
+    run(work())
+
+
 def test_the_last_writes_begin_with_the_newest_chain_and_its_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ WRITES_AT_ONCE = 2
 CLEAN_SHARE = (
     1 / 4
 )  # of the warm tier: the coldest blocks, which are written even if the budget is low
+FULL_SHARE = 3 / 4  # of the disks: some segments are always empty, or are being reused
 PAUSE_S = 0.05
 SWEEP_S = 10.0  # after a search of all blocks, until the next one
 LIMIT_SAVED = 1 << 20  # saved blocks that wait to be written; 4 bytes each
@@ -171,7 +172,7 @@ class Flusher:
         self._catalog = catalog
         self._cold = cold
         self._extents = extents
-        self._clean_bytes = int(quota_bytes * CLEAN_SHARE)
+        self._quota_bytes = quota_bytes
         self._budget = budget
         self._reclaimer = reclaimer
         self.reconfigure(through=through, admission=admission)
@@ -268,11 +269,17 @@ class Flusher:
                     return plan
         if not self.drain.is_on:
             most = int(min(left - self._twice_budget(), WRITE_BYTES))
-            if (plan := catalog.demotions.plan(most, self._clean_bytes, WRITE_BLOCKS)).ids:
+            if (plan := catalog.demotions.plan(most, self._clean_bytes(), WRITE_BLOCKS)).ids:
                 return plan
         if ahead_bytes > 0 and (self.drain.is_done or not self.drain.is_on):
             return self._sweep()
         return None
+
+    def _clean_bytes(self) -> int:
+        """How many bytes of the coldest blocks are written even if the budget is low: no more than the disks
+        hold beside other blocks, because they would be written in turn, without an end."""
+        disk_bytes = self._cold.writer.capacity_bytes(self._tenant)
+        return int(min(self._quota_bytes * CLEAN_SHARE, disk_bytes / 2))
 
     def _kept_budget(self) -> float:
         """The part of the budget that is kept for blocks that are close to eviction, or requested twice."""
@@ -287,8 +294,12 @@ class Flusher:
 
     def _sweep(self) -> Demotion | None:
         """Return blocks that are only in memory, although they left the queue of saved blocks: their write
-        failed, or their frame is gone."""
+        failed, or their frame is gone. None if memory is larger than the disks: each write would make other
+        frames go."""
         now, demotions = self._clock(), self._catalog.demotions
+        disk_bytes = self._cold.writer.capacity_bytes(self._tenant)
+        if self._quota_bytes > FULL_SHARE * disk_bytes:
+            return None
         waits = self._catalog.blocks.admission.strict or now < self._next_sweep_s
         if waits or demotions.in_memory_alone <= demotions.writing:
             return None

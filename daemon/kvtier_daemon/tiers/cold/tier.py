@@ -256,6 +256,10 @@ class BlockWriter:
             one.disk.writes.is_on and one.stores[tenant].has_place() for one in self._attached
         )
 
+    def capacity_bytes(self, tenant: str) -> int:
+        """How many bytes the segments of a tenant may take."""
+        return sum(one.stores[tenant].files.most_bytes for one in self._attached)
+
     def may_write(self) -> bool:
         """Whether a write may be submitted to a disk now: urgent reads go first."""
         return any(self._schedule.may_write(one.disk.link) for one in self._attached)
