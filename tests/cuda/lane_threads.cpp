@@ -111,7 +111,13 @@ struct Block {
                          warp.over == 0 ? "others wait elsewhere" : "others have ended");
             }
         }
-        const unsigned chosen = below(static_cast<unsigned>(ready.size()));
+        // At times one warp runs far ahead of the others.
+        const auto size = static_cast<unsigned>(ready.size());
+        unsigned chosen = below(size);
+        for (unsigned tries = below(4); tries != 0 && me != &self; tries--) {
+            if (ready[chosen]->number / kWarp == me->number / kWarp) break;
+            chosen = below(size);
+        }
         std::swap(ready[chosen], ready.back());
         Lane& next = *ready.back();
         ready.pop_back();

@@ -132,7 +132,7 @@ class Codecs : OddParts {
             const Exactly& back = backs.emplace_back(text.raw_bytes);
             device.add(copy.at.get() + 1, text.bytes.size(), back.at.get(), text.raw_bytes,
                        device_known_.get(), heads_first_, text.kept,
-                       static_cast<uint32_t>(below(4)));
+                       static_cast<uint32_t>(below(10)));
         }
         device.decode();
         size_t bad = 0;
