@@ -214,7 +214,7 @@ def test_a_growing_batch_does_not_wait_for_the_device(
 
     thread = threading.Thread(target=encode)
     thread.start()
-    waited = not ended.wait(20)
+    waited = not ended.wait(60)
     gate.set()
     thread.join()
     assert not waited, "waited for the engine's stream"
