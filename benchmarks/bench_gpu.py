@@ -163,7 +163,7 @@ def coded(driver: Driver, name: str, rounds: int) -> list[Row]:
         found = kernels.encode_parts(codec, 0, raw, sizes, into, [grid] * count)
     encoded = sum(size for _, size in found)
     assert {taken for taken, _ in found} == {codec}
-    shared = device_codecs.Codecs(driver)
+    shared = device_codecs.Codecs(driver, scratch_bytes=4 * CODED_BYTES)
     coder = device_codecs.Coder(shared)
     stream = driver.stream()
     memory = [driver.device_memory(CODED_BYTES) for _ in range(3)]  # raw, encoded, decoded

@@ -502,16 +502,18 @@ class OneGpu:
     def driver(self) -> Driver:
         return Driver(0)
 
-    def device(self, array: Any) -> Any:
+    def pin(self, array: Any) -> None:
         self._driver.register(array.ctypes.data, array.nbytes)
-        return array
+
+    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        self._driver.copy(to, source, nbytes, stream)
 
     def later(self, stream: int, work: Callable[[], None]) -> None:
         call = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: work())
         self._kept.append(call)
         launch = self._driver._library.cuLaunchHostFunc
-        self._driver.call("cuCtxSetCurrent", self._driver._context)
-        assert launch(c_void_p(stream), call, None) == 0
+        with self._driver.inside:
+            assert launch(c_void_p(stream), call, None) == 0
 
 
 def empty_step(machine: Machine) -> Rows:

@@ -68,7 +68,7 @@ def test_a_call_leaves_the_context_of_the_engine_s_thread(
     engine = calls.enter(1)
     driver = fake_cuda.driver(0)
     address = driver.device_memory(64)
-    assert current(calls) == engine
+    assert current(calls) == engine and calls.attribute(ORDINAL, address, c_int) == 0
     with pytest.raises(CudaError, match="INVALID_VALUE"), driver.inside:
         assert current(calls) != engine
         driver.call("cuMemFree_v2", 5)
@@ -214,9 +214,10 @@ def test_a_growing_batch_does_not_wait_for_the_device(
 
     thread = threading.Thread(target=encode)
     thread.start()
-    assert ended.wait(20), "waited for the engine's stream"
+    waited = not ended.wait(60)
     gate.set()
     thread.join()
+    assert not waited, "waited for the engine's stream"
     coder.close()
     compiled.close()
     for pair in memory:

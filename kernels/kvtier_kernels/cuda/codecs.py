@@ -204,7 +204,9 @@ class Scratch:
                 found = min(fits, key=lambda one: one.nbytes)
                 self._idle.remove(found)
                 return found
-            size = max(LEAST_ROOM, 1 << (nbytes - 1).bit_length())
+            # Room to grow: up to an eighth of the next power of two more.
+            step = max(LEAST_ROOM, (1 << (nbytes - 1).bit_length()) // 8)
+            size = -(-nbytes // step) * step
             if self._used[pinned] + size > self._limit:
                 size = -(-nbytes // LEAST_ROOM) * LEAST_ROOM
             if self._used[pinned] + size > self._limit:
