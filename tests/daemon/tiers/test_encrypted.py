@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from daemon.tiers.test_encoded import BLOCK, SPECS, Tenant, content, seal, until
+from kvtier.errors import TierError
 from kvtier_daemon.catalog.frames import StoredFrame
 from kvtier_daemon.codec.encryption import FrameCipher
 from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, PAGE
 from kvtier_daemon.codec.table import BY_NAME
-from kvtier_daemon.tiers.cold import disk
+from kvtier_daemon.tiers.cold import disk, segment_files
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
+from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import Head
 from kvtier_daemon.tools.fsck import check
@@ -360,6 +362,34 @@ def test_a_copied_directory_opens_with_the_keys_alone(tmp_path: Path) -> None:
         shutil.copytree(first, tmp_path / "second")
         tenant = await started(tmp_path / "second", "raw", cipher())
         await tenant.same(DTYPE, 0, 4)
+        await tenant.close()
+
+    run(work())
+
+
+def test_a_segment_that_cannot_be_read_for_a_moment_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get a footer without its frames, and no forget would reach them."""
+
+    def failing(path: Path, owner: bytes, described: Any, **more: Any) -> Recovered:
+        if described is not None:
+            raise TierError(f"{path}: cannot be read: Input/output error")
+        return recover(path, owner, described, **more)
+
+    async def work() -> None:
+        tenant = await started(tmp_path)
+        await saved(tenant, 8)
+        tenant.running.cancel()
+        kill(tenant.bench)
+        with monkeypatch.context() as patch:
+            patch.setattr(segment_files, "recover", failing)
+            tenant = await started(tmp_path)
+            assert tenant.catalog.counts()["framed_blocks"] == 0
+            assert tenant.bench.first.stores["t"].files.unreadable
+            await tenant.close()
+        tenant = await started(tmp_path)
+        await tenant.same(DTYPE, 0, 8)
         await tenant.close()
 
     run(work())

@@ -123,9 +123,15 @@ class SegmentFiles:
         found = refuse_copies(found)
         # A footer may describe a space whose description the index has lost.
         footers = {identity: spec for file in found for identity, spec in file.spaces}
-        for at, file in enumerate(found):
+        walked: list[Recovered] = []
+        for file in found:
+            known: Recovered | None = file
             if file.head is not None and not file.sealed:
-                found[at] = await self._scan_file(file.path, footers | described) or file
+                # One that cannot be read now is no empty segment: it would get a footer without its frames.
+                known = await self._scan_file(file.path, footers | described)
+            if known is not None:
+                walked.append(known)
+        found = walked
         if self.erased:
             log.warning(
                 "cold: %s: erased %d segment files of tenant %s that were not encrypted, because "
