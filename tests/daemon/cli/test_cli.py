@@ -83,7 +83,7 @@ def daemon(monkeypatch):
     """Replaces the daemon's main loop; records the configuration it was started with."""
     started = []
     app = types.ModuleType("kvtier_daemon.app")
-    app.run = started.append
+    app.run = lambda loaded, with_process=None: started.append(loaded)
     monkeypatch.setitem(sys.modules, "kvtier_daemon.app", app)
     return started
 
