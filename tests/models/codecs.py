@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
+from kvtier.frame import ONCE
 from kvtier.layout import DTYPE_BYTES
 from kvtier_daemon.codec import frame, framing
 from kvtier_daemon.codec.arranged import PARTS, Arranged
@@ -251,7 +252,7 @@ def decode_entries(
 
 def _checked(one: Frame, codec: Codec) -> Codec:
     """Return the codec. Raises FrameError unless it may decode the frame."""
-    if codec.lossy and (one.profile != profile_name(codec) or one.lossy_generation != framing.ONCE):
+    if codec.lossy and (one.profile != profile_name(codec) or one.lossy_generation != ONCE):
         raise FrameError(
             f"the frame was encoded by {codec.name} with another profile, or more than once"
         )

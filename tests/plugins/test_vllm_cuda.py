@@ -519,7 +519,7 @@ def test_a_device_that_can_not_be_used_is_said_and_nothing_is_left(
         device=SimpleNamespace(type="cuda", index=1), data_ptr=lambda: 0, numel=lambda: 0
     )
     with pytest.raises(Unsupported, match=text):
-        open_device(Pages((), "fake"), [tensor], Options(), 1, False)
+        open_device(Pages((), "fake"), [tensor], Options(), 1)
     fake_cuda.mend()
     assert not any(fake_cuda.live().values()), fake_cuda.live()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -75,6 +76,9 @@ class DeviceEngine(FakeEngine):
                 memory[:, :, fresh] = 0
 
         self.gpu.later(self.stream, zero)
+        for rank, memory in enumerate(self.memory):
+            for group, layer, page in itertools.product(*map(range, memory.shape[:2]), fresh):
+                self._copy((rank, group, layer, page), to_device=True)
 
     def compute(self, request: FakeRequest, start: int, stop: int) -> None:
         """Enqueue the work in the stream, which runs it later."""

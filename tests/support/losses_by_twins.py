@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 import numpy as np
 
 from kvtier import KvSpec
+from kvtier.frame import ONCE
 from kvtier_daemon.codec import block_parts, framing, grid
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.frame import (
@@ -163,5 +164,5 @@ def encode_lossy_by(
     framing.describe(header, codec, block, found)
     header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(back)
     header[PROFILE_AT : PROFILE_AT + DIGEST_BYTES] = profile_name(codec)
-    header[GENERATION_AT] = framing.ONCE
+    header[GENERATION_AT] = ONCE
     return nbytes
