@@ -46,7 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu_copies: Literal["auto", "batch", "kernel"] = "auto"
     timeline: str = ""
     verify: bool = False
-    residency: bool = True
+    residency: bool = False
     layerwise: str | int = "16MiB"
 
     @property

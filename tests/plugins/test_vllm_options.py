@@ -35,7 +35,7 @@ RIGHT: dict[str, Any] = {
     "patience_ms": 1, "lease_ms": 1, "saving": 1 << 20, "copy_threads": 1, "weights": "w",
     "timeline": "/tmp/hits.json",
     "verify": True,
-    "residency": False,
+    "residency": True,
     "gpu_copies": "batch",
     "layerwise": "off",
 }  # fmt: skip

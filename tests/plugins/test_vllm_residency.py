@@ -43,7 +43,7 @@ def forgotten() -> set[int]:
 @pytest.fixture
 def engine(daemon_of: Any, engine_of: EngineOf, forgotten: set[int]) -> Iterator[FakeEngine]:
     daemon = daemon_of(warm="16MiB")
-    engine = engine_of(daemon, pages=16)
+    engine = engine_of(daemon, pages=16, residency=True)
     engine.daemon = daemon  # type: ignore[attr-defined]
     engine.scheduler.set_limits(EngineLimits(), lambda page: None if page in forgotten else "mark")
     yield engine
@@ -83,14 +83,14 @@ def test_the_engine_holds_nothing_after_its_end(engine: FakeEngine, engine_of: E
     daemon: Daemon = engine.daemon  # type: ignore[attr-defined]
     engine.serve(PROMPT)
     until(daemon, engine, blocks=4)
-    other = engine_of(daemon, pages=16)
+    other = engine_of(daemon, pages=16, residency=True)
     engine.close()
     until(daemon, other, blocks=0, engines=0)
 
 
 def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf) -> None:
     daemon, layout = daemon_of(warm="16MiB"), layout_of([0, 0], parts=[2, 1])
-    engine = engine_of(daemon, layout, pages=64)
+    engine = engine_of(daemon, layout, pages=64, residency=True)
     engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
     until(daemon, engine, blocks=8, bytes=4 * layout.block_bytes)
@@ -98,7 +98,7 @@ def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf
 
 def test_without_the_option_nothing_is_reported(daemon_of: Any, engine_of: EngineOf) -> None:
     daemon = daemon_of(warm="16MiB")
-    engine = engine_of(daemon, residency=False)
+    engine = engine_of(daemon)
     engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
     assert shown(daemon)["entered_blocks"] == 0
@@ -118,7 +118,7 @@ def test_a_daemon_without_it_gets_no_report(
     tell = Link.tell
     monkeypatch.setattr(residency.Client, "stats", older)
     monkeypatch.setattr(Link, "tell", lambda link, one: (told.append(one), tell(link, one))[1])
-    engine = engine_of(daemon)
+    engine = engine_of(daemon, residency=True)
     engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
     resident = engine.scheduler._resident
