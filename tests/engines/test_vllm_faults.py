@@ -88,7 +88,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
 def engine(daemons: Daemons, engine_of: Callable[..., Any]) -> Served:
     started = engine_of(
         "llama", daemons.now.socket, script="serving.py", num_gpu_blocks_override=PAGES,
-        max_model_len=512, disable_log_stats=False,
+        max_model_len=512, disable_log_stats=False, extra={"patience_ms": int(PATIENCE_S * 1000)},
     )  # fmt: skip
     return Served(started)
 
