@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 
 from kvtier_kernels.cuda import CudaError, Driver
+from support import host_functions
 from support.device_engine import Bytes
 
 MEMORY_TYPE, OF_DEVICE = 2, 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class RealGpu:
@@ -21,7 +19,7 @@ class RealGpu:
 
     def __init__(self) -> None:
         self._driver = Driver(0)
-        self._kept: list[Any] = []
+        self._kept: list[Bytes] = []
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def driver(self) -> Driver:
@@ -43,15 +41,14 @@ class RealGpu:
         self._driver.copy(to, source, nbytes, stream)
 
     def later(self, stream: int, work: Callable[[], None]) -> None:
-        call = HOST_FUNCTION(lambda _: work())
-        self._kept.append(call)
+        kept = host_functions.kept(work)
         with self._driver.inside:
-            assert self._library.cuLaunchHostFunc(ctypes.c_void_p(stream), call, None) == 0
+            handle = ctypes.c_void_p(stream)
+            assert self._library.cuLaunchHostFunc(handle, host_functions.call, kept) == 0
 
     def forget(self) -> None:
         for one in self._kept:
-            if isinstance(one, np.ndarray):
-                self._driver.call("cuMemHostUnregister", one.ctypes.data)
+            self._driver.call("cuMemHostUnregister", one.ctypes.data)
         self._kept = []
         self._driver.close()
 

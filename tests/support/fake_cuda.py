@@ -18,6 +18,7 @@ import pytest
 
 from kvtier_kernels import cuda
 from kvtier_kernels.cuda import blocks
+from support import host_functions
 from support.cached import compiler, digest, files_in, made_once
 
 HERE = Path(__file__).parents[1] / "cuda"
@@ -26,7 +27,6 @@ KINDS = (
     "streams", "events", "device memory", "pinned", "registered", "modules", "contexts", "allocations",
     "reservations", "mapped", "graphs",
 )  # fmt: skip
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 WAIT_S = 60.0
 UNKNOWN = 999  # CUDA_ERROR_UNKNOWN, for example of a device that has left the bus
 MOST_DEVICES, DEVICE_BYTES = 4, 16 << 30
@@ -83,7 +83,7 @@ class FakeCuda:
         self.path = str(path)
         self.library = ctypes.CDLL(self.path)
         self.library.fake_calls.restype = ctypes.c_long
-        self._kept: list[Any] = []
+        self._kept: list[Bytes] = []
 
     def device(self, array: Bytes) -> Bytes:
         self.library.fake_device_memory(
@@ -112,8 +112,7 @@ class FakeCuda:
             self.library.fake_bytes(device, ctypes.c_size_t(DEVICE_BYTES))
             self.library.fake_taken(device, 0)
         for array in self._kept:
-            if isinstance(array, np.ndarray):
-                self.library.fake_forget_memory(ctypes.c_void_p(array.ctypes.data))
+            self.library.fake_forget_memory(ctypes.c_void_p(array.ctypes.data))
         self._kept = []
         self.library.fake_forget_objects()
 
@@ -128,8 +127,7 @@ class FakeCuda:
     def live(self) -> dict[str, int]:
         """Count the objects that were created and not freed."""
         counts = {name: self.library.fake_live(kind) for kind, name in enumerate(KINDS)}
-        given = sum(isinstance(one, np.ndarray) for one in self._kept)
-        counts["device memory"] -= given
+        counts["device memory"] -= len(self._kept)
         return counts
 
     @property
@@ -144,9 +142,9 @@ class FakeCuda:
 
     def later(self, stream: int, work: Callable[[], None]) -> None:
         """Enqueue a function in a stream, as an engine does with a kernel."""
-        call = HOST_FUNCTION(lambda _: work())
-        self._kept.append(call)
-        self.library.fake_later(ctypes.c_void_p(stream), call, None)
+        self.library.fake_later(
+            ctypes.c_void_p(stream), host_functions.call, host_functions.kept(work)
+        )
 
     def calls(self, name: str | None = None) -> int:
         """Count the calls of a function of the driver, or of all functions."""
