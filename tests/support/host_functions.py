@@ -1,7 +1,7 @@
 """Functions of Python that a driver's threads call.
 
-A thread is still in the native part of a callback for a moment after the function of Python has returned: a test
-that frees the callback then may crash. There is one callback, and it is never freed.
+A thread is still in the native part of a callback for a moment after the function of Python has
+returned: a test that frees the callback then may crash. There is one callback, and it is never freed.
 """
 
 from __future__ import annotations
