@@ -227,8 +227,10 @@ def test_a_damaged_object_is_a_miss_and_is_replaced(host: Hosts, pool: MooncakeP
         subprocess.run([sys.executable, "-c", DAMAGE, pool.address, name], check=True)
         assert loaded(theirs, keys, 1) >= 1
         b.wait_for(lambda stats: remote_of(stats)["states"]["spoilt"] == 1, WAIT_S)
-        # Computed again on B, used again there, and so replaced in the store.
+        # Computed again on B, used again there, and so replaced in the store. Blocks after the damaged one
+        # may still be on their way.
         save(theirs, 1)
+        b.wait_for(lambda stats: remote_of(stats)["reading"] == 0, WAIT_S)
         before = remote_of(b.stats())["states"]["written"]
         assert theirs.match(keys).ready == PROMPT
         b.wait_for(lambda stats: remote_of(stats)["states"]["written"] > before, WAIT_S)

@@ -36,7 +36,7 @@ class Arriving:
 
 
 class Arrivals:
-    """Of one tenant. Each lease must be ended with `end`."""
+    """Of one tenant. Each block must be given to `arrived` or `failed`."""
 
     def __init__(self, blocks: BlockTable, writing: WriteLeases, holds: Holds) -> None:
         self._blocks = blocks
@@ -72,7 +72,7 @@ class Arrivals:
         self._holds.hold(ids, waiting, now)
         return ids
 
-    def end(self, lease: LeaseId) -> None:
-        """Free the slots of the blocks that did not arrive. Nothing may write to them from now on."""
-        if lease in self._writing.of:
-            self._writing.abort(ARRIVING, lease)
+    def failed(self, block: Arriving) -> None:
+        """The block does not come, and nothing may write to its slot from now on: free the slot, so that a
+        save can take one for this block."""
+        self._writing.abort_one(ARRIVING, block.lease, block.position)

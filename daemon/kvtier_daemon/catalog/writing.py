@@ -154,6 +154,14 @@ class WriteLeases:
         self._blocks.store.abort(lease.uncommitted())
         self._end(lease)
 
+    def abort_one(self, session: SessionId, lease_id: LeaseId, position: int) -> None:
+        """Free the slot of one block of the lease that is not committed."""
+        lease = self._lease_of(session, lease_id)
+        self._blocks.store.abort(lease.ids[position * ID_BYTES : (position + 1) * ID_BYTES])
+        lease.pending[position] = 0
+        if not any(lease.pending):
+            self._end(lease)
+
     def _lease_of(self, session: SessionId, lease_id: LeaseId) -> WriteLease:
         lease = self.of.get(lease_id)
         if lease is None or lease.session != session:

@@ -32,10 +32,12 @@ def test_an_arriving_block_is_found_when_it_has_arrived_and_not_before() -> None
     catalog.arrivals.arrived(taken[0], bytes(16), [(1, "request")], 1.0)
     assert catalog.match(space, KEYS).ready == 1
     assert len(catalog.holds) == 1
-    catalog.arrivals.end(taken[0].lease)
-    catalog.arrivals.end(taken[0].lease)  # as often as wanted
+    catalog.arrivals.failed(taken[1])
     again = catalog.reserve(ME, space, 0, 0, b"", KEYS)
-    assert again.outcomes == bytes([PRESENT, GRANTED, GRANTED])
+    assert again.outcomes == bytes([PRESENT, GRANTED, IN_PROGRESS]), "a save takes its place"
+    catalog.arrivals.failed(taken[2])
+    catalog.abort(ME, again.lease)
+    assert len(catalog.leases) == 0
     assert catalog.usage.saved_tokens == 0
 
 
@@ -44,7 +46,6 @@ def test_blocks_that_all_arrived_leave_no_lease() -> None:
     taken, _ = catalog.arrivals.reserve(space, 0, 0, b"", KEYS)
     for one in taken:
         catalog.arrivals.arrived(one, bytes(16), (), 1.0)
-    catalog.arrivals.end(taken[0].lease)
     assert len(catalog.leases) == 0
     assert catalog.arrivals.reserve(space, 0, 0, b"", KEYS) == ([], bytes([PRESENT]) * 3)
 

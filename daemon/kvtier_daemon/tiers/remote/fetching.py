@@ -8,14 +8,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 from kvtier.errors import FrameError, Refused
 from kvtier.key import KEY_BYTES
 from kvtier.wire import GRANTED, PRESENT
-from kvtier_daemon.catalog import KnownSpace, LeaseId
+from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import Arriving
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.codec.encryption import UnknownKeyError
@@ -44,14 +44,6 @@ SPOILT, UNKNOWN_KEY, CANCELLED, NOT_READ = "spoilt", "unknown_key", "cancelled",
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
-    """The parts of blocks that were taken together. Their leases end with the last one."""
-
-    leases: list[LeaseId] = field(default_factory=list)
-    left: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class ArrivingPart:
     """A part of a block that is read into its slot."""
 
@@ -61,7 +53,6 @@ class ArrivingPart:
     of: Identity
     dtype: str
     block: Arriving
-    batch: Batch
     is_forgotten: bool = False
 
 
@@ -294,7 +285,7 @@ class Fetcher:
         joined: Sequence[Name],
     ) -> int:  # fmt: skip
         """Take slots and queue the reads; return how many of the leading blocks will be there."""
-        queue, batch, coming = self._queue, Batch(), count
+        queue, coming = self._queue, count
         new: list[tuple[Hashable, DiskLink, int]] = []
         for place in self._places.of(space):
             need = place.needed(space, first + count)
@@ -317,13 +308,10 @@ class Fetcher:
             for block in taken:
                 name = names_of(block.key, place.mask)
                 of = place.identity(space, block.key)
-                part = ArrivingPart(self, name, place, of, space.spec.dtype, block, batch)
+                part = ArrivingPart(self, name, place, of, space.spec.dtype, block)
                 queue.parts[self.name_of(name)] = part
                 self._reading_bytes += place.block_bytes
                 new.append((self.name_of(name), queue.link, place.block_bytes))
-            batch.left += len(taken)
-            if taken:
-                batch.leases.append(taken[0].lease)
         queue.planner.add(request, new, joined)
         queue.pump()
         return coming
@@ -344,16 +332,12 @@ class Fetcher:
         waited: Sequence[Request],
     ) -> None:
         """The read of this part has ended."""
-        catalog, batch = self._tenant.catalog, part.batch
+        catalog = self._tenant.catalog
         self._reading_bytes -= part.place.block_bytes
-        try:
-            self.counts[outcome or "read"] += 1
-            if outcome == DONE and not part.is_forgotten:
-                self.bytes_read += nbytes
-                ids = catalog.arrivals.arrived(part.block, digest, waited, self._queue.clock())
-                self._tenant.tier.writes.saved(ids)
-        finally:
-            batch.left -= 1
-            if not batch.left:
-                for lease in batch.leases:
-                    catalog.arrivals.end(lease)
+        self.counts[outcome or "read"] += 1
+        if outcome != DONE or part.is_forgotten:
+            catalog.arrivals.failed(part.block)
+            return
+        self.bytes_read += nbytes
+        ids = catalog.arrivals.arrived(part.block, digest, waited, self._queue.clock())
+        self._tenant.tier.writes.saved(ids)
