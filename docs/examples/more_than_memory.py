@@ -2,8 +2,8 @@
 
     python docs/examples/more_than_memory.py [MODEL]
 
-Memory has room for two of the four documents, and some more because one request may use half of it. In the
-second round each document comes from memory or from disk, and none is computed again.
+Memory has room for two of the four documents. In the second round each document comes from memory or from
+disk, and none is computed again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ token_bytes = (
     2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 )
 document_bytes = token_bytes * len(tokenizer.encode(DOCUMENTS[0]))
-memory = max(5 * document_bytes // 2, 16 << 20)
+memory = max(2 * document_bytes, 16 << 20)
 
 with (
     tempfile.TemporaryDirectory() as folder,

@@ -264,9 +264,13 @@ class Loadable(Protocol):
     """A space, as a load sees it."""
 
     def lease(
-        self, keys: Keys | Sequence[bytes], deadline_ms: int = ..., shards: Sequence[int] = ...
+        self,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int = ...,
+        shards: Sequence[int] = ...,
+        *,
+        wait_ms: int = ...,
     ) -> Lease: ...
-    def wait(self, keys: Keys | Sequence[bytes], within_ms: int = ...) -> object: ...
     def is_full(self, group: int) -> bool: ...
     def group_block_bytes(self, group: int) -> int: ...
     def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]: ...
@@ -296,9 +300,7 @@ class Loading:
 
     def __enter__(self) -> Blocks:
         keys, deadline_ms, group, shard = self._args
-        if self._wait_ms:
-            self._space.wait(keys, self._wait_ms)
-        lease = self._lease = self._space.lease(keys, deadline_ms, [shard])
+        lease = self._lease = self._space.lease(keys, deadline_ms, [shard], wait_ms=self._wait_ms)
         if lease.ready:
             try:
                 part = self._part = lease.part(group, shard)

@@ -29,8 +29,8 @@ LARGE_COPY_BYTES = 32 << 20
 LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
 LEAST_TTL_S = 0.001
-LEAST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.01  # between two looks at blocks that come from disk
-LONGEST_WAIT_MS = 3_600_000
+LOOK_S = 0.001  # between two looks at blocks that come from disk
+LONGEST_WAIT_MS = 24 * 3600 * 1000
 WAITS = itertools.count(1 << 31)  # numbers of requests, apart from those of callers
 ROOM_WAIT_S = 10.0  # how long a save waits while the daemon's memory grows
 
@@ -159,19 +159,26 @@ class Space:
         )
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
-    def wait(self, keys: Keys | Sequence[bytes], within_ms: int = 1000) -> Match:
+    def wait(
+        self, keys: Keys | Sequence[bytes], within_ms: int = 1000, *, request: int = 0
+    ) -> Match:
         """Look up as `match` does, and wait until the blocks that are read from disk are in memory, for at
         most `within_ms`. Reads that have not ended by then are cancelled, unless another request waits for
-        them. Returns the last answer: `ready` blocks can be loaded."""
+        them. Returns the last answer: `ready` blocks can be loaded.
+
+        The daemon holds what it has read for some seconds. With a number of the caller, `request`, the caller
+        ends that with `cancel` once it has a lease; then nothing is cancelled here.
+        """
         whole("within_ms", within_ms, 0, LONGEST_WAIT_MS)
         until = self.link.connection.clock() + within_ms / 1000
-        request = next(WAITS)
-        while (found := self.match(keys, request=request, within_ms=within_ms)).coming:
+        number = request or next(WAITS)
+        while (found := self.match(keys, request=number, within_ms=within_ms)).coming:
             left_s = until - self.link.connection.clock()
             if left_s <= 0:
-                self.cancel(request)
+                if not request:
+                    self.cancel(number)
                 break
-            time.sleep(min(max(found.eta_ms / 1000, LEAST_LOOK_S), LONGEST_LOOK_S, left_s))
+            time.sleep(min(LOOK_S, left_s))
         return found
 
     def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
@@ -262,9 +269,7 @@ class Space:
         """
         _check_place(self.spec, group, shard)
         _check_threads(threads)
-        if whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS):
-            self.wait(keys, wait_ms)
-        lease = self.lease(keys, deadline_ms, [shard])
+        lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
         if not lease.ready:
             return 0
         blocks = good = 0
@@ -294,14 +299,23 @@ class Space:
         keys: Keys | Sequence[bytes],
         deadline_ms: int = 500,
         shards: Sequence[int] = (0,),
+        *,
+        wait_ms: int = 0,
     ) -> Lease:
         """Look up the prefix and hold its ready blocks in all groups and shards, for `deadline_ms`. The lease
-        contains the slots of `shards`."""
-        return Lease.of(
-            self.link,
-            _lease_request(self, keys, deadline_ms, shards),
-            lambda id_: _lease_request(self, keys, deadline_ms, shards, bring=False)(id_),
-        )
+        contains the slots of `shards`. It first waits for blocks from disk, for at most `wait_ms`."""
+        waits = next(WAITS) if whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS) else 0
+        try:
+            if waits:
+                self.wait(keys, wait_ms, request=waits)
+            return Lease.of(
+                self.link,
+                _lease_request(self, keys, deadline_ms, shards),
+                lambda id_: _lease_request(self, keys, deadline_ms, shards, bring=False)(id_),
+            )
+        finally:
+            if waits:
+                self.cancel(waits)  # only now: until then the daemon holds what it has read
 
     def most_keys(self, shards: int = 1) -> int:
         """Return the largest number of keys of one lease that returns the slots of `shards` shards. The

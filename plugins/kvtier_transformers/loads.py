@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from kvtier_transformers.layout import CachedGroup, CachedTensor
 from kvtier_transformers.options import log
 from kvtier_transformers.store import REQUESTS, Store
 
-POLL_S = 0.001
 LARGE_COPY_BYTES = 8 << 20
 COPY_THREADS = 2
 
@@ -116,12 +114,10 @@ class PrefixLoad:
         keys, request = row.keys[: space.most_keys()], next(REQUESTS)
         if not keys:
             return None
-        until = time.monotonic() + options.patience_ms / 1000
         match = space.match(keys, request=request, within_ms=options.patience_ms)
         row.warm, waits = match.ready, match.coming > 0
-        while match.coming and (left_s := until - time.monotonic()) > 0:
-            time.sleep(min(POLL_S, left_s))
-            match = space.match(keys, request=request, within_ms=options.patience_ms)
+        if waits:
+            match = space.wait(keys, options.patience_ms, request=request)
         lease = space.lease(keys[: match.ready], options.lease_ms) if match.ready else None
         if waits:
             # Only now: until the lease exists, the daemon holds what it has read for this request. Otherwise

@@ -26,6 +26,7 @@ from support.specs import pattern, spec_of
 SPEC = spec_of("cold e2e")
 SETTLED_TURNS = 4  # of the daemon's own clock, 50 ms each
 CHAIN = 32  # blocks: 2 MiB
+LONG = 160  # blocks: 10 of the 16 MiB of memory
 PATIENCE_MS = 600_000
 BUSY = ("crowded", "late")  # the reasons why a block is not read now: the disk has other work
 Content = Callable[[bytes, int], bytes]  # the content of a block with this key and size
@@ -214,6 +215,22 @@ def test_a_load_waits_for_the_disk_as_long_as_it_is_told(
         assert space.wait(absent, PATIENCE_MS).ready == 0  # at once: nothing comes
         with pytest.raises(InvalidArgument, match="within_ms"):
             space.wait(absent, -1)
+
+
+def test_loads_of_prompts_that_memory_has_no_room_for_at_once_follow_each_other(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    """Each needs more than half of the memory: what a load has read does not stay held for it."""
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        prompts = [space.keys([number] * 16 * LONG) for number in range(4)]
+        for keys in prompts:
+            space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys])
+            settled(daemon)
+        for keys in prompts * 2:
+            with space.load(keys, 60_000, wait_ms=PATIENCE_MS) as blocks:
+                assert list(blocks) == [pattern(key, SPEC.block_bytes) for key in keys]
 
 
 @pytest.mark.parametrize("way", [signal.SIGTERM, signal.SIGKILL])
