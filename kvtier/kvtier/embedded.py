@@ -82,19 +82,12 @@ class EmbeddedDaemon:
     def connected(self, connect: Callable[[], T]) -> T:
         """Call `connect` until the daemon answers, and return its result. Raises ConfigError with the
         daemon's message if it ends. A failure ends the daemon."""
-        deadline = time.monotonic() + START_S
         try:
-            while True:
-                try:
-                    return connect()
-                except Unavailable:
-                    if self.process.poll() is not None:
-                        said = self._log.read_text(errors="replace").splitlines()[-FAILED_LINES:]
-                        text = f"the embedded daemon did not start: {' '.join(said)}"
-                        raise ConfigError(text) from None
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(LOOK_S)
+            found = first_answer(connect, self.process, START_S)
+            if found is None:
+                said = self._log.read_text(errors="replace").splitlines()[-FAILED_LINES:]
+                raise ConfigError(f"the embedded daemon did not start: {' '.join(said)}")
+            return found
         except BaseException:
             self.end()
             raise
@@ -110,6 +103,23 @@ class EmbeddedDaemon:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def first_answer(
+    connect: Callable[[], T], daemon: subprocess.Popen[bytes], within_s: float
+) -> T | None:
+    """Call `connect` until the daemon, which starts, answers; None if it ends. Raises Unavailable if it does
+    not answer in time."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return connect()
+        except Unavailable:
+            if daemon.poll() is not None:
+                return None
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_S)
 
 
 def _amount(name: str, value: str | int) -> int:

@@ -101,7 +101,7 @@ class Ring:
         self.blocks = self.payloads + self.nbytes
 
     def close(self) -> None:
-        self._driver.try_call("cuMemFree_v2", self._memory)
+        self._driver.free(self._memory)
 
 
 class DirectReader:

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from kvtier import Client, ConfigError, KvtierError, Unavailable
+from kvtier import Client, ConfigError, KvtierError
+from kvtier.embedded import first_answer
 from kvtier.units import MIB, format_bytes, parse_bytes
 from kvtier_daemon.tools.workload import SPEC, ChatStep
 
@@ -88,16 +89,12 @@ def connect(
     path: str, daemon: subprocess.Popen[bytes], name: str, populate: bool = False
 ) -> Client:
     """Connect to a daemon that starts. Raises KvtierError if it ends, or does not answer."""
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return Client.connect(path, populate=populate, name=name)
-        except Unavailable:
-            if daemon.poll() is not None:
-                raise KvtierError("the daemon did not start: see its message above") from None
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+    client = first_answer(
+        lambda: Client.connect(path, populate=populate, name=name), daemon, START_S
+    )
+    if client is None:
+        raise KvtierError("the daemon did not start: see its message above")
+    return client
 
 
 def _watch(client: Client, path: str, seconds: float, quiet: bool) -> dict[str, Any]:

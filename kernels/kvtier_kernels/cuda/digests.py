@@ -55,8 +55,8 @@ class Digester:
             self._driver.try_call("cuEventSynchronize", self._event._handle)
         self._under_way = -1
         self._driver.free_pinned(self._host)
-        self._driver.try_call("cuMemFree_v2", self._device)
-        self._driver.try_call("cuMemFree_v2", self._sums)
+        self._driver.free(self._device)
+        self._driver.free(self._sums)
         self._event.free()
         self._driver.try_call("cuModuleUnload", self._module)
 
