@@ -264,6 +264,7 @@ class Session:
                 self._work(began)
         except ProtocolError as error:
             self.fail(0, "bad_frame", str(error), fatal=True)
+        self._settle()
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
@@ -362,6 +363,7 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
+        self._settle()
         _spend(self._server.turns, self._share, self._server.clock() - began)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:
@@ -395,8 +397,12 @@ class Session:
             self.send(reply)
         elif type(request) in AUDITED:
             self.orders.served()
-        if tenant is not None and tenant.uses is not None:
-            tenant.uses.settle()
+
+    def _settle(self) -> None:
+        """Pass to the policy what requests used. Only now: several requests can arrive at once, and no answer
+        waits for the policy."""
+        if self.tenant is not None and self.tenant.uses is not None:
+            self.tenant.uses.settle()
 
     # --- answers -------------------------------------------------------------------------------
 
