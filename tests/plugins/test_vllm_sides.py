@@ -1192,14 +1192,15 @@ def test_a_new_daemon_gets_all_blocks_of_a_running_request(
     engine.serve(range(1000, 1000 + BLOCK))
     request = engine.run(engine.add(PROMPT))
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
-    seat = engine.scheduler._decisions.ranks.by_rank[0]
+    ranks, line = engine.scheduler._decisions.ranks, engine.scheduler._daemon.connection
+    assert line is not None
+    before = ranks.by_rank[0].daemon_run
     daemon.process.kill()
     daemon.process.wait()
     daemon_of(folder=folder)
-    line = engine.scheduler._daemon.connection
-    assert line is not None
-    engine.until(lambda: engine.scheduler._decisions.ranks.by_rank[0].daemon_run != seat.daemon_run)
-    engine.until(lambda: bool(line.session) and line.session.reader.daemon_run != seat.daemon_run)
+    # Both sides are connected to the new daemon: a rank without a daemon reports no run.
+    engine.until(lambda: ranks.by_rank[0].daemon_run not in (before, b""))
+    engine.until(lambda: bool(line.session) and line.session.reader.daemon_run != before)
     grow(engine, request, 2 * BLOCK)
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     engine.finish(request)

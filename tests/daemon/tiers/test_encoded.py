@@ -428,9 +428,10 @@ def test_the_event_loop_runs_while_a_close_waits_for_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     """The close waits for decoding only until its time limit."""
-    let, decode, waited = threading.Event(), framing.decode, list[bool]()
+    begun, let, decode, waited = threading.Event(), threading.Event(), framing.decode, list[bool]()
 
     def slow(*args: Any) -> None:
+        begun.set()
         waited.append(let.wait(60))
         decode(*args)
 
@@ -438,6 +439,7 @@ def test_the_event_loop_runs_while_a_close_waits_for_decoding(
         tenant = Tenant(tmp_path, "zstd")
         monkeypatch.setattr(framing, "decode", slow)
         await reading(tenant, 1)
+        await until(begun.is_set)  # before that, a close gives the read up
         if ends:
             tenant.bench.loop.call_later(0.05, let.set)
         assert await tenant.bench.tier.close(20 if ends else 0.05) == ends
