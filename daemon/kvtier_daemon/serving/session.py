@@ -264,7 +264,7 @@ class Session:
                 self._work(began)
         except ProtocolError as error:
             self.fail(0, "bad_frame", str(error), fatal=True)
-        self._settle()
+        _settle(self.tenant)
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
@@ -363,7 +363,7 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
-        self._settle()
+        _settle(self.tenant)
         _spend(self._server.turns, self._share, self._server.clock() - began)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:
@@ -397,12 +397,6 @@ class Session:
             self.send(reply)
         elif type(request) in AUDITED:
             self.orders.served()
-
-    def _settle(self) -> None:
-        """Pass to the policy what requests used. Only now: several requests can arrive at once, and no answer
-        waits for the policy."""
-        if self.tenant is not None and self.tenant.uses is not None:
-            self.tenant.uses.settle()
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -525,6 +519,13 @@ class Session:
             self.quarantine.free_later()
         else:
             self.quarantine.free()
+
+
+def _settle(tenant: Tenant | None) -> None:
+    """Pass to the policy what requests used. Only at the end of a turn: several requests can arrive at once, and
+    no answer waits for the policy."""
+    if tenant is not None and tenant.uses is not None:
+        tenant.uses.settle()
 
 
 def _spend(turns: Turns, share: Share, seconds: float) -> None:
