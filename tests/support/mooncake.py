@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_daemon.config.preflight import missing_library
+
 START_S = 60.0
 LENT_BYTES = 64 << 20
 NODE = """
@@ -31,6 +33,8 @@ def master_program() -> Path:
     package = find_spec("mooncake")
     if package is None or package.origin is None:
         pytest.skip("there is no mooncake-transfer-engine for this machine")
+    if missing := missing_library():
+        pytest.skip(missing)
     return Path(package.origin).parent / "mooncake_master"
 
 

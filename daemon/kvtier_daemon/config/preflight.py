@@ -5,6 +5,7 @@ to start shows all of them.
 """
 
 import contextlib
+import ctypes
 import grp
 import os
 import pwd
@@ -33,6 +34,7 @@ FDS_PER_EXTENT: Final = 4  # its memory and its table, both twice during the all
 FDS_TAKEN_OVER: Final = 4  # more of an extent of an earlier daemon, for a moment
 FDS_PER_CLIENT: Final = 4  # its socket and its pidfd, and those of a client that has not sent Hello
 CONNECT_S: Final = 3.0
+VERBS: Final = "libibverbs.so.1"
 FDS_RESERVED: Final = 64  # for the event loop, logs and other files
 
 _CAP_IPC_LOCK = 14
@@ -393,6 +395,8 @@ def remote_store(config: Config) -> list[MachineFinding]:
     if find_spec(module) is None:
         missing = f"the package {module} is not installed"
         return [MachineFinding(False, what, missing, f"{install}, or remove [remote]")]
+    if remote.url and (missing := missing_library()):
+        return [MachineFinding(False, what, missing, "install it (Debian: libibverbs1)")]
     file = remote.credentials
     if file is not None:
         try:
@@ -407,6 +411,16 @@ def remote_store(config: Config) -> list[MachineFinding]:
             value = f"{file} is not readable for uid {os.geteuid()}"
             return [MachineFinding(False, what, value, f"{_GIVE}correct remote.credentials")]
     return [MachineFinding(True, what, remote.url or f"bucket {remote.bucket}")]
+
+
+def missing_library() -> str:
+    """What Mooncake's client needs of the system and this machine lacks; empty: nothing. Its package does not
+    contain this library, and cannot be imported without it, also where only TCP is used."""
+    try:
+        ctypes.CDLL(VERBS)
+    except OSError:
+        return f"the library {VERBS}, which Mooncake's client needs, is not installed"
+    return ""
 
 
 def store_answers(config: Config) -> list[MachineFinding]:

@@ -522,8 +522,8 @@ class Session:
 
 
 def _settle(tenant: Tenant | None) -> None:
-    """Pass to the policy what requests used. Only at the end of a turn: several requests can arrive at once, and
-    no answer waits for the policy."""
+    """Pass to the policy what requests used. Only at the end of a turn: several requests can arrive at once,
+    and no answer waits for the policy."""
     if tenant is not None and tenant.uses is not None:
         tenant.uses.settle()
 

@@ -26,6 +26,7 @@ from typing import Any, Final
 from kvtier import Client, ConfigError, KvtierError, Space
 from kvtier.key import Keys
 from kvtier.units import MIB
+from kvtier_daemon.config.preflight import missing_library
 from kvtier_daemon.tools.demo import connect
 from kvtier_daemon.tools.workload import SPEC
 
@@ -68,6 +69,8 @@ def run(store: str, as_json: bool) -> bool:
     module = "mooncake" if store == "mooncake" else "nanio"
     if find_spec(module) is None:
         raise ConfigError(f"--fleet {store}: the package {STORES[store]} is not installed")
+    if store == "mooncake" and (missing := missing_library()):
+        raise ConfigError(f"--fleet {store}: {missing}; install it (Debian: libibverbs1)")
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-fleet-") as folder,
         contextlib.ExitStack() as undo,

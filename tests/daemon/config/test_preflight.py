@@ -384,3 +384,11 @@ def test_a_single_failure_is_the_whole_message(make):
 def test_a_finding_without_a_problem_has_no_remedy():
     assert str(MachineFinding(True, "a", "b", "c")) == "a: b"
     assert str(MachineFinding(False, "a", "b", "c")) == "a: b; c"
+
+
+def test_a_store_whose_client_needs_a_missing_library_is_a_problem(make, monkeypatch):
+    pytest.importorskip("mooncake")
+    config = make(remote__url="mooncake://store.example:50051").config
+    monkeypatch.setattr(preflight, "VERBS", "libnone.so.1")
+    (finding,) = preflight.remote_store(config)
+    assert not finding.ok and "libnone.so.1" in finding.value and "libibverbs1" in finding.fix
