@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -17,9 +18,12 @@ from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
 from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.config import preflight
 from kvtier_daemon.config.schema import RemoteConfig
+from kvtier_daemon.tiers.remote.child import store_of
 from kvtier_daemon.tiers.remote.driver import StoreDriver, credentials
 from kvtier_daemon.tiers.remote.known import ABSENT_S, KnownObjects, names_of, place_mask
+from kvtier_daemon.tiers.remote.messages import OpenPool, StoreFailedError
 from kvtier_daemon.tiers.remote.objects import Headers, decode, encode, identity_of, object_name
 from kvtier_daemon.tiers.remote.places import Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
@@ -345,3 +349,12 @@ def test_credentials_of_the_service_manager_are_used_without_a_file(
     file.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
     file.chmod(0o400)
     assert credentials(config)["access_key_id"] == "a"
+
+
+def test_a_missing_library_of_the_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = OpenPool("127.0.0.1:1", "p", "P2PHANDSHAKE", "tcp", "", "", 0, 1.0)
+    # None in sys.modules makes an import fail, as the missing library does.
+    monkeypatch.setitem(sys.modules, "kvtier_daemon.tiers.remote.mooncake", None)
+    monkeypatch.setattr(preflight, "VERBS", "libnone.so.1")
+    with pytest.raises(StoreFailedError, match=r"libnone\.so\.1, which Mooncake's client needs"):
+        store_of(request, memoryview(bytearray(1)))

@@ -32,6 +32,7 @@ from kvtier_daemon.tiers.remote.messages import (
     OpenStore,
     PutObject,
     Request,
+    StoreFailedError,
     packed,
     received,
     short_reason,
@@ -71,8 +72,12 @@ def store_of(request: OpenStore, buffer: memoryview) -> ObjectStore:
         from kvtier_daemon.tiers.remote.s3 import S3Objects
 
         return S3Objects(request, buffer)
-    from kvtier_daemon.tiers.remote.mooncake import PooledObjects
+    try:
+        from kvtier_daemon.tiers.remote.mooncake import PooledObjects
+    except ImportError as error:
+        from kvtier_daemon.config.preflight import missing_library
 
+        raise StoreFailedError(missing_library() or str(error)) from error
     return PooledObjects(request, buffer)
 
 
