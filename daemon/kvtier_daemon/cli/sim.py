@@ -11,6 +11,7 @@ from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json
 from kvtier_daemon.cli.progress import progress
 
 if TYPE_CHECKING:
+    from kvtier_daemon.sim.prices import Prices
     from kvtier_daemon.sim.trace import TraceRequests
     from kvtier_daemon.tools.sizing import PrefillCost
 
@@ -62,13 +63,24 @@ def sim(
     admission: Annotated[
         str, value("NAME", "What is written to the disk: all, second-touch or auto.")
     ] = "auto",
-    plot: Annotated[Path | None, value("FILE", "Draw the hit rates as SVG.")] = None,
+    prices: Annotated[
+        str,
+        value("NAME=N,...", "Prices, such as gpu-hour=2.5,memory-gib=4,nvme-gib=0.1: show costs."),
+    ] = "",
+    budget: Annotated[
+        float,
+        value("AMOUNT", "With --prices: try ways to buy memory and NVMe for this amount.", min=0),
+    ] = 0,
+    plot: Annotated[
+        Path | None, value("FILE", "Draw the hit rates as SVG; with --prices, the costs.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Simulate a trace of requests with tiers of other sizes.
 
     Uses the daemon's own policies and planner. With --blocks it simulates one tier and prints its hit
-    rate. Otherwise it simulates memory and disk, and the time to the first token.
+    rate. Otherwise it simulates memory and disk, and the time to the first token. With --prices it
+    also computes what the prompts cost, with kvtier and without.
     """
     from kvtier_daemon.cli.flags import amount, items
     from kvtier_daemon.sim.trace import read
@@ -80,6 +92,7 @@ def sim(
     )
     policies = items("--policy", policy)
     _check_policies(policies, blocks is not None)
+    asked = _prices(prices, budget, sizes=bool(memory or nvme), one_tier=blocks is not None)
     if blocks is not None:
         _one_tier(requests, policies, _counts(blocks, requests), prefill, plot, json)
         return
@@ -102,6 +115,11 @@ def sim(
     block_bytes = requests.block_tokens * token_bytes
     memories = _sizes("--memory", memory, [whole // 64, whole // 16, whole // 4], block_bytes)
     disks = _sizes("--nvme", nvme, [0, whole // 4, whole], block_bytes)
+    sizes = [(memory_bytes, nvme_bytes) for memory_bytes in memories for nvme_bytes in disks]
+    if asked is not None and budget:
+        sizes = [one for one in asked.splits(budget) if one[0] >= block_bytes]
+        if not sizes:
+            raise typer.BadParameter(f"--budget: {budget:g} does not buy memory for one block")
     machines = [
         Machine(
             memory_bytes=memory_bytes, nvme_bytes=nvme_bytes, token_bytes=token_bytes, policy=name,
@@ -111,9 +129,26 @@ def sim(
             daily_bytes=amount("--write-limit", write_limit), admission=admission,
             hbm_bytes=amount("--hbm", hbm), residency=residency,
         )
-        for name in policies for memory_bytes in memories for nvme_bytes in disks
+        for name in policies for memory_bytes, nvme_bytes in sizes
     ]  # fmt: skip
-    _two_tiers(requests, machines, plot, json)
+    _two_tiers(requests, machines, asked, plot, json)
+
+
+def _prices(text: str, budget: float, sizes: bool, one_tier: bool) -> Prices | None:
+    from kvtier_daemon.sim.prices import read_prices
+
+    if budget and not text:
+        raise typer.BadParameter("--budget: needs --prices")
+    if budget and sizes:
+        raise typer.BadParameter("--budget: determines the sizes; leave out --memory and --nvme")
+    if not text:
+        return None
+    if one_tier:
+        raise typer.BadParameter("--prices: not with --blocks, which simulates no times")
+    try:
+        return read_prices(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--prices: {error}") from None
 
 
 def _check_policies(policies: list[str], one_tier: bool) -> None:
@@ -253,10 +288,17 @@ def _one_tier(
 # --- two tiers -------------------------------------------------------------------------------------
 
 
-def _two_tiers(requests: TraceRequests, machines: list[Any], plot: Path | None, json: bool) -> None:
+def _two_tiers(
+    requests: TraceRequests,
+    machines: list[Any],
+    prices: Prices | None,
+    plot: Path | None,
+    json: bool,
+) -> None:
     from array import array
+    from dataclasses import asdict
 
-    from kvtier_daemon.sim.report import report, without_tiers
+    from kvtier_daemon.sim.report import cost_with, cost_without, report, without_tiers
     from kvtier_daemon.sim.tiers import Simulation
     from kvtier_kernels import Optimum
 
@@ -276,23 +318,32 @@ def _two_tiers(requests: TraceRequests, machines: list[Any], plot: Path | None, 
                 "hit_rate": hits / max(1, requests.looked_up_blocks),
                 "ttft_ms": without_tiers(requests, machine, best),
             }
+            if prices is not None:
+                run["cost"] = asdict(cost_with(requests, machine, run, prices))
             runs.append(run)
-        computed = without_tiers(requests, machines[0])
+        none: dict[str, Any] = {"ttft_ms": without_tiers(requests, machines[0])}
+        if prices is not None:
+            none["cost"] = asdict(cost_without(requests, machines[0], prices))
     recommended = _recommended(runs)
     if plot is not None:
-        _plot_sizes(requests, runs, plot)
+        (_plot_sizes if prices is None else _plot_costs)(requests, runs, plot)
     if json:
-        told = _trace(requests) | {"recompute_only": {"ttft_ms": computed}, "runs": runs}
+        told = _trace(requests) | {"recompute_only": none, "runs": runs}
         print_json(told | {"recommended": recommended})
         return
-    _show_sizes(requests, runs, computed, recommended)
+    _show_sizes(requests, runs, none["ttft_ms"], recommended)
+    if prices is not None:
+        _show_costs(runs, none["cost"], recommended)
 
 
 def _recommended(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the cheapest of the tried sizes with almost the best hit rate; memory costs most."""
+    """Return the cheapest of the tried sizes. Without prices these are sizes with almost the best hit rate;
+    memory costs most."""
     best = max(run["hit_rate"] for run in runs)
     enough = [run for run in runs if run["hit_rate"] >= ENOUGH * best]
     first = min(enough, key=lambda run: (run["memory_bytes"], run["nvme_bytes"], -run["hit_rate"]))
+    if "cost" in first:
+        first = min(runs, key=lambda run: (run["cost"]["per_million"], run["cost"]["bought"]))
     return {name: first[name] for name in ("policy", "memory_bytes", "nvme_bytes", "hit_rate")}
 
 
@@ -309,6 +360,61 @@ def _plot_sizes(requests: TraceRequests, runs: list[dict[str, Any]], plot: Path)
         )
     labels = {max(1, run["memory_bytes"]): format_bytes(run["memory_bytes"]) for run in runs}
     _save_plot(plot, draw(f"{requests.path.name}: blocks that hit", "memory", lines, labels))
+
+
+def _plot_costs(requests: TraceRequests, runs: list[dict[str, Any]], plot: Path) -> None:
+    """Draw the cost of a million tokens over the price to buy, with a line of the sizes that no others
+    undercut in both. If all sizes have the same price, draw it over the memory."""
+    from kvtier.units import format_bytes
+    from kvtier_daemon.sim.plot import draw
+    from kvtier_daemon.sim.prices import frontier
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    one_price = len({round(run["cost"]["bought"], 1) for run in runs}) == 1
+    if one_price:
+        across = f"memory, of {runs[0]['cost']['bought']:,.0f} for memory and NVMe"
+        labels = {run["memory_bytes"]: format_bytes(run["memory_bytes"]) for run in runs}
+    else:
+        across = "price of memory and NVMe"
+        labels = {run["cost"]["bought"]: f"{run['cost']['bought']:,.0f}" for run in runs}
+    for run in runs:
+        size = run["memory_bytes"] if one_price else run["cost"]["bought"]
+        lines.setdefault(run["policy"], []).append((size, run["cost"]["per_million"]))
+    lines = {name: sorted(line) for name, line in lines.items()}
+    if not one_price:
+        lines["cheapest"] = frontier(runs)
+    title = f"{requests.path.name}: cost of a million prompt tokens"
+    _save_plot(plot, draw(title, across, lines, labels, "g"))
+
+
+def _show_costs(
+    runs: list[dict[str, Any]], none: dict[str, float], recommended: dict[str, Any]
+) -> None:
+    from kvtier.units import format_bytes
+
+    typer.echo("costs of a million prompt tokens:")
+    typer.echo(
+        f"{'memory':>9}{'NVMe':>10}  {'policy':<9}{'to buy':>11}{'costs':>10}{'of it GPU':>11}"
+        f"{'engines':>9}{'disk lasts':>12}"
+    )
+    typer.echo(
+        f"{'none':>9}{'':>10}  {'':<9}{0:>11,.0f}{none['per_million']:>10.4g}"
+        f"{none['gpu_per_million']:>11.4g}{none['engines']:>9.1f}"
+    )
+    for run in runs:
+        cost = run["cost"]
+        chosen = all(
+            run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes")
+        )
+        typer.echo(
+            f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
+            f"{cost['bought']:>11,.0f}{cost['per_million']:>10.4g}{cost['gpu_per_million']:>11.4g}"
+            f"{cost['engines']:>9.1f}{cost['disk_years']:>10.1f} y{' <' if chosen else ''}"
+        )
+    if any(run["nvme_bytes_written_a_day"] is None for run in runs):
+        typer.echo(
+            "disk lasts: without wear, since the trace is too short to know the bytes written per day"
+        )
 
 
 def _show_sizes(
@@ -345,10 +451,12 @@ def _show_sizes(
             f"{_times(run['ttft_ms'])}{_a_day(run):>13}"
             f"{' <' if chosen else ''}"
         )
+    reason = f"the smallest of these sizes that reaches {ENOUGH:.0%} of the best hit rate"
+    if "cost" in runs[0]:
+        reason = "the cheapest of these sizes per prompt token"
     typer.echo(
         f"< {format_bytes(recommended['memory_bytes'])} of memory and"
-        f" {format_bytes(recommended['nvme_bytes'])} of NVMe: the smallest of these sizes that"
-        f" reaches {ENOUGH:.0%} of the best hit rate"
+        f" {format_bytes(recommended['nvme_bytes'])} of NVMe: {reason}"
     )
     if any(run["nvme_bytes_written_a_day"] is None for run in runs):
         typer.echo(

@@ -39,6 +39,10 @@ def size(
     prefill_growth: PrefillGrowth = 0,
     bandwidth: Annotated[str, value("GB/S,...", "Speeds of links to load over.")] = LINKS,
     latency_ms: Annotated[float, value("MS", "Time before the first byte of a load.", min=0)] = 1.0,
+    sequences: Annotated[
+        int, value("N", "Sequences at the same time, for which GPUs are counted.", min=0)
+    ] = 0,
+    gpu_hour: Annotated[float, value("PRICE", "Price of an hour of a GPU.", min=0)] = 0,
     json: Json = False,
 ) -> None:
     """Show how much KV cache a model needs, and when loads help.
@@ -106,6 +110,15 @@ def size(
         },
         "remarks": list(cache.remarks),
     }
+    if sequences:
+        engines = -(-sequences // fit) if (fit := spare // sequence) else None
+        report["sequences"] = {
+            "number": sequences,
+            "engines": engines,
+            "gpus": engines * tensor_parallel if engines else None,
+        }
+    if gpu_hour:
+        report["prices"] = _prices(report, gpu_hour * tensor_parallel / 3600)
     if weight_bytes is None:
         report["remarks"].append(
             f"no weights next to {path.name}: counting sequences as if the GPU held none; give "
@@ -115,6 +128,18 @@ def size(
         print_json(report)
     else:
         _show(report, cache)
+
+
+def _prices(report: dict[str, Any], second: float) -> dict[str, Any]:
+    """What it costs to compute a million tokens, and to load them while the engine waits."""
+    millions = report["sequence"]["tokens"] / 1e6
+    return {
+        "compute_per_million": report["prefill"]["seconds"] * second / millions,
+        "load_per_million": {
+            f"{link['bandwidth_bytes_s'] / 1e9:g} GB/s": link["load_s"] * second / millions
+            for link in report["break_even"]["links"]
+        },
+    }
 
 
 def read_cache(config: Path) -> Cache:
@@ -183,6 +208,15 @@ def _show(report: dict[str, Any], cache: Cache) -> None:
         prompt = link["prompt_tokens"]
         wins = "never wins" if prompt is None else f"wins from {prompt:,} tokens on"
         line(f"  {link['bandwidth_bytes_s'] / 1e9:g} GB/s", f"{link['load_s']:.3f} s; {wins}")
+    if needed := report.get("sequences"):
+        text = "none fits into a GPU"
+        if needed["engines"]:
+            text = f"{needed['gpus']:,} GPUs, {needed['engines']:,} engines"
+        line(f"{needed['number']:,} at a time", text)
+    if prices := report.get("prices"):
+        line("price of a million", f"{prices['compute_per_million']:.4g} to compute such tokens")
+        for name, price in prices["load_per_million"].items():
+            line(f"  {name}", f"{price:.4g} to load them, while the engine waits")
     for remark in report["remarks"]:
         typer.echo(f"  note: {remark}")
 

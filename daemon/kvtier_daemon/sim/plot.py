@@ -12,12 +12,20 @@ COLOURS = ("#0b6bcb", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#5c940d", "#4
 Line = Sequence[tuple[float, float]]
 
 
-def draw(title: str, across: str, lines: Mapping[str, Line], labels: Mapping[float, str]) -> str:
-    """Return a chart of rates from 0 to 1 over sizes, on a logarithmic axis with these labels."""
+def draw(
+    title: str, across: str, lines: Mapping[str, Line], labels: Mapping[float, str], numbers: str = ".0%"
+) -> str:  # fmt: skip
+    """Return a chart of rates from 0 to 1, or of other `numbers` from 0 on, over sizes, on a logarithmic axis
+    with these labels."""
     sizes = sorted(labels)
     low, high = log10(sizes[0]), log10(sizes[-1])
     top = max((rate for line in lines.values() for _, rate in line), default=0.0)
-    step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if top <= 6 * s or s == 0.2)
+    step = next(
+        nice * 10.0**power
+        for power in range(-2 if numbers == ".0%" else -6, 9)
+        for nice in (1, 2, 5)
+        if top <= 6 * nice * 10.0**power
+    )
     ceiling = step * max(1, -(-top // step))
 
     def x(size: float) -> float:
@@ -37,7 +45,7 @@ def draw(title: str, across: str, lines: Mapping[str, Line], labels: Mapping[flo
         at = y(mark * step)
         parts.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#dee2e6"/>')
         parts.append(
-            f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{mark * step:.0%}</text>'
+            f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{mark * step:{numbers}}</text>'
         )
     last = -100.0
     for size in sizes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from kvtier_daemon.sim.prices import Cost, Prices, cost_of
 from kvtier_daemon.sim.tiers import Machine, Simulation, queued
 from kvtier_daemon.sim.trace import TraceRequests
 
@@ -40,6 +41,30 @@ def without_tiers(
         take_s = copy_s + machine.prefill.seconds(tokens - known, known)
         waits.append(queued(free, now, take_s) - now)
     return percentiles(waits)
+
+
+def _prompt_tokens(requests: TraceRequests) -> list[int]:
+    return [
+        tokens for tokens, saved in zip(requests.inputs, requests.saved, strict=True) if not saved
+    ]
+
+
+def cost_without(requests: TraceRequests, machine: Machine, prices: Prices) -> Cost:
+    """Return what the prompts cost if everything is computed."""
+    tokens = _prompt_tokens(requests)
+    busy_s = sum(map(machine.prefill.seconds, tokens))
+    return cost_of(prices, sum(tokens), requests.span_s, busy_s)
+
+
+def cost_with(
+    requests: TraceRequests, machine: Machine, run: dict[str, Any], prices: Prices
+) -> Cost:
+    """Return what the prompts of a run cost. An engine computes nothing else while it copies."""
+    busy_s = run["recompute_s"] + run["bytes"]["memory_read"] / machine.memory_bytes_s
+    return cost_of(
+        prices, sum(_prompt_tokens(requests)), requests.span_s, busy_s, machine.memory_bytes,
+        machine.nvme_bytes, run["nvme_bytes_written_a_day"] or 0,
+    )  # fmt: skip
 
 
 def report(requests: TraceRequests, machine: Machine, simulation: Simulation) -> dict[str, Any]:
