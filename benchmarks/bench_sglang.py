@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import mmap
 import sys
 import tempfile
@@ -24,10 +25,10 @@ from bench_warm import buffers, nothing
 from harness import Arm, Daemon, Row, pairs, ratio_row
 from kvtier_daemon.tools.machine_limits import copies
 from kvtier_kernels import nt_loops
+from kvtier_plugins.page_store import PageStore, RankCache
 from kvtier_sglang.identity import KV, ModelFacts, RankPlace, describe
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import PageStore, RankCache
 from support.host_pools import PAGE_TOKENS, HostPool, Tensor, hashes, indices_of
 
 MIB = 1 << 20
@@ -55,7 +56,8 @@ def rows_of(socket: str, layout: str, threads: int, rounds: int) -> list[Row]:
     assert pages[KV].pieces.block_bytes == MIB
     spec = describe(ModelFacts("bench", "0" * 40, "auto", 0, 1, "", "", {}), pages, place)
     store = PageStore(
-        RankCache(spec, pages, place), StorageOptions(socket=socket, copy_threads=threads)
+        RankCache(spec, pages, "sglang", logging.getLogger(), place.shard, place.writes),
+        StorageOptions(socket=socket, copy_threads=threads),
     )
     time.sleep(1.5)  # the mapping is faulted in by a thread
     first, second = indices_of(range(PAGES)), indices_of(range(PAGES, 2 * PAGES))

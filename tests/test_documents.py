@@ -103,10 +103,10 @@ def test_the_architecture_page_names_only_what_exists() -> None:
     roots = {
         "kvtier": ROOT / "kvtier",
         "kvtier_daemon": ROOT / "daemon",
-        **dict.fromkeys(("kvtier_plugins", "kvtier_sglang", "kvtier_vllm"), ROOT / "plugins"),
+        **{path.name: ROOT / "plugins" for path in (ROOT / "plugins").glob("kvtier_*")},
     }
     for row in re.findall(
-        r"^\| (`(?:kvtier|kvtier_daemon|kvtier_plugins|kvtier_sglang|kvtier_vllm)/[^|]+) \|",
+        r"^\| (`(?:kvtier|kvtier_daemon|kvtier_plugins|kvtier_sglang|kvtier_vllm|kvtier_vllm_tier)/[^|]+) \|",
         text,
         re.MULTILINE,
     ):

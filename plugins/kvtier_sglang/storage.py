@@ -19,10 +19,10 @@ from sglang.srt.runtime_context import (
 )
 
 from kvtier_plugins import Unsupported
-from kvtier_sglang.identity import GROUPS, KV, ModelFacts, RankPlace, describe
+from kvtier_plugins.page_store import Moved, PageStore, RankCache
+from kvtier_sglang.identity import GROUPS, KV, ModelFacts, RankPlace, describe, server_run
 from kvtier_sglang.options import read_options
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import Moved, PageStore, RankCache
 
 log = logging.getLogger("sglang.kvtier")
 
@@ -76,7 +76,8 @@ class KvtierStorage(HiCacheStorage):
             self._decline(str(error))
             return
         self._facts = facts
-        self._store = PageStore(RankCache(spec, pools, place), self._options)
+        cache = RankCache(spec, pools, "sglang", log, place.shard, place.writes)
+        self._store = PageStore(cache, self._options)
 
     def _decline(self, why: str) -> None:
         log.warning("kvtier: this server works without kvtier: %s", why)
@@ -174,7 +175,7 @@ class KvtierStorage(HiCacheStorage):
 
     def clear(self) -> None:
         if self._store is not None:
-            self._store.clear()
+            self._store.clear(server_run())
 
     def get_stats(self) -> StorageMetrics | None:
         """The copies since the last call, if the server has metrics."""

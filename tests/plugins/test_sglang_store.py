@@ -13,14 +13,15 @@ import pytest
 
 from kvtier.space import Space
 from kvtier.wire import SLOT
-from kvtier_sglang import store as store_module
-from kvtier_sglang.identity import INDEXER, KV, ModelFacts, RankPlace, describe
+from kvtier_plugins import page_store as store_module
+from kvtier_plugins.page_store import PageStore, RankCache
+from kvtier_sglang.identity import INDEXER, KV, ModelFacts, RankPlace, describe, server_run
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
-from kvtier_sglang.store import PageStore, RankCache
 from support.daemons import Daemon
 from support.host_pools import HostPool, IndexerPool, hashes, indices_of
 
+LOG = logging.getLogger("sglang.kvtier")
 ALONE = RankPlace(0, 1, "stage 0 of 1", 1, True)
 FACTS = ModelFacts("org/model", None, "auto", 0, 1, "default", "0.5.23", {"dtype": "float16"})
 SLOTS = [3, 9, 4, 15, 0]
@@ -36,9 +37,8 @@ def store_of() -> Iterator[Callable[..., PageStore]]:
     ) -> PageStore:
         pages = {name: find_pages(pool) for name, pool in pools.items()}
         spec = describe(FACTS, pages, place, weights=options.pop("weights", "rev:1"))
-        stores.append(
-            PageStore(RankCache(spec, pages, place), StorageOptions(socket=socket, **options))
-        )
+        cache = RankCache(spec, pages, "sglang", LOG, place.shard, place.writes)
+        stores.append(PageStore(cache, StorageOptions(socket=socket, **options)))
         return stores[-1]
 
     yield make
@@ -160,11 +160,11 @@ def test_after_a_clear_all_ranks_find_only_what_was_saved_since(
     ranks = [store_of(shared_daemon.socket, {KV: HostPool()}) for _ in range(2)]
     assert ranks[0].save(KV, keys, indices_of([0, 1])) == [True] * 2
     for rank in ranks:
-        rank.clear()
+        rank.clear(server_run())
         assert rank.exists(keys) == 0
     assert ranks[0].save(KV, keys, indices_of([0, 1])) == [True] * 2
     assert ranks[1].exists(keys) == 2
-    ranks[1].clear()
+    ranks[1].clear(server_run())
     assert [rank.exists(keys) for rank in ranks] == [2, 0]
 
 
@@ -216,7 +216,7 @@ def test_a_daemon_that_ends_or_hangs_costs_one_deadline_and_is_used_again(
     store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path, end: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("kvtier_sglang.daemon.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvtier_plugins.keeper.TIMEOUT_S", 0.3)
     monkeypatch.setattr(store_module, "TIMEOUT_S", 0.3)
     pool, keys = HostPool(), hashes(2)
     content = pool.fill([0, 1], 6)

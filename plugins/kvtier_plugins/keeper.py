@@ -10,8 +10,6 @@ from collections.abc import Callable
 from kvtier import Client, KvSpec, KvtierError, Unavailable
 from kvtier.space import Space
 
-log = logging.getLogger("sglang.kvtier")
-
 TIMEOUT_S = 1.0  # of one request
 PAUSE_S, PAUSE_MAX_S = 0.1, 1.0  # between attempts
 
@@ -20,7 +18,10 @@ class SpaceKeeper:
     """Keeps a client with this space open. `space` is None while the daemon is away; a thread connects, and
     connects again. The loss of the daemon and its return are logged once each."""
 
-    def __init__(self, socket: str | None, spec: KvSpec, name: str, verify: bool) -> None:
+    def __init__(
+        self, socket: str | None, spec: KvSpec, name: str, verify: bool, log: logging.Logger
+    ) -> None:
+        self._log = log
         self.space: Space | None = None
         self.client: Client | None = None
         self._connect: Callable[[], Client] = lambda: Client.connect(
@@ -82,9 +83,9 @@ class SpaceKeeper:
                 self.client = self._known = None
             return False
         if self._reason:
-            log.warning("kvtier: connected to the daemon again")
+            self._log.warning("kvtier: connected to the daemon again")
         elif self.space is None:
-            log.info(
+            self._log.info(
                 "kvtier: connected to kvtier %s, tenant %s; the pages of this model are in space %s",
                 self.client.daemon_version, self.client.tenant, self._known.identity.hex()[:12],
             )  # fmt: skip
@@ -94,7 +95,7 @@ class SpaceKeeper:
 
     def _log_lost(self, why: str) -> None:
         if not self._reason:
-            log.warning(
+            self._log.warning(
                 "kvtier: continuing without the daemon, reconnecting in the background: %s", why
             )
         self._reason = why or "gone"

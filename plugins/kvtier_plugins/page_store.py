@@ -1,7 +1,7 @@
-"""The pages of one rank in the daemon: found, loaded into the pools, and saved from them.
+"""The pages of one rank in the daemon: found, loaded into the engine's memory, and saved from it.
 
-SGLang calls from several threads: one finds pages, one loads them, one saves them. No call raises: a failure
-is the answer "not there" or "not stored", and is counted by its reason.
+The engine calls from several threads: one finds pages, one loads them, one saves them. No call raises: a
+failure is the answer "not there" or "not stored", and is counted by its reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvtier import Keys, KvSpec, KvtierError, ProtocolError, Unavailable
 from kvtier.client import Client
@@ -24,12 +24,8 @@ from kvtier.errors import SpoiltBlocks
 from kvtier.loading import Lease
 from kvtier.space import Space
 from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_RESERVED, OUTCOMES, PRESENT
-from kvtier_sglang.daemon import TIMEOUT_S, SpaceKeeper
-from kvtier_sglang.identity import RankPlace, server_run
-from kvtier_sglang.options import StorageOptions
-from kvtier_sglang.pages import PoolPages
-
-log = logging.getLogger("sglang.kvtier")
+from kvtier_kernels import Pieces
+from kvtier_plugins.keeper import TIMEOUT_S, SpaceKeeper
 
 LEASE_MS = 10_000
 LARGE_COPY_BYTES = 32 << 20
@@ -47,19 +43,45 @@ class Moved(NamedTuple):
     seconds: float
 
 
+class PagePool(Protocol):
+    """Pages of an engine. `numbers` returns those at these indices, of which there are `count`."""
+
+    @property
+    def pieces(self) -> Pieces: ...
+    def numbers(self, indices: Any, count: int) -> Sequence[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankCache:
-    """What a rank keeps. The pools are the groups of the spec, in this order."""
+    """What a rank keeps. The pools are the groups of the spec, in this order. The rank holds this shard, and
+    saves it if `writes`. `engine` and `log`: its name, and its logger."""
 
     spec: KvSpec
-    pools: Mapping[str, PoolPages]
-    place: RankPlace
+    pools: Mapping[str, PagePool]
+    engine: str
+    log: logging.Logger
+    shard: int = 0
+    writes: bool = True
+
+
+class StoreOptions(Protocol):
+    """`socket`: as for `kvtier.Client`. `patience_ms`: the longest time that a load waits for pages on disk.
+    `copy_threads`: of a load of 32 MiB or more. `verify`: compare pages with the checksums of their saves."""
+
+    @property
+    def socket(self) -> str | None: ...
+    @property
+    def patience_ms(self) -> int: ...
+    @property
+    def copy_threads(self) -> int: ...
+    @property
+    def verify(self) -> bool: ...
 
 
 class PageStore:
     """`counts`: pages by what became of them. `loads` and `saves`: the copies since they were last taken."""
 
-    def __init__(self, cache: RankCache, options: StorageOptions) -> None:
+    def __init__(self, cache: RankCache, options: StoreOptions) -> None:
         self.counts: Counter[str] = Counter()
         self.loads: deque[Moved] = deque(maxlen=LIMIT_MOVED)
         self.saves: deque[Moved] = deque(maxlen=LIMIT_MOVED)
@@ -71,8 +93,8 @@ class PageStore:
         self._requests = itertools.count(1)
         self._loading = threading.Lock()  # one thread polls for answers
         self._counting = threading.Lock()
-        name = f"sglang {os.getpid()}"
-        self.keeper = SpaceKeeper(options.socket, cache.spec, name, options.verify)
+        name = f"{cache.engine} {os.getpid()}"
+        self.keeper = SpaceKeeper(options.socket, cache.spec, name, options.verify, cache.log)
 
     def exists(self, keys: Sequence[str]) -> int:
         """How many leading pages are stored, in all pools and by all ranks, in memory or coming from disk."""
@@ -111,7 +133,7 @@ class PageStore:
         """Save these pages of a pool. `before`: the key of the page before the first one, if it is known. For
         each page: whether it is stored, or is being stored by another rank or server."""
         outcomes, space = b"", self.keeper.space
-        if not self._cache.place.writes:
+        if not self._cache.writes:
             return [False] * len(keys)
         try:
             pages = self._cache.pools[pool]
@@ -131,31 +153,31 @@ class PageStore:
         stored = [one in STORED for one in outcomes]
         return stored + [False] * (len(keys) - len(stored))
 
-    def clear(self) -> None:
-        """From now on this run of the server finds none of the pages that are stored now."""
+    def clear(self, run: bytes) -> None:
+        """From now on the run of the engine with this name finds none of the pages that are stored now."""
         self._cleared += 1
-        self._generation = server_run() + b" " + str(self._cleared).encode()
+        self._generation = run + b" " + str(self._cleared).encode()
 
     def close(self) -> None:
         self.keeper.close()
         if self.counts:
             parts = (f"{what} {count:,}" for what, count in sorted(self.counts.items()))
-            log.info("kvtier: pages in this run: %s", ", ".join(parts))
+            self._cache.log.info("kvtier: pages in this run: %s", ", ".join(parts))
 
     def _keys(self, space: Space, keys: Sequence[str]) -> Keys:
-        """SGLang's name of a page is a hash of its tokens and of all before them, so each stands alone."""
+        """The engine's name of a page is a hash of its tokens and of all before: each stands alone."""
         found = [
             space.keys_of_hashes([bytes.fromhex(key)], self._generation).packed for key in keys
         ]
         return Keys(b"".join(found))
 
-    def _load(self, space: Space, pool: str, keys: Keys, numbers: list[int]) -> int:
-        place, group = self._cache.place, self._groups[pool]
+    def _load(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> int:
+        shard, group = self._cache.shard, self._groups[pool]
         pages, good = self._cache.pools[pool], 0
         lease = self._lease(space, keys)
         try:
             if lease.ready:
-                part, began = lease.part(group, place.shard), time.monotonic()
+                part, began = lease.part(group, shard), time.monotonic()
                 nbytes = lease.ready * pages.pieces.block_bytes
                 threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
                 good = lease.reader().scatter(
@@ -168,7 +190,7 @@ class PageStore:
             lease.recheck()
             raise
         finally:
-            lease.release(*space.used(group, place.shard, good, good))
+            lease.release(*space.used(group, shard, good, good))
         self._count("loaded", good)
         self._count("load_missing", len(keys) - good)
         return good
@@ -176,7 +198,7 @@ class PageStore:
     def _lease(self, space: Space, keys: Keys) -> Lease:
         """Lease the leading pages in memory. Waits for those that are coming from disk, at most for the
         patience."""
-        last = space.lease(keys, LEASE_MS, [self._cache.place.shard])
+        last = space.lease(keys, LEASE_MS, [self._cache.shard])
         if not last.coming:
             return last
         client, number = self.keeper.client, next(self._requests)
@@ -187,7 +209,7 @@ class PageStore:
             while True:
                 left_ms = max(1, int((until - time.monotonic()) * 1000))
                 ticket = space.begin_lease(
-                    keys, LEASE_MS, [self._cache.place.shard], request=number, within_ms=left_ms,
+                    keys, LEASE_MS, [self._cache.shard], request=number, within_ms=left_ms,
                     wait_ms=wait_ms,
                 )  # fmt: skip
                 lease = self._answer(client, ticket, left_ms / 1000 + TIMEOUT_S)
@@ -214,9 +236,9 @@ class PageStore:
                 poll.register(client.fileno(), select.POLLIN)
                 poll.poll(LOOK_S * 1000)
 
-    def _save(self, space: Space, pool: str, keys: Keys, numbers: list[int]) -> bytes:
+    def _save(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> bytes:
         pages = self._cache.pools[pool]
-        with space.reserve(keys, self._groups[pool], self._cache.place.shard, wait_s=0) as saving:
+        with space.reserve(keys, self._groups[pool], self._cache.shard, wait_s=0) as saving:
             if saving.slots:
                 began = time.monotonic()
                 saving.gather(pages.pieces, numbers, nice=NICE)
@@ -235,4 +257,6 @@ class PageStore:
         if isinstance(error, (Unavailable, ProtocolError)):
             self.keeper.lost(error)
         elif self.counts[f"failed:{what}"] == 1:
-            log.warning("kvtier: %s failed: %s: %s", what, type(error).__name__, str(error))
+            self._cache.log.warning(
+                "kvtier: %s failed: %s: %s", what, type(error).__name__, str(error)
+            )
