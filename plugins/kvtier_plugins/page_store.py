@@ -64,7 +64,7 @@ class RankCache:
     writes: bool = True
 
 
-class StoreOptions(Protocol):
+class PageOptions(Protocol):
     """`socket`: as for `kvtier.Client`. `patience_ms`: the longest time that a load waits for pages on disk.
     `copy_threads`: of a load of 32 MiB or more. `verify`: compare pages with the checksums of their saves."""
 
@@ -81,7 +81,7 @@ class StoreOptions(Protocol):
 class PageStore:
     """`counts`: pages by what became of them. `loads` and `saves`: the copies since they were last taken."""
 
-    def __init__(self, cache: RankCache, options: StoreOptions) -> None:
+    def __init__(self, cache: RankCache, options: PageOptions) -> None:
         self.counts: Counter[str] = Counter()
         self.loads: deque[Moved] = deque(maxlen=LIMIT_MOVED)
         self.saves: deque[Moved] = deque(maxlen=LIMIT_MOVED)
