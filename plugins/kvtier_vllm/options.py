@@ -20,6 +20,7 @@ log = logging.getLogger("vllm.kvtier")
 
 PARAMETER = "kvtier"
 NAMES = ("load", "save", "pin", "warm", "ttl", "priority")
+HINT_VERSION = "1"  # of actions in a request's KV hints
 LIMIT_PIN_S = LIMIT_TTL_S = 7 * 24 * 3600.0
 LEAST_TTL_S = 0.001
 
@@ -129,10 +130,14 @@ class RequestOptions:
         return self.pin_s > 0 or self.priority is not None or self.warm
 
 
-def read_request_options(parameters: Any) -> RequestOptions:
-    """Parse the options of a request. Invalid ones are logged and ignored, except that a request with an
+def read_request_options(parameters: Any, hints: Any = None) -> RequestOptions:
+    """Parse the options of a request: those of its parameters, and of actions for kvtier in its KV hints,
+    which an orchestrator sets. Invalid ones are logged and ignored, except that a request with an
     invalid TTL saves nothing. Never raises: a user sent them."""
     given = parameters.get(PARAMETER) if isinstance(parameters, dict) else None
+    hinted = _hinted(hints)
+    if hinted and (given is None or isinstance(given, dict)):
+        given = hinted | (given or {})
     if given is None:
         return RequestOptions()
     if not isinstance(given, dict):
@@ -155,6 +160,22 @@ def read_request_options(parameters: Any) -> RequestOptions:
         _flag(given, "load"), save, min(pin_s or 0.0, LIMIT_PIN_S), ttl_s, priority,
         _flag(given, "warm", False), True,
     )  # fmt: skip
+
+
+def _hinted(hints: Any) -> dict[str, Any]:
+    """The options in the actions of a KvHintsEnvelope whose type is "kvtier". Later ones win."""
+    found: dict[str, Any] = {}
+    for action in getattr(hints, "actions", None) or ():
+        if action.action_type != PARAMETER:
+            continue
+        if action.action_version != HINT_VERSION:
+            log.warning(
+                "kvtier: KV hints: ignoring an action of version %r; known is %s",
+                action.action_version, HINT_VERSION,
+            )  # fmt: skip
+        elif isinstance(action.payload, dict):
+            found |= action.payload
+    return found
 
 
 def _number(given: dict[str, Any], name: str, most: float, expected: str) -> float | None:

@@ -221,7 +221,9 @@ class SchedulerSide:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             extras = self._adapters.extras(request)
-            options = read_request_options(request.kv_transfer_params)
+            options = read_request_options(
+                request.kv_transfer_params, getattr(request, "kv_hints", None)
+            )
             may_load = self._may_load and options.load and not request.skip_reading_prefix_cache
             may_save = options.save and bool(self._options.save)
             identified = extras is not None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvtier_vllm.messages import Step
+from kvtier_vllm.options import RequestOptions, read_request_options
 
 WRITTEN_FOR = Path(__file__).with_name("vllm_interface.json")
 
@@ -175,3 +176,12 @@ def test_the_first_model_runner_tells_a_connector_before_it_zeroes_pages() -> No
     assert told < updated
     assert "_zero_block_ids(" in inspect.getsource(runner._update_states)
     assert "_zero_block_ids(" not in execute
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_vllms_own_hints_are_read() -> None:
+    hints = pytest.importorskip("vllm.v1.kv_hints")
+    action = hints.KvHintAction("a", "kvtier", "1", {"pin": 600, "priority": 0.9})
+    other = hints.KvHintAction("b", "retain", "1", {"seconds": 600})
+    envelope = hints.KvHintsEnvelope("1", "m", [other, action])
+    assert read_request_options(None, envelope) == RequestOptions(pin_s=600, priority=0.9)

@@ -602,6 +602,39 @@ def test_request_parameters_of_any_type_are_accepted() -> None:
     assert read_request_options({"kvtier": {"load": 0}}) == RequestOptions(False, True, 0.0)
 
 
+def hints(*actions: tuple[str, str, Any]) -> Any:
+    """Shaped as vLLM's KvHintsEnvelope."""
+    found = [
+        SimpleNamespace(action_id="a", action_type=kind, action_version=version, payload=payload)
+        for kind, version, payload in actions
+    ]
+    return SimpleNamespace(protocol_version="1", message_id="m", actions=found)
+
+
+def test_hints_of_an_orchestrator_are_options_and_parameters_of_the_request_win(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = hints(("other", "1", {"pin": 1}), ("kvtier", "1", {"pin": 600, "ttl": 60}))
+    assert read_request_options(None, asked) == RequestOptions(pin_s=600, ttl_s=60)
+    both = read_request_options({"kvtier": {"pin": 5}}, asked)
+    assert both == RequestOptions(pin_s=5, ttl_s=60)
+    assert both.given  # so the response says what became of them
+    assert read_request_options({"kvtier": "x"}, asked) == RequestOptions()
+    later = hints(("kvtier", "1", {"pin": 600}), ("kvtier", "1", {"pin": 7}))
+    assert read_request_options({}, later).pin_s == 7
+    caplog.clear()
+    assert read_request_options({}, hints(("kvtier", "2", {"pin": 600}))) == RequestOptions()
+    assert "version '2'" in caplog.text
+    for odd in (hints(), hints(("kvtier", "1", None)), SimpleNamespace(actions=None), object()):
+        assert read_request_options(None, odd) == RequestOptions()
+
+
+def test_a_request_with_hints_is_pinned(shared_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared_daemon)
+    engine.serve(PROMPT, kv_hints=hints(("kvtier", "1", {"pin": 0.5})))
+    engine.until(lambda: engine.scheduler.counts["pin:held"] == 1)
+
+
 @pytest.mark.parametrize(
     "told, says",
     [({"load": "false"}, "expected true or false"), ({"save": None}, "expected true or false"),

@@ -55,6 +55,7 @@ class FakeRequest:
     tokens: list[int]
     num_computed_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: Any = None
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
     cached: int = 0
