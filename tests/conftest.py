@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from support.daemons import Daemon, start_daemon
+from kvtier_daemon.tiers.cold import index_process
+from support.daemons import Daemon, start_daemon, start_index
 from support.fake_cuda import FakeCuda, build, toolkit
 
 # Files that take long, the longest first. The processes begin with these and share the tests of each file,
@@ -46,6 +47,8 @@ LONGEST = (
 
 # The implementations of a codec. One process runs a test for all of them: it has the results of the model.
 LEVEL = re.compile(r"\b(scalar|avx\w+|neon|cuda)\b")
+
+index_process.start_child = start_index  # type: ignore[assignment]
 
 # No deadline for an example: the machine may be busy.
 settings.register_profile("tests", deadline=None)

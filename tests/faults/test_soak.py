@@ -91,8 +91,8 @@ def test_memory_and_descriptors_do_not_grow_under_load(tmp_path: Path) -> None:
         tmp_path,
         config=f'[warm]\nsize = "32MiB"\n[cold]\ndirectories = ["{tmp_path / "cold"}"]\n'
         f'size = "192MiB"\nsegment = "2MiB"\nscrub = "16MiB"\n[http]\nlisten = "127.0.0.1:0"\n',
-        keep_s=KEEP_S,
-    )
+        keep_s=KEEP_S, own_children=True,
+    )  # fmt: skip
     try:
         loaded(daemon, SECONDS * WARM_UP)
         before = at_rest(daemon)

@@ -238,6 +238,23 @@ def test_prefaulter_uses_its_own_descriptor(bell):
     assert prefaulter.progress() == [(100 * MIB, 0)]
 
 
+@pytest.mark.parametrize("size", [4096, MIB, 2 * MIB, 33 * MIB])
+def test_prefaulter_clears_all_memory_of_a_file_also_in_huge_pages(bell, size):
+    """It allocates one byte of each huge page first."""
+    fd = os.memfd_create("prefault")
+    os.ftruncate(fd, size)
+    prefaulter = kernels.Prefaulter(bell.fd, True)
+    prefaulter.add(fd, size)
+    bell.wait(1)
+    prefaulter.stop()
+    assert prefaulter.progress() == [(size, 0)]
+    huge = prefaulter.huge_bytes()
+    assert huge % (2 * MIB) == 0 and huge <= size
+    assert os.fstat(fd).st_blocks * 512 == size == os.fstat(fd).st_size
+    assert os.pread(fd, size, 0) == bytes(size)
+    os.close(fd)
+
+
 def test_prefaulter_reports_a_failure_and_continues(bell, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"")

@@ -17,13 +17,20 @@ from typing import IO, Any
 
 from kvtier import Client, Unavailable
 from kvtier_daemon.observing.metrics import SERIES
+from kvtier_daemon.tiers.child_process import start_child
+from kvtier_daemon.tiers.cold.index_process import COMMAND as INDEX_COMMAND
 from support import forked, hasty
 
 START_S = 60.0  # on a busy machine
 STOP_S = 20.0  # less than the limit of the daemon's own stop
 SERVE = (sys.executable, "-m", "kvtier_daemon.cli", "serve")
 TESTS = str(Path(__file__).parents[1])
-server = cache(forked.Server)
+server = cache(forked.started)
+
+
+def start_index(command: tuple[str, ...]) -> Any:
+    """Start the process of an index of this process: a fork, unless a test has its own command."""
+    return server().start_index({}) if command == INDEX_COMMAND else start_child(command)
 
 
 def checked(stats: dict[str, Any]) -> dict[str, Any]:
@@ -134,10 +141,11 @@ def start_daemon(
     env: Mapping[str, str] | None = None,
     keep_s: int | None = 0,
     haste: Mapping[str, float] | None = None,
+    own_children: bool = False,
 ) -> Daemon:
     """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete. A
     keeper process holds its memory for `keep_s` after its end, or for the default with None. `haste`: values
-    of the daemon's constants."""
+    of the daemon's constants. `own_children`: the processes of its indexes are its children."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:
@@ -151,7 +159,9 @@ def start_daemon(
         process: subprocess.Popen[bytes] | forked.Process
         if command is SERVE and env is None:
             words = ["serve", "--config", str(path)]
-            process = server().start(words, 1, sink.fileno(), haste=haste)
+            process = server().start(
+                words, 1, sink.fileno(), haste=haste, own_children=own_children
+            )
         else:
             command = hasty_command(haste) if haste else command
             process = subprocess.Popen([*command, "--config", str(path)], stderr=sink, env=env)

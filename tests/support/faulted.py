@@ -46,7 +46,9 @@ class Daemons:
         self.now = self.start()
 
     def start(self) -> Daemon:
-        self.now = start_daemon(self.folder, config=self._config(), wait=False, keep_s=self.keep_s)
+        self.now = start_daemon(
+            self.folder, config=self._config(), wait=False, keep_s=self.keep_s, own_children=True
+        )
         return self.now
 
     def _config(self) -> str:

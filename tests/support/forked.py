@@ -1,7 +1,9 @@
 """Run daemons and commands without their imports: a process that has imported them forks once per command.
 
 Importing takes 0.1 to 0.2 s of CPU time, more than most tests; the fork runs the command from its first line.
-Run as a program, this file is that process: it reads requests from its standard input, a socket.
+The processes of a daemon's indexes are such forks too, so they are not children of the daemon.
+Run as a program, this file is that process: it reads requests from its standard input, a socket, and from the
+sockets of the daemons that it has forked.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 FORK, WAIT = "fork", "wait"
+INDEX = "index"  # in place of a program
 LONGEST = 1 << 20  # of a request, which consists mostly of the environment
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
+    return ends
 
 
 class Process:
@@ -64,31 +74,37 @@ class Process:
             with self._lock:
                 if self.returncode is None:
                     status = self._server.ask([WAIT, self.pid])
-                    os.close(self._ended)
                     self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
+    def __del__(self) -> None:
+        os.close(self._ended)  # not before: another thread may wait for it
+
 
 class Server:
-    """The connection of the tests to the process that forks."""
+    """The connection of the tests, or of a daemon, to the process that forks."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: socket.socket) -> None:
         self._lock = threading.Lock()
-        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with child_end:
-            for end in (self._socket, child_end):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-            self._process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
-        atexit.register(self.close)
+        self._socket = end
 
     def start(
         self, words: list[str], stdout: int, stderr: int, env: Mapping[str, str] = os.environ,
-        haste: Mapping[str, float] | None = None, program: str = "",
+        haste: Mapping[str, float] | None = None, program: str = "", own_children: bool = False,
     ) -> Process:  # fmt: skip
         """Run `kvtier`, or a Python program, with these arguments, without input, in this process's folder.
-        `haste`: values of constants (support/hasty.py)."""
-        request = [FORK, words, os.getcwd(), dict(env), dict(haste or {}), program]
+        `haste`: values of constants (support/hasty.py). `own_children`: a daemon starts the processes of its
+        indexes itself."""
+        request = [FORK, words, os.getcwd(), dict(env), dict(haste or {}), program, own_children]
         return Process(self, self.ask(request, stdout, stderr))
+
+    def start_index(self, haste: Mapping[str, float]) -> tuple[Process, socket.socket]:
+        """Start the process of an index. Return it, and the daemon's end of its socket."""
+        own_end, child_end = socket.socketpair()
+        with child_end, open(os.devnull, "wb") as nothing:
+            request = [FORK, [], "/", dict(os.environ), dict(haste), INDEX, True]
+            pid = self.ask(request, nothing.fileno(), 2, child_end.fileno())
+        return Process(self, pid), own_end
 
     def run(
         self, words: list[str], env: Mapping[str, str] = os.environ, program: str = ""
@@ -110,44 +126,80 @@ class Server:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
             return int(self._socket.recv(64))
 
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)  # a fork of this process may also have it open
-        self._socket.close()
-        self._process.wait()
+
+def started() -> Server:
+    """Start the process that forks; it ends with this one."""
+    own_end, child_end = pair()
+    with child_end:
+        process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
+
+    def close() -> None:
+        own_end.shutdown(socket.SHUT_RDWR)  # a fork of this process may also have it open
+        own_end.close()
+        process.wait()
+
+    atexit.register(close)
+    return Server(own_end)
 
 
 def serve() -> tuple[list[str], str]:
-    """Fork and wait on request, until the socket closes. Returns only in the forks: their arguments, and
-    their program if it is not `kvtier`."""
-    asked = socket.socket(fileno=os.dup(0))
+    """Fork and wait on request, until the socket of the tests closes. Returns only in the forks: their
+    arguments, and their program if it is not `kvtier`."""
+    tests = socket.socket(fileno=os.dup(0))
+    ends = {tests.fileno(): tests}
+    looking = select.poll()
+    looking.register(tests, select.POLLIN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its parent
     while True:
-        text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 2)
-        if not text:
-            os._exit(0)
-        kind, *rest = json.loads(text)
-        if kind == WAIT:
-            asked.send(str(os.waitpid(rest[0], 0)[1]).encode())
-            continue
-        if child := os.fork():
-            for descriptor in descriptors:
-                os.close(descriptor)
-            asked.send(str(child).encode())
-            continue
-        asked.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        words, folder, environment, haste, program = rest
-        descriptors.insert(0, os.open(os.devnull, os.O_RDONLY))
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        encoding = environment.get("PYTHONIOENCODING") or sys.stdout.encoding
-        sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(environment)
-        hasty.hurry_all(haste)
-        return list(words), str(program)
+        for ready, _ in looking.poll():
+            asked = ends[ready]
+            text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 3)
+            if not text:
+                if asked is tests:
+                    os._exit(0)
+                looking.unregister(asked)
+                ends.pop(ready).close()
+                continue
+            kind, *rest = json.loads(text)
+            if kind == WAIT:
+                asked.send(str(os.waitpid(rest[0], 0)[1]).encode())
+                continue
+            own_end, child_end = pair()
+            if child := os.fork():
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                child_end.close()
+                ends[own_end.fileno()] = own_end
+                looking.register(own_end, select.POLLIN)
+                asked.send(str(child).encode())
+                continue
+            for end in (*ends.values(), own_end):
+                end.close()
+            return forked(rest, descriptors, Server(child_end))
+
+
+def forked(request: list[Any], descriptors: list[int], server: Server) -> tuple[list[str], str]:
+    """Become the process of this request."""
+    words, folder, environment, haste, program, own_children = request
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    descriptors.insert(0, os.open(os.devnull, os.O_RDONLY))
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    encoding = environment.get("PYTHONIOENCODING") or sys.stdout.encoding
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    hasty.hurry_all(haste)
+    if program == INDEX:
+        os.setpgid(0, 0)
+        sys.argv = ["index", str(descriptors[3])]
+        index_child.main()
+    if not own_children:
+        of_index = hasty.of_index(haste)
+        index_process.start_child = lambda *_: server.start_index(of_index)
+    return list(words), str(program)
 
 
 if __name__ == "__main__":
@@ -162,7 +214,8 @@ if __name__ == "__main__":
     ):
         import_module(name)
     cli = import_module("kvtier_daemon.cli")
-    hasty = import_module("hasty")
+    hasty, index_process = map(import_module, ("hasty", "kvtier_daemon.tiers.cold.index_process"))
+    index_child = import_module("kvtier_daemon.tiers.cold.index_child")
     # No garbage collection of a fork visits, and thereby copies, the pages that it shares.
     gc.collect()
     gc.freeze()

@@ -23,11 +23,16 @@ def hurry(**values: float) -> None:
             setattr(module, name, value)
 
 
+def of_index(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values that a process of an index needs."""
+    return {name: value for name, value in values.items() if hasattr(index, name)}
+
+
 def hurry_all(values: Mapping[str, float]) -> None:
     """Replace constants of a daemon that has been imported, and of the processes of its indexes."""
     hurry(**values)
-    if of_index := {name: value for name, value in values.items() if hasattr(index, name)}:
-        index_process.COMMAND = (sys.executable, __file__, json.dumps(of_index), "index")  # type: ignore[misc]
+    if needed := of_index(values):
+        index_process.COMMAND = (sys.executable, __file__, json.dumps(needed), "index")  # type: ignore[misc]
 
 
 if __name__ == "__main__":

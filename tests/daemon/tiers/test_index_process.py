@@ -16,12 +16,19 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
+from kvtier_daemon.tiers import child_process
 from kvtier_daemon.tiers.cold import index_process
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.index_child import ROWS, WriteIndex
 from kvtier_daemon.tiers.cold.index_process import Child, IndexProcess
 
 SIZE = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a daemon starts it, not forked."""
+    monkeypatch.setattr(index_process, "start_child", child_process.start_child)
 
 
 @pytest.fixture
