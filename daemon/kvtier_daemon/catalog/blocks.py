@@ -81,6 +81,13 @@ class DeferredPolicy:
     def wanted(self, ids: bytes, names: bytes = b"") -> None:
         self._later(len(ids) // ID_BYTES, self.policy.wanted, ids, names)
 
+    def wanted_keys(self, ids: bytes, keys: bytes, place: int) -> None:
+        """The same for the blocks with these keys. Their names are computed later too."""
+        self._later(len(ids) // ID_BYTES, self._wanted_keys, ids, keys, place)
+
+    def _wanted_keys(self, ids: bytes, keys: bytes, place: int) -> None:
+        self.policy.wanted(ids, Store.names_of_keys(keys, place))
+
     def refreshed(self, ids: bytes) -> None:
         self._later(len(ids) // ID_BYTES, self.policy.refreshed, ids)
 
@@ -182,6 +189,13 @@ class BlockTable:
         self._erasures: dict[
             int, Callable[[], None]
         ] = {}  # of purged blocks that still have a slot
+
+    def wanted(self, ids: bytes, keys: bytes, place: int) -> None:
+        """Tell the policy that a request uses these blocks, which have these keys in this place."""
+        if isinstance(self.policy, DeferredPolicy):
+            self.policy.wanted_keys(ids, keys, place)
+        else:
+            self.policy.wanted(ids, Store.names_of_keys(keys, place))
 
     def lease(self, batches: list[bytes]) -> None:
         """Hold the blocks of all batches, or of none. A batch must not contain a block twice."""

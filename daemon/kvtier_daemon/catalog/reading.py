@@ -35,6 +35,9 @@ class Held(NamedTuple):
     ids: bytes
 
 
+_NEW = tuple.__new__  # a named tuple's own constructor is a Python function
+
+
 @dataclass(slots=True)
 class ReadLease:
     """The right to read blocks until every session has released it or the deadline has passed."""
@@ -107,7 +110,7 @@ class ReadLeases:
         if space.index < 0 or self._blocks.expiring.late:
             return 0, 0, []
         ready, restorable, parts = self._blocks.store.match(space.index, keys)
-        return ready, restorable - ready, list(map(Held._make, parts))
+        return ready, restorable - ready, [_NEW(Held, part) for part in parts]
 
     def find_after(self, space: KnownSpace, keys: bytes, first: int) -> tuple[int, int, list[Held]]:
         """The same for a client that has the blocks before `first` itself: they count as ready."""
@@ -160,14 +163,12 @@ class ReadLeases:
         """Tell the policy that a request used these blocks. Without `is_new`, the request was counted
         before."""
         policy = self._blocks.policy
-        for held in parts:
+        for group, shard, first, ids in parts:
             if is_new:
-                first, blocks = held.first, len(held.ids) // ID_BYTES
-                theirs = keys[first * KEY_BYTES : (first + blocks) * KEY_BYTES]
-                place = space.place_of(held.group, held.shard)
-                policy.wanted(held.ids, Store.names_of_keys(theirs, place))
+                theirs = keys[first * KEY_BYTES : (first + len(ids) // ID_BYTES) * KEY_BYTES]
+                self._blocks.wanted(ids, theirs, space.place_of(group, shard))
             else:
-                policy.refreshed(held.ids)
+                policy.refreshed(ids)
 
     # --- leases ------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -13,7 +14,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier_daemon.catalog import Catalog, Found, KnownSpace, LeaseId
 from kvtier_daemon.catalog.holds import Request
-from kvtier_daemon.catalog.reading import Lookup
+from kvtier_daemon.catalog.reading import Held, Lookup
 from kvtier_daemon.observing.events import KEY_DIGITS
 from kvtier_daemon.planning import COMPUTE, PATIENCE_S
 from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester, need_id
@@ -113,10 +114,13 @@ class CountedLookups:
 
 
 class LookupRequests:
-    """Matches, loads and their leases."""
+    """Matches, loads and their leases. `later` gets what is done after the answer."""
 
-    def __init__(self, session: Requester, server: Host) -> None:
+    def __init__(
+        self, session: Requester, server: Host, later: list[Callable[[], None]]
+    ) -> None:
         self._session = session
+        self._later = later
         self._server = server
         self.counted = CountedLookups()
         self._leases: dict[LeaseId, HeldLease] = {}
@@ -138,19 +142,38 @@ class LookupRequests:
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
         space = catalog.space(request.space)
-        is_new = self.counted.is_new(request)
-        found = catalog.match(space, request.keys, is_new)
-        if is_new and self._server.recorder.is_on:
-            self._record(tenant, space, request.keys)
+        found, held = catalog.find(space, request.keys)
         beyond, on_disk = self._beyond(tenant, space, request.keys, found), found.coming
-        coming, eta_ms, why = 0, 0.0, ""
-        if found.coming or beyond:
-            coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
+        if not (on_disk or beyond):
+            self._later.append(partial(self._matched, tenant, space, request, found, held))
+            return wire.Matched(request.id, found.ready, 0, 0.0)
+        is_new = self._note_use(tenant, space, request, held)
+        coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
         shared, reads = found.coming - on_disk, why != "off"
         self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
+
+    def _note_use(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix, held: Sequence[Held]
+    ) -> bool:
+        """Note that a match has used these blocks. Return whether it is a new lookup."""
+        is_new = self.counted.is_new(request)
+        tenant.catalog.note_use(space, held, request.keys, is_new)
+        if is_new and self._server.recorder.is_on:
+            self._record(tenant, space, request.keys)
+        return is_new
+
+    def _matched(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix, found: Found,
+        held: Sequence[Held],
+    ) -> None:  # fmt: skip
+        """Count the answer of a match for which nothing is read."""
+        is_new = self._note_use(tenant, space, request, held)
+        self._answered(tenant, space, request, found, is_new, True, 0, "", 0)
+        if self._waits:
+            self._note_wait(request, False)
 
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
@@ -212,13 +235,24 @@ class LookupRequests:
         if not coming and catalog.holds.of:
             catalog.holds.end(self._name(request))
         shared = found.coming - on_disk
+        self._later.append(
+            partial(
+                self._load_answered, tenant, space, request, found, is_new, reads, coming, why, shared
+            )
+        )
+        return self._loaded(tenant, request.id, found, coming, eta_ms, why)
+
+    def _load_answered(
+        self, tenant: Tenant, space: KnownSpace, request: wire.Load, found: Found, is_new: bool,
+        reads: bool, coming: int, why: str, shared: int,
+    ) -> None:  # fmt: skip
+        """Count the answer of a load, and note its lease."""
         self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         if found.lease:
-            log_entry = self.counted.of[number].log_entry
-            self._note_lease(found.lease, number if coming else 0, log_entry)
-        return self._loaded(tenant, request.id, found, coming, eta_ms, why)
+            log_entry = self.counted.of[request.request].log_entry
+            self._note_lease(found.lease, request.request if coming else 0, log_entry)
 
     def adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_parts(request)
