@@ -197,8 +197,8 @@ Id Store::ready_at(Id node, std::uint32_t place) const {
     return id != none && records_[id].in_memory() ? id : none;
 }
 
-// Returns the leading blocks of a plain space that are in memory, as far as their records are adjacent,
-// which those of one save mostly are: a few instructions a block, without the index.
+// Returns the leading blocks of a plain space that are in memory, as far as their records are
+// adjacent, which those of one save mostly are: a few instructions a block, without the index.
 IdList Store::adjacent_in_memory(std::uint32_t in, Keys keys) {
     constexpr Id ahead = 24;
     IdList ids;

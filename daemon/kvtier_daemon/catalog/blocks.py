@@ -48,12 +48,12 @@ WHY_EVICTED = (
 
 
 class DeferredPolicy:
-    """A Policy that passes the events of lookups to another one after the lookup was answered.
+    """A Policy that passes the events of lookups and commits to another one after these were answered.
 
-    The policy takes longer for a use than the lookup itself, and no answer depends on it. So these events are
-    queued until `settle`; every other call passes the queue on first. The policy gets the same events in the
-    same order. Each use contains the names of its blocks, so it stays correct if an id is reused in
-    between."""
+    The policy takes longer for them than the rest of the request, and no answer depends on it. So these
+    events are queued until `settle`; every other call passes the queue on first. The policy gets the same
+    events in the same order. Each event contains the names of its blocks, so it stays correct if an id is
+    reused in between."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -73,7 +73,7 @@ class DeferredPolicy:
         if self._queued > LIMIT_QUEUED:
             self.settle()
 
-    # Events of lookups.
+    # Events of lookups and commits.
 
     def now(self, seconds: float) -> None:
         self._later(0, self.policy.now, seconds)
@@ -97,11 +97,10 @@ class DeferredPolicy:
     def freed(self, ids: bytes) -> None:
         self._later(len(ids) // ID_BYTES, self.policy.freed, ids)
 
-    # Events of saves, evictions and forgets.
-
     def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
-        self.settle()
-        self.policy.added(ids, names, parents)
+        self._later(len(ids) // ID_BYTES, self.policy.added, ids, names, parents)
+
+    # Events of evictions and forgets.
 
     def left(self, ids: bytes) -> None:
         self.settle()
@@ -189,13 +188,6 @@ class BlockTable:
         self._erasures: dict[
             int, Callable[[], None]
         ] = {}  # of purged blocks that still have a slot
-
-    def wanted(self, ids: bytes, keys: bytes, place: int) -> None:
-        """Tell the policy that a request uses these blocks, which have these keys in this place."""
-        if isinstance(self.policy, DeferredPolicy):
-            self.policy.wanted_keys(ids, keys, place)
-        else:
-            self.policy.wanted(ids, Store.names_of_keys(keys, place))
 
     def lease(self, batches: list[bytes]) -> None:
         """Hold the blocks of all batches, or of none. A batch must not contain a block twice."""

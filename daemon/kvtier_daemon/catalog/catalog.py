@@ -216,9 +216,7 @@ class Catalog:
         ready, coming, held = self._reading.find(space, keys)
         return Found(ready, coming), held
 
-    def note_use(
-        self, space: KnownSpace, held: Sequence[Held], keys: bytes, is_new: bool
-    ) -> None:
+    def note_use(self, space: KnownSpace, held: Sequence[Held], keys: bytes, is_new: bool) -> None:
         """Mark these blocks, which `find` has returned for these keys, as used."""
         self._reading.note_use(space, held, keys, is_new)
 

@@ -116,9 +116,7 @@ class CountedLookups:
 class LookupRequests:
     """Matches, loads and their leases. `later` gets what is done after the answer."""
 
-    def __init__(
-        self, session: Requester, server: Host, later: list[Callable[[], None]]
-    ) -> None:
+    def __init__(self, session: Requester, server: Host, later: list[Callable[[], None]]) -> None:
         self._session = session
         self._later = later
         self._server = server
@@ -143,7 +141,7 @@ class LookupRequests:
         catalog = tenant.catalog
         space = catalog.space(request.space)
         found, held = catalog.find(space, request.keys)
-        beyond, on_disk = self._beyond(tenant, space, request.keys, found), found.coming
+        beyond, on_disk = _beyond(tenant, space, request.keys, found), found.coming
         if not (on_disk or beyond):
             self._later.append(partial(self._matched, tenant, space, request, found, held))
             return wire.Matched(request.id, found.ready, 0, 0.0)
@@ -162,7 +160,7 @@ class LookupRequests:
         is_new = self.counted.is_new(request)
         tenant.catalog.note_use(space, held, request.keys, is_new)
         if is_new and self._server.recorder.is_on:
-            self._record(tenant, space, request.keys)
+            _record(self._server, tenant, space, request.keys)
         return is_new
 
     def _matched(
@@ -178,7 +176,7 @@ class LookupRequests:
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
         found = tenant.catalog.match(space, request.keys, False)
-        beyond = self._beyond(tenant, space, request.keys, found)
+        beyond = _beyond(tenant, space, request.keys, found)
         coming, eta_ms, why = 0, 0.0, ""
         name = (self._session.id, ("prefetch", lookup_name(request)))
         if found.coming:
@@ -215,7 +213,7 @@ class LookupRequests:
             return None
         is_new = self.counted.is_new(request)
         if is_new and self._server.recorder.is_on:
-            self._record(tenant, space, request.keys)
+            _record(self._server, tenant, space, request.keys)
         found = catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), is_new, request.first,
@@ -223,7 +221,7 @@ class LookupRequests:
         reads, coming, eta_ms, why = True, 0, 0.0, ""
         beyond, on_disk = 0, found.coming
         if request.bring:
-            beyond = self._beyond(tenant, space, request.keys, found)
+            beyond = _beyond(tenant, space, request.keys, found)
         if found.coming or beyond:
             if request.bring and found.ready + found.coming + beyond > request.first:
                 coming, eta_ms, why, found = self._start_reads(
@@ -237,7 +235,16 @@ class LookupRequests:
         shared = found.coming - on_disk
         self._later.append(
             partial(
-                self._load_answered, tenant, space, request, found, is_new, reads, coming, why, shared
+                self._load_answered,
+                tenant,
+                space,
+                request,
+                found,
+                is_new,
+                reads,
+                coming,
+                why,
+                shared,
             )
         )
         return self._loaded(tenant, request.id, found, coming, eta_ms, why)
@@ -295,19 +302,18 @@ class LookupRequests:
         return None
 
     def release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
-        used = (request.warm_tokens, request.cold_tokens, request.nbytes)
-        if not 0 <= min(used) <= max(used) <= wire.LIMIT_USED:
-            raise Refused(
-                "bad_request", f"used amounts are {used}, each must be 0 to {wire.LIMIT_USED}"
-            )
+        used = warm, cold, nbytes = request.warm_tokens, request.cold_tokens, request.nbytes
+        most = wire.LIMIT_USED
+        if not (0 <= warm <= most and 0 <= cold <= most and 0 <= nbytes <= most):
+            raise Refused("bad_request", f"used amounts are {used}, each must be 0 to {most}")
         lease = LeaseId(request.lease)
-        tenant.catalog.release(self._session.id, lease, *used)
+        tenant.catalog.release(self._session.id, lease, warm, cold, nbytes)
         held = self._leases.pop(lease, None)
         if held is None:
             return wire.Done(request.id)
         self._server.latencies.load.note(self._server.clock() - held.began)
         if held.log_entry is not None:
-            held.log_entry.used += sum(used[:2]) // held.log_entry.space.spec.block_tokens
+            held.log_entry.used += (warm + cold) // held.log_entry.space.spec.block_tokens
         # A request that asks for progress gets its next lease before it releases the last one.
         if held.number and self._last_lease.get(held.number) == lease:
             del self._last_lease[held.number]
@@ -375,13 +381,6 @@ class LookupRequests:
             coming, eta_ms, why = coming + more, max(eta_ms, shared_ms), why or shared_why
             found = msgspec.structs.replace(found, coming=found.coming + more)
         return coming, eta_ms, why, found
-
-    def _beyond(self, tenant: Tenant, space: KnownSpace, keys: bytes, found: Found) -> int:
-        """How many blocks after those of this host are in the remote store."""
-        first = found.ready + found.coming
-        if first * KEY_BYTES >= len(keys):
-            return 0
-        return tenant.shared.beyond(space, keys, first)
 
     def _name(self, request: wire.MatchPrefix | wire.Load) -> Request:
         """The name of this request, the same each time it asks."""
@@ -451,13 +450,22 @@ class LookupRequests:
             )  # fmt: skip
         return entry
 
-    def _record(self, tenant: Tenant, space: KnownSpace, keys: bytes) -> None:
-        self._server.recorder.looked_up(tenant.name, space.number, space.spec.block_tokens, keys)
-
 
 def lookup_name(request: wire.MatchPrefix | wire.Load | wire.Prefetch) -> LookupName:
     """The name of a lookup: the last key of a chain names all keys before it."""
     return request.space, len(request.keys), request.keys[-KEY_BYTES:]
+
+
+def _beyond(tenant: Tenant, space: KnownSpace, keys: bytes, found: Found) -> int:
+    """How many blocks after those of this host are in the remote store."""
+    first = found.ready + found.coming
+    if first * KEY_BYTES >= len(keys):
+        return 0
+    return tenant.shared.beyond(space, keys, first)
+
+
+def _record(server: Host, tenant: Tenant, space: KnownSpace, keys: bytes) -> None:
+    server.recorder.looked_up(tenant.name, space.number, space.spec.block_tokens, keys)
 
 
 def _check_parts(request: wire.Load | wire.Adopt) -> None:
