@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +33,7 @@ VIEW_ROUNDS = 60
 COPY_BLOCKS = 64
 HITS = 6
 PROMPT_BLOCKS = 64
+SCHEDULER_CALLS = ("queued", "matched", "allocated", "step", "reported", "finished")
 
 MATCH = getattr(wire, "MatchPrefix", None) or wire.Match  # its name before
 Values = dict[str, float]
@@ -154,19 +155,22 @@ def plugin(tests: str) -> Iterator[Round]:
     fake.FakeRequest.block_hashes = hashes
     spent = 0.0
 
-    class Engine(fake.FakeEngine):  # type: ignore[misc, name-defined]
-        def timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-            nonlocal spent
-            if arguments and isinstance(arguments[0], fake.FakeRequest):
-                _ = arguments[0].block_hashes
-            started = time.perf_counter()
-            result = call(*arguments)
-            spent += time.perf_counter() - started
-            return result
+    def timed(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        nonlocal spent
+        if arguments and isinstance(arguments[0], fake.FakeRequest):
+            _ = arguments[0].block_hashes
+        started = time.perf_counter()
+        result = call(*arguments, **named)
+        spent += time.perf_counter() - started
+        return result
 
     with tempfile.TemporaryDirectory() as name, Daemon(Path(name), "256MiB") as daemon:
         daemon.wait_for_arena()
-        with contextlib.closing(Engine(daemon.socket, pages=4 * PROMPT_BLOCKS)) as engine:
+        with contextlib.closing(
+            fake.FakeEngine(daemon.socket, pages=4 * PROMPT_BLOCKS)
+        ) as engine:
+            for call in SCHEDULER_CALLS:
+                setattr(engine.scheduler, call, partial(timed, getattr(engine.scheduler, call)))
             prompt = list(range(PROMPT_BLOCKS * fake.BLOCK + 1))
 
             def hit() -> float:
@@ -174,6 +178,7 @@ def plugin(tests: str) -> Iterator[Round]:
                 spent = 0.0
                 request = engine.serve(prompt)
                 assert request.cached == PROMPT_BLOCKS * fake.BLOCK, "not a hit"
+                assert spent, "no call of the scheduler was measured"
                 return spent
 
             engine.until(lambda: engine.serve(prompt).cached > 0)

@@ -47,8 +47,8 @@ thread_local const Window* window = nullptr;
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
     const auto* m = nb::inst_ptr<Mapping>(nb::handle(self));
-    if (window != nullptr) {
-        return PyBuffer_FillInfo(view, self, window->data, window->size, !window->writable, flags);
+    if (const Window* shown = window) {
+        return PyBuffer_FillInfo(view, self, shown->data, shown->size, !shown->writable, flags);
     }
     return PyBuffer_FillInfo(view, self, m->data(), static_cast<Py_ssize_t>(m->size()),
                              !m->writable(), flags);
@@ -62,13 +62,14 @@ std::string slot_name(size_t i) { return "slot " + std::to_string(i); }
 nb::list views(nb::handle mappings, nb::handle packed, uint64_t bytes, bool writable) {
     Slots slots(mappings, packed);
     nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(slots.count())));
+    const Window** exposed = &window;  // finding a thread's own variable is a call
     for (size_t i = 0; i < slots.count(); i++) {
         const Window shown = {slots.place(i, bytes, writable), static_cast<Py_ssize_t>(bytes),
                               writable};
         const nb::handle mapping = slots.object(i, slots.at(i).extent);
-        window = &shown;
+        *exposed = &shown;
         PyObject* view = PyMemoryView_FromObject(mapping.ptr());
-        window = nullptr;
+        *exposed = nullptr;
         if (view == nullptr) nb::raise_python_error();
         PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), view);
     }
@@ -84,7 +85,8 @@ bool shared(PyObject* object) {
 }
 
 size_t release_views(nb::list list) {
-    static PyObject* const release = PyUnicode_InternFromString("release");
+    static PyObject* const release =
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(&PyMemoryView_Type), "release");
     size_t left = 0;
     const nb::object items = nb::steal(PySequence_Tuple(list.ptr()));
     if (!items.is_valid()) nb::raise_python_error();
@@ -93,7 +95,7 @@ size_t release_views(nb::list list) {
         if (shared(view.ptr())) {
             left++;
         } else {
-            PyObject* done = PyObject_CallMethodNoArgs(view.ptr(), release);
+            PyObject* done = PyObject_CallOneArg(release, view.ptr());
             if (done == nullptr) nb::raise_python_error();
             Py_DECREF(done);
         }

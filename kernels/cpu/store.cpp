@@ -197,14 +197,42 @@ Id Store::ready_at(Id node, std::uint32_t place) const {
     return id != none && records_[id].in_memory() ? id : none;
 }
 
+// Returns the leading blocks of a plain space that are in memory, as far as their records are
+// adjacent, which those of one save mostly are: a few instructions a block, without the index.
+IdList Store::adjacent_in_memory(std::uint32_t in, Keys keys) {
+    constexpr Id ahead = 24;
+    IdList ids;
+    if (keys.n < 2) return ids;
+    const std::uint32_t place = spaces_[in].first_place[0];
+    auto is_next = [&](Id id, std::size_t i) {
+        if (id >= records_.limit()) return false;
+        const Record& record = records_[id];
+        return record.place == place && record.in_memory() && !record.further &&
+               record.key == keys[i];
+    };
+    const Id first = find(in, keys[0]);
+    if (first == none || !is_next(first, 0)) return ids;
+    const Id stride = is_next(first + 1, 1) ? 1 : -1;
+    ids.resize(keys.n);
+    std::size_t run = 0;
+    for (Id id = first; run < keys.n && is_next(id, run); id += stride) {
+        prefetch(id + stride * ahead);
+        use(id);
+        ids[run++] = id;
+    }
+    ids.resize(run);
+    return ids;
+}
+
 // One walk: reads each record once, for any number of groups and shards.
 Match Store::match(std::uint32_t in, Keys keys) {
     const Space& found = space(in);
     Match best;
     if (found.plain) {
-        Part all{0, 0, 0, {}};
+        Part all{0, 0, 0, adjacent_in_memory(in, keys)};
+        const std::size_t run = best.restorable = all.ids.size();
         all.ids.reserve(keys.n);
-        each_node(in, keys, [&](std::size_t, Id node) {
+        each_node(in, keys.from(run), [&](std::size_t, Id node) {
             if (node == none) return false;
             if (records_[node].in_memory() && all.ids.size() == best.restorable)
                 all.ids.push_back(node);

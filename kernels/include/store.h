@@ -113,6 +113,7 @@ struct Keys {
     const char* bytes;
     std::size_t n;
     Key operator[](std::size_t i) const { return Key::read(bytes + i * key_bytes); }
+    Keys from(std::size_t i) const { return {bytes + i * key_bytes, n - i}; }
 };
 
 using Ids = std::span<const Id>;
@@ -299,6 +300,7 @@ class Store {
     bool distinct(std::uint32_t space, Keys keys) const;
     template <class Visit>
     void each_node(std::uint32_t space, Keys keys, Visit visit) const;
+    IdList adjacent_in_memory(std::uint32_t in, Keys keys);
     Id residency(Id node, std::uint32_t place) const;
     Id ready_at(Id node, std::uint32_t place) const;
 

@@ -253,11 +253,11 @@ class Connection:
         return True
 
     def _take(self, reply: wire.Reply) -> None:
-        if isinstance(reply, UNSOLICITED):
-            self._take_unsolicited(reply)
-        elif reply.id in self._expected:
+        if reply.id in self._expected and type(reply) is not wire.Failed:
             self._expected.discard(reply.id)
             self._replies[reply.id] = reply
+        elif isinstance(reply, UNSOLICITED):
+            self._take_unsolicited(reply)
 
     def _take_unsolicited(
         self,

@@ -95,6 +95,20 @@ class Writer(SlotUser, Protocol):
     is_lost: bool
 
 
+class KeptLeases(dict[int, "weakref.ref[SlotUser]"]):
+    """Leases that are taken again if the connection is made again: by identity, until they are released or
+    deleted. A WeakValueDictionary takes a microsecond longer for each."""
+
+    _most = LIMIT_DEFERRED
+
+    def keep(self, lease: SlotUser) -> None:
+        if len(self) >= self._most:
+            for key in [key for key, one in list(self.items()) if one() is None]:
+                self.pop(key, None)
+            self._most = 2 * len(self) + LIMIT_DEFERRED
+        self[id(lease)] = weakref.ref(lease)
+
+
 class NewConnection:
     """A connection that is not in use yet."""
 
@@ -125,7 +139,7 @@ class Link:
         self.caller = caller
         self.lock = threading.RLock()
         self.spaces: weakref.WeakSet[OpenedSpace] = weakref.WeakSet()
-        self.leases: weakref.WeakValueDictionary[int, SlotUser] = weakref.WeakValueDictionary()
+        self.leases = KeptLeases()
         self._pending: dict[int, tuple[type[wire.Message], Make]] = {}
         self._writing: dict[int, Writer] = {}  # by identity
         self._deferred: deque[tuple[int, bytearray]] = deque()
@@ -369,8 +383,9 @@ class Link:
             # Otherwise threads may write to other slots of the last session.
             if token and not any(save.is_lost for save in writing):
                 new.ask(wire.Abort(self.new_id(), 0), wire.Done)
-            for lease in list(self.leases.values()):
-                if (request := lease.again(self.new_id())) is not None:
+            for kept in list(self.leases.values()):
+                lease = kept()
+                if lease is not None and (request := lease.again(self.new_id())) is not None:
                     with contextlib.suppress(Refused):
                         lease.taken(new.ask(request, wire.Loaded), mappings)
             # Hints and releases of the last session are not sent again.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvtier import wire
 from kvtier.arena import same_slots
-from kvtier.arguments import Checking
+from kvtier.arguments import WRONG, Checking
 from kvtier.errors import InvalidArgument, SpoiltBlocks, StaleLease, Unavailable, ViewsInUse
 from kvtier_kernels import Buffers, Pieces, copy_out, fresh, release_views, scatter, views, xxh3_128
 
@@ -55,7 +55,7 @@ class Lease:
         self.token = loaded.token
         self.parts: list[wire.Part] = loaded.parts
         if again is not None and self._id:
-            link.leases[id(self)] = self
+            link.leases.keep(self)
 
     @classmethod
     def of(cls, link: Link, request: wire.Message | Make, again: Make | None = None) -> Lease:
@@ -105,8 +105,10 @@ class Lease:
     def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
         """Return read-only views of the slots of a part. `nbytes` is the size of a block. Call `fresh`
         after reading. Verifies nothing: `matching` does."""
-        with Checking("views of a part"):
+        try:
             return views(self._extents, part.slots, nbytes, False)
+        except WRONG as error:
+            raise InvalidArgument(f"views of a part: {error}") from error
 
     def copy_out(self, part: wire.Part, targets: Buffers, threads: int) -> int:
         """Copy the slots of a part. Returns how many leading blocks were not reused during the copy and, with
@@ -137,8 +139,10 @@ class Lease:
 
     def fresh(self, part: wire.Part) -> int:
         """Return how many leading blocks of a part have not been reused. Call it after reading them."""
-        with Checking("a part"):
+        try:
             return fresh(self._tables, part.slots)
+        except WRONG as error:
+            raise InvalidArgument(f"a part: {error}") from error
 
     def release(self, tokens: int = 0, nbytes: int = 0, cold_tokens: int = 0) -> None:
         """End this holder's use of the lease, and report what was used: tokens from memory, tokens from
@@ -148,8 +152,10 @@ class Lease:
             link, lease, self._id = self._link, self._id, 0
             link.leases.pop(id(self), None)
             if link.arena.extents is self._home:
-                with contextlib.suppress(Unavailable):
+                try:  # noqa: SIM105 - a context manager takes longer
                     link.tell(wire.Release(0, lease, tokens, cold_tokens, nbytes))
+                except Unavailable:
+                    pass  # the lease has ended with the connection
 
 
 class Reader:
@@ -311,8 +317,10 @@ class Loading:
                 lease.release()
                 raise
             if self._part is not None:
-                self._blocks = Blocks([*[None] * part.first, *self._views])
-                self._blocks.first = part.first
+                self._blocks = Blocks(self._views)
+                if part.first:
+                    self._blocks[:0] = [None] * part.first
+                    self._blocks.first = part.first
         self._blocks.coming = lease.coming
         self._blocks.eta_ms = lease.eta_ms
         return self._blocks

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvtier import wire
-from kvtier.arguments import Checking, seconds, whole
+from kvtier.arguments import WRONG, Checking, seconds, whole
 from kvtier.errors import InvalidArgument, Refused, StaleLease
 from kvtier.key import Keys, hash_keys, token_keys
 from kvtier.layout import LIMIT_SHARDS, KvSpec
@@ -291,7 +291,7 @@ class Space:
         first = (group, shard) == (0, 0)
         return (
             blocks * self.spec.block_tokens if first else 0,
-            slots * self.group_block_bytes(group) if blocks else 0,
+            slots * self._block_bytes[group] if blocks else 0,
         )
 
     def lease(
@@ -494,8 +494,10 @@ def _lease_request(
     bring: bool = True,
 ) -> Make:
     packed, most = Keys.of(keys).packed, space._most_shards
-    with Checking("shards"):
+    try:
         wanted = list(shards)
+    except WRONG as error:
+        raise InvalidArgument(f"shards: {error}") from error
     for shard in wanted:
         if not (isinstance(shard, int) and 0 <= shard < most):
             text = f"the space has no shard {shard}: its groups have at most {most} shards"

@@ -706,9 +706,15 @@ def encode_into(message: Message, frame: bytearray) -> None:
 
 
 def is_plain(message: Message) -> bool:
-    """Return whether all fields are numbers, texts or bytes of exactly their declared type. Such a request
-    can always be decoded."""
-    return _PLAIN.get(type(message)) == tuple(map(type, msgspec.structs.astuple(message)))
+    """Return whether all fields are numbers, texts, bytes or shards of exactly their declared type. Such a
+    request can always be decoded."""
+    kind, fields = type(message), msgspec.structs.astuple(message)
+    if _PLAIN.get(kind) != tuple(map(type, fields)):
+        return False
+    if kind not in _SHARDS:
+        return True
+    shards = fields[_SHARDS[kind]]
+    return len(shards) <= LIMIT_SHARDS_TOLD and {int}.issuperset(map(type, shards))
 
 
 def decode_request(body: bytes | memoryview) -> Request:
@@ -812,12 +818,16 @@ def _hints(kind: type[msgspec.Struct]) -> dict[str, str]:
     }  # fmt: skip
 
 
-_NAMED_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "bytes": bytes}
+_NAMED_TYPES = {
+    "int": int, "float": float, "bool": bool, "str": str, "bytes": bytes,
+    inspect.get_annotations(Load)["shards"]: list,
+}  # fmt: skip
 _PLAIN = {
     kind: tuple(_NAMED_TYPES[hints[name]] for name in kind.__struct_fields__)
     for kind in Request.__args__
     if _NAMED_TYPES.keys() >= set((hints := _hints(kind)).values())
 }
+_SHARDS = {kind: types.index(list) for kind, types in _PLAIN.items() if list in types}
 
 
 def schema_digest() -> bytes:

@@ -43,6 +43,38 @@ def test_a_block_is_matched_once_it_is_committed(store):
     assert store.counts()["blocks"] == {"writing": 1, "ready": 2} | blocks
 
 
+@pytest.mark.parametrize(
+    "order", [range(1, 41), range(40, 0, -1), [*range(2, 41, 2), *range(1, 41, 2)]]
+)
+def test_a_match_ends_at_the_first_key_that_is_missing_whatever_the_order_of_the_saves(
+    store, order
+):
+    open_arena(store, 128 * PAGE)
+    other, space = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))
+    ids = {number: save(store, space, [number]) for number in order}
+    save(store, other, [*range(101, 141)])
+    chain = list(range(1, 41))
+    assert store.match(space, keys(*chain, 101))[:2] == (
+        40,
+        40,
+    )  # the next record is the other space's
+    for ready in range(40):
+        for missing in (999, 100 + chain[ready]):
+            asked = [*chain[:ready], missing, *chain[ready + 1 :]]
+            found = store.match(space, keys(*asked))
+            assert found[:2] == (ready, ready)
+            assert [part[3] for part in found[2]] == (
+                [b"".join(ids[one] for one in chain[:ready])] if ready else []
+            )
+    writing, _ = store.reserve(space, 0, 0, None, keys(41), bytes(1))
+    assert store.match(space, keys(*chain, 41))[:2] == (40, 40)
+    store.commit(writing, b"")
+    store.forget(ids[20])
+    assert store.match(space, keys(*chain, 41))[:2] == (19, 19)
+    save(store, space, [20])
+    assert store.match(space, keys(*chain, 41))[:2] == (41, 41)
+
+
 def test_spaces_share_no_keys(store):
     open_arena(store)
     one, other = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))

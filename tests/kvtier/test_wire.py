@@ -148,7 +148,10 @@ def test_garbage_never_raises_anything_but_protocol_errors(body: bytes) -> None:
 def test_a_plain_request_can_be_decoded_and_one_of_another_type_is_not_plain(
     kind: type[wire.Message],
 ) -> None:
-    most = {int: (1 << 64) - 1, float: float("inf"), bool: True, str: "\0é", bytes: bytes(70_000)}
+    shards = list(range(wire.LIMIT_SHARDS_TOLD))
+    most = {
+        int: (1 << 64) - 1, float: float("inf"), bool: True, str: "\0é", bytes: bytes(70_000), list: shards,
+    }  # fmt: skip
     types = wire._PLAIN[kind]
     sent = kind(*(most[each] for each in types))
     assert wire.is_plain(sent)
@@ -159,6 +162,9 @@ def test_a_plain_request_can_be_decoded_and_one_of_another_type_is_not_plain(
         fields = list(msgspec.structs.astuple(sent))
         fields[at] = True if types[at] is int else None
         assert not wire.is_plain(kind(*fields))
+    for shards in ([0] * (wire.LIMIT_SHARDS_TOLD + 1), [True], [0, None], [0.0]):
+        fields = [shards if each is list else most[each] for each in types]
+        assert wire.is_plain(kind(*fields)) == (list not in types)
 
 
 def test_a_frame_in_a_reused_buffer_does_not_depend_on_its_earlier_content() -> None:

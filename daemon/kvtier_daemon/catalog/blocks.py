@@ -48,12 +48,12 @@ WHY_EVICTED = (
 
 
 class DeferredPolicy:
-    """A Policy that passes the events of lookups to another one after the lookup was answered.
+    """A Policy that passes the events of lookups and commits to another one after these were answered.
 
-    The policy takes longer for a use than the lookup itself, and no answer depends on it. So these events are
-    queued until `settle`; every other call passes the queue on first. The policy gets the same events in the
-    same order. Each use contains the names of its blocks, so it stays correct if an id is reused in
-    between."""
+    The policy takes longer for them than the rest of the request, and no answer depends on it. So these
+    events are queued until `settle`; every other call passes the queue on first. The policy gets the same
+    events in the same order. Each event contains the names of its blocks, so it stays correct if an id is
+    reused in between."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -73,13 +73,20 @@ class DeferredPolicy:
         if self._queued > LIMIT_QUEUED:
             self.settle()
 
-    # Events of lookups.
+    # Events of lookups and commits.
 
     def now(self, seconds: float) -> None:
         self._later(0, self.policy.now, seconds)
 
     def wanted(self, ids: bytes, names: bytes = b"") -> None:
         self._later(len(ids) // ID_BYTES, self.policy.wanted, ids, names)
+
+    def wanted_keys(self, ids: bytes, keys: bytes, place: int) -> None:
+        """The same for the blocks with these keys. Their names are computed later too."""
+        self._later(len(ids) // ID_BYTES, self._wanted_keys, ids, keys, place)
+
+    def _wanted_keys(self, ids: bytes, keys: bytes, place: int) -> None:
+        self.policy.wanted(ids, Store.names_of_keys(keys, place))
 
     def refreshed(self, ids: bytes) -> None:
         self._later(len(ids) // ID_BYTES, self.policy.refreshed, ids)
@@ -90,11 +97,10 @@ class DeferredPolicy:
     def freed(self, ids: bytes) -> None:
         self._later(len(ids) // ID_BYTES, self.policy.freed, ids)
 
-    # Events of saves, evictions and forgets.
-
     def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
-        self.settle()
-        self.policy.added(ids, names, parents)
+        self._later(len(ids) // ID_BYTES, self.policy.added, ids, names, parents)
+
+    # Events of evictions and forgets.
 
     def left(self, ids: bytes) -> None:
         self.settle()

@@ -42,7 +42,7 @@ from kvtier_daemon.catalog.miss_log import NOTES_BYTES, SPOILT, MissLog
 from kvtier_daemon.catalog.pins import PinnedPrefixes
 from kvtier_daemon.catalog.policy import Policy
 from kvtier_daemon.catalog.promotion import Promotions
-from kvtier_daemon.catalog.reading import Lookups, ReadLeases
+from kvtier_daemon.catalog.reading import Held, Lookups, ReadLeases
 from kvtier_daemon.catalog.segment_frames import SegmentFrames
 from kvtier_daemon.catalog.spaces import KnownSpace, SpaceTable
 from kvtier_daemon.catalog.watch import SpaceWatch
@@ -206,10 +206,19 @@ class Catalog:
     def match(self, space: KnownSpace, keys: bytes, is_new: bool = True) -> Found:
         """Find the longest prefix that every group can restore, and mark it as used; without `is_new`, the
         request marked it before. `usage.count_lookup` counts the answer."""
+        found, held = self.find(space, keys)
+        self._reading.note_use(space, held, keys, is_new)
+        return found
+
+    def find(self, space: KnownSpace, keys: bytes) -> tuple[Found, Sequence[Held]]:
+        """The same without marking: also return the blocks that the caller passes to `note_use`."""
         space.check_keys(keys)
-        ready, coming, parts = self._reading.find(space, keys)
-        self._reading.note_use(space, parts, keys, is_new)
-        return Found(ready, coming)
+        ready, coming, held = self._reading.find(space, keys)
+        return Found(ready, coming), held
+
+    def note_use(self, space: KnownSpace, held: Sequence[Held], keys: bytes, is_new: bool) -> None:
+        """Mark these blocks, which `find` has returned for these keys, as used."""
+        self._reading.note_use(space, held, keys, is_new)
 
     def load(
         self,

@@ -14,7 +14,7 @@ import msgspec
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_TOLD_SLOTS, SLOT_BYTES, Part, told_slots
-from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
+from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable, DeferredPolicy
 from kvtier_daemon.catalog.leases import NOBODY, LeaseId, Leases, SessionId
 from kvtier_daemon.catalog.miss_log import EXPIRED
 from kvtier_daemon.catalog.spaces import KnownSpace
@@ -24,6 +24,7 @@ LIMIT_HELD_IDS = 1 << 24  # over all leases of a tenant: 64 MiB
 LIMIT_ENDED_IDS = 1 << 17  # that one call of `expire` or `end_session` releases: some milliseconds
 LIMIT_LOOKUPS = 1024
 TOKEN_BYTES = 16
+TOKENS_AT_ONCE = 64
 
 
 class Held(NamedTuple):
@@ -33,6 +34,9 @@ class Held(NamedTuple):
     shard: int
     first: int
     ids: bytes
+
+
+_NEW = tuple.__new__  # a named tuple's own constructor is a Python function
 
 
 @dataclass(slots=True)
@@ -97,6 +101,7 @@ class ReadLeases:
         self._leases = leases
         self._of: dict[LeaseId, ReadLease] = {}
         self._by_token: dict[bytes, ReadLease] = {}
+        self._tokens: list[bytes] = []  # random, for the next leases
         self._deadlines: list[tuple[float, LeaseId]] = []
         self._left: deque[tuple[SessionId, LeaseId]] = deque()  # of ended sessions
         self._held_ids = 0
@@ -107,7 +112,7 @@ class ReadLeases:
         if space.index < 0 or self._blocks.expiring.late:
             return 0, 0, []
         ready, restorable, parts = self._blocks.store.match(space.index, keys)
-        return ready, restorable - ready, list(map(Held._make, parts))
+        return ready, restorable - ready, [_NEW(Held, part) for part in parts]
 
     def find_after(self, space: KnownSpace, keys: bytes, first: int) -> tuple[int, int, list[Held]]:
         """The same for a client that has the blocks before `first` itself: they count as ready."""
@@ -116,7 +121,7 @@ class ReadLeases:
 
     def slots_of(self, parts: Sequence[Held], shards: Sequence[int]) -> tuple[Part, ...]:
         """The slots of the blocks of these shards."""
-        wanted = [held for held in parts if held.shard in shards]
+        wanted = [held for held in parts if held[1] in shards]
         slots = _ids_in(wanted)
         if slots > LIMIT_TOLD_SLOTS:
             raise Refused(
@@ -124,9 +129,9 @@ class ReadLeases:
                 f"{slots} slots in one reply, at most {LIMIT_TOLD_SLOTS}: ask "
                 "for fewer shards at once",
             )
-        store = self._blocks.store
+        slots_of = self._blocks.store.slots
         return tuple(
-            [Part(group, shard, first, store.slots(ids)) for group, shard, first, ids in wanted]
+            [Part(group, shard, first, slots_of(ids)) for group, shard, first, ids in wanted]
         )
 
     def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
@@ -160,14 +165,16 @@ class ReadLeases:
         """Tell the policy that a request used these blocks. Without `is_new`, the request was counted
         before."""
         policy = self._blocks.policy
-        for held in parts:
+        for group, shard, first, ids in parts:
             if is_new:
-                first, blocks = held.first, len(held.ids) // ID_BYTES
-                theirs = keys[first * KEY_BYTES : (first + blocks) * KEY_BYTES]
-                place = space.place_of(held.group, held.shard)
-                policy.wanted(held.ids, Store.names_of_keys(theirs, place))
+                theirs = keys[first * KEY_BYTES : (first + len(ids) // ID_BYTES) * KEY_BYTES]
+                place = space.place_of(group, shard)
+                if isinstance(policy, DeferredPolicy):
+                    policy.wanted_keys(ids, theirs, place)
+                else:
+                    policy.wanted(ids, Store.names_of_keys(theirs, place))
             else:
-                policy.refreshed(held.ids)
+                policy.refreshed(ids)
 
     # --- leases ------------------------------------------------------------------------------
 
@@ -190,13 +197,21 @@ class ReadLeases:
         self._blocks.lease([held.ids for held in parts])
         self._held_ids += ids_held
         lease = ReadLease(
-            self._leases.make(session), os.urandom(TOKEN_BYTES), deadline, {session: 1}, space,
+            self._leases.make(session), self._new_token(), deadline, {session: 1}, space,
             parts, prefix_blocks,
         )  # fmt: skip
         self._of[lease.id] = lease
         self._by_token[lease.token] = lease
         heapq.heappush(self._deadlines, (deadline, lease.id))
         return lease
+
+    def _new_token(self) -> bytes:
+        if not self._tokens:
+            random = os.urandom(TOKENS_AT_ONCE * TOKEN_BYTES)  # a system call
+            self._tokens = [
+                random[at : at + TOKEN_BYTES] for at in range(0, len(random), TOKEN_BYTES)
+            ]
+        return self._tokens.pop()
 
     def with_token(self, token: bytes) -> ReadLease:
         lease = self._by_token.get(token)

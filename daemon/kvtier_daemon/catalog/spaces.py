@@ -39,6 +39,10 @@ class KnownSpace:
     prefill: tuple[float, float] | None = None  # seconds per token, and per token before it
     used_tokens: int = 0  # as clients report when they release leases
     loaded_bytes: int = 0
+    reach: int = field(init=False)  # how many blocks before a block one call may visit
+
+    def __post_init__(self) -> None:
+        self.reach = min(LIMIT_KEYS, LIMIT_LOOKS // self.places)
 
     def recompute_s(self, blocks: int, before: int) -> float:
         """How long computing these blocks takes after `before` others; infinite if no client reported it."""
@@ -53,12 +57,10 @@ class KnownSpace:
             return shard
         return sum(one.shards for one in self.spec.cache_groups[:group]) + shard
 
-    @property
-    def reach(self) -> int:
-        """How many blocks before a block one call may visit."""
-        return min(LIMIT_KEYS, LIMIT_LOOKS // self.places)
-
     def check_keys(self, keys: bytes) -> None:
+        """Raise Refused unless these are whole keys, and as many as one request may have."""
+        if len(keys) % KEY_BYTES == 0 and len(keys) <= self.reach * KEY_BYTES:
+            return
         blocks, rest = divmod(len(keys), KEY_BYTES)
         if rest or blocks > LIMIT_KEYS:
             text = (
@@ -67,11 +69,8 @@ class KnownSpace:
             )
             raise Refused("bad_request", text)
         looks = blocks * self.places
-        if looks > LIMIT_LOOKS:
-            text = (
-                f"{looks} keys times groups times shards, at most {LIMIT_LOOKS}: split the request"
-            )
-            raise Refused("bad_request", text)
+        text = f"{looks} keys times groups times shards, at most {LIMIT_LOOKS}: split the request"
+        raise Refused("bad_request", text)
 
     def check_place(self, group: int, shard: int) -> None:
         groups = self.spec.cache_groups

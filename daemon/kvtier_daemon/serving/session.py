@@ -345,6 +345,8 @@ class Session:
             handler = self.requests.handlers.get(type(request))
             if handler is not None:
                 self._serve(request, handler)
+                if self.requests.later:
+                    self.requests.settle()
             elif isinstance(request, wire.Hello):
                 _greet(self, self._server, request)
             else:

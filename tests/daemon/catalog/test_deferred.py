@@ -34,26 +34,29 @@ def keys(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(32, "little") for number in numbers)
 
 
-def test_a_queued_lookup_reaches_the_policy_when_the_queue_is_settled() -> None:
+def test_a_queued_event_reaches_the_policy_when_the_queue_is_settled() -> None:
     policy = RecordingPolicy()
     deferred = DeferredPolicy(policy)  # type: ignore[arg-type]
     deferred.now(1.0)
     deferred.wanted(ids(7), b"12345678")
     deferred.held(ids(7))
+    deferred.added(ids(8), b"87654321", ids(7))
+    deferred.wanted_keys(ids(7, 8), keys(7, 8), 3)
     assert not policy.events
     deferred.settle()
     assert policy.events == [
         ("now", 1.0),
         ("wanted", ids(7), b"12345678"),
         ("held", ids(7)),
+        ("added", ids(8), b"87654321", ids(7)),
+        ("wanted", ids(7, 8), Store.names_of_keys(keys(7, 8), 3)),
     ]
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        ("added", ids(1), b"", b""), ("left", ids(1)), ("gone", ids(1)), ("demoted", ids(1)),
-        ("hinted", ids(1), 0.5), ("victims", 1),
+        ("left", ids(1)), ("gone", ids(1)), ("demoted", ids(1)), ("hinted", ids(1), 0.5), ("victims", 1),
     ],
 )  # fmt: skip
 def test_every_other_call_settles_the_queue_first(call: tuple[Any, ...]) -> None:
@@ -92,7 +95,7 @@ def test_victims_are_the_same_as_without_the_queue(name: str) -> None:
         )
         if event == "wanted":
             plain.wanted(ids(*chain), b"".join(names[one] for one in chain))
-            queued.wanted(ids(*chain), b"".join(names[one] for one in chain))
+            queued.wanted_keys(ids(*chain), keys(*chain), 0)
         elif event == "held" and first not in held:
             held.append(first)
             chain = list(range(first, first + 10))

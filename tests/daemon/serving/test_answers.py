@@ -63,7 +63,10 @@ class Client:
         reading.note_use = used  # type: ignore[method-assign]
 
     def answer(self, request: wire.Request) -> wire.Reply | None:
-        return self.answers.handlers[type(request)](self.tenant, request)
+        try:
+            return self.answers.handlers[type(request)](self.tenant, request)
+        finally:
+            self.answers.settle()
 
     def match(self, count: int = COUNT, request: int = 0) -> wire.Matched:
         reply = self.answer(wire.MatchPrefix(1, self.space, keys(count), request))

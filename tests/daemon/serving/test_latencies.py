@@ -66,7 +66,9 @@ class Timed:
         self._requests = Requests(session, server)
 
     def ask(self, request: wire.Request) -> Any:
-        return self._requests.handlers[type(request)](self.tenant, request)
+        reply = self._requests.handlers[type(request)](self.tenant, request)
+        self._requests.settle()
+        return reply
 
     def reserve(self, *names: int) -> wire.Reserved:
         reserved = self.ask(wire.Reserve(1, self.space, 0, 0, b"", keys(*names)))

@@ -66,6 +66,7 @@ class Asking:
 
     def answer(self, request: wire.Request) -> None:
         self.answers.handlers[type(request)](self.tenant, request)
+        self.answers.settle()
 
     @property
     def counted(self) -> Any:

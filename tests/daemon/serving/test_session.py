@@ -52,7 +52,7 @@ def test_an_internal_error_ends_one_session_and_is_logged(
             8,
             recorder,
         )
-        monkeypatch.setattr(Catalog, "match", bug)
+        monkeypatch.setattr(Catalog, "find", bug)
         answers = [
             await loop.run_in_executor(None, talk, str(tmp_path / "s"), ask) for ask in (1, 0)
         ]
@@ -282,10 +282,22 @@ def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> No
     """The policy checks whether the reply has already reached the client."""
     path, answered, looked = str(tmp_path / "s"), [], threading.Event()
 
+    counted: list[int] = []  # the answers that were there when a match was counted
+    before: list[int] = []  # tokens that were counted when a match was decided
+
+    def there() -> list[wire.Reply]:
+        with contextlib.suppress(BlockingIOError):
+            body = wire.Framer().feed(client.recv(4096, socket.MSG_PEEK))
+            return [wire.decode_reply(one) for one in body]
+        return []
+
     class Looking:
+        def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
+            answered.extend(there())
+            looked.set()
+
         def wanted(self, ids: bytes, names: bytes = b"") -> None:
-            with contextlib.suppress(BlockingIOError):
-                answered.append(wire.decode_reply(client.recv(4096, socket.MSG_PEEK)[4:]))
+            answered.extend(there())
             looked.set()
 
         def __getattr__(self, name: str) -> Any:
@@ -297,6 +309,7 @@ def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> No
         client.setblocking(False)
         if waits:
             assert looked.wait(LONGEST_S)
+            looked.clear()
         select.select([client], [], [], LONGEST_S)
         (body,) = wire.Framer().feed(client.recv(1 << 16))
         return wire.decode_reply(body)
@@ -311,6 +324,18 @@ def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> No
         uses = DeferredPolicy(policy)
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), uses), uses=uses)
         tenant.catalog.add_extent(1 << 20, bytearray(1 << 12))
+        find, usage = tenant.catalog.find, tenant.catalog.usage
+        count = usage.count_lookup
+
+        def finding(*arguments: Any) -> Any:
+            before.append(usage.lookup_tokens)
+            return find(*arguments)
+
+        def counting(*arguments: Any) -> None:
+            counted.extend(reply.id for reply in there())
+            count(*arguments)
+
+        tenant.catalog.find, usage.count_lookup = finding, counting  # type: ignore[method-assign]
         recorder = Recorder(tmp_path, loop.time)
         server = Server(
             loop,
@@ -331,9 +356,16 @@ def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> No
         space = ask(wire.Open(2, spec_of("m"))).space
         key = bytes(range(32))
         lease = ask(wire.Reserve(3, space, 0, 0, b"", key)).lease
-        ask(wire.Commit(4, lease, 0, 1, b""))
+        ask(wire.Commit(4, lease, 0, 1, b""), waits=True)
         assert ask(wire.MatchPrefix(5, space, key), waits=True).ready == 1
+        assert (counted, before) == ([5], [0])
+        client.setblocking(True)
+        client.sendall(b"".join(wire.encode(wire.MatchPrefix(n, space, key)) for n in (6, 7)))
+        client.setblocking(False)
+        while len(there()) < 2:
+            select.select([client], [], [], 0.01)
+        assert before == [0, *(n * spec_of("m").block_tokens for n in (1, 2))]
 
     with socket.socket(socket.AF_UNIX) as client:
         asyncio.run(asyncio.wait_for(run(), LONGEST_S))
-    assert [reply.id for reply in answered] == [5]
+    assert [reply.id for reply in answered][:2] == [4, 5]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvtier import wire
 from kvtier.errors import Refused
 from kvtier_daemon.config.members import Role
@@ -47,10 +49,12 @@ class Requests:
     """The state of one session's requests, and one table of handlers by message type.
 
     A handler gets the tenant and the request, and returns the answer; None if the answer is sent later. It
-    raises Refused or SpecError, and never waits."""
+    raises Refused or SpecError, and never waits. `settle` does what no answer waits for, before the next
+    request."""
 
     def __init__(self, session: Requester, server: Host) -> None:
-        self.lookups = LookupRequests(session, server)
+        self.later: list[Callable[[], None]] = []
+        self.lookups = LookupRequests(session, server, self.later)
         self.spaces = SpaceRequests(session, server)
         self.feeds = FeedRequests(session, server)
         self.hot = HotRequests(session, server)
@@ -59,3 +63,9 @@ class Requests:
         self.handlers: Handlers = {}
         for part in parts:
             self.handlers |= part.handlers()
+
+    def settle(self) -> None:
+        """Count and log what was answered."""
+        later = self.later
+        while later:
+            later.pop(0)()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -13,7 +14,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier_daemon.catalog import Catalog, Found, KnownSpace, LeaseId
 from kvtier_daemon.catalog.holds import Request
-from kvtier_daemon.catalog.reading import Lookup
+from kvtier_daemon.catalog.reading import Held, Lookup
 from kvtier_daemon.observing.events import KEY_DIGITS
 from kvtier_daemon.planning import COMPUTE, PATIENCE_S
 from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester, need_id
@@ -113,10 +114,11 @@ class CountedLookups:
 
 
 class LookupRequests:
-    """Matches, loads and their leases."""
+    """Matches, loads and their leases. `later` gets what is done after the answer."""
 
-    def __init__(self, session: Requester, server: Host) -> None:
+    def __init__(self, session: Requester, server: Host, later: list[Callable[[], None]]) -> None:
         self._session = session
+        self._later = later
         self._server = server
         self.counted = CountedLookups()
         self._leases: dict[LeaseId, HeldLease] = {}
@@ -138,24 +140,43 @@ class LookupRequests:
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
         space = catalog.space(request.space)
-        is_new = self.counted.is_new(request)
-        found = catalog.match(space, request.keys, is_new)
-        if is_new and self._server.recorder.is_on:
-            self._record(tenant, space, request.keys)
-        beyond, on_disk = self._beyond(tenant, space, request.keys, found), found.coming
-        coming, eta_ms, why = 0, 0.0, ""
-        if found.coming or beyond:
-            coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
+        found, held = catalog.find(space, request.keys)
+        beyond, on_disk = _beyond(tenant, space, request.keys, found), found.coming
+        if not (on_disk or beyond):
+            self._later.append(partial(self._matched, tenant, space, request, found, held))
+            return wire.Matched(request.id, found.ready, 0, 0.0)
+        is_new = self._note_use(tenant, space, request, held)
+        coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
         shared, reads = found.coming - on_disk, why != "off"
         self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
+    def _note_use(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix, held: Sequence[Held]
+    ) -> bool:
+        """Note that a match has used these blocks. Return whether it is a new lookup."""
+        is_new = self.counted.is_new(request)
+        tenant.catalog.note_use(space, held, request.keys, is_new)
+        if is_new and self._server.recorder.is_on:
+            _record(self._server, tenant, space, request.keys)
+        return is_new
+
+    def _matched(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix, found: Found,
+        held: Sequence[Held],
+    ) -> None:  # fmt: skip
+        """Count the answer of a match for which nothing is read."""
+        is_new = self._note_use(tenant, space, request, held)
+        self._answered(tenant, space, request, found, is_new, True, 0, "", 0)
+        if self._waits:
+            self._note_wait(request, False)
+
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
         found = tenant.catalog.match(space, request.keys, False)
-        beyond = self._beyond(tenant, space, request.keys, found)
+        beyond = _beyond(tenant, space, request.keys, found)
         coming, eta_ms, why = 0, 0.0, ""
         name = (self._session.id, ("prefetch", lookup_name(request)))
         if found.coming:
@@ -192,7 +213,7 @@ class LookupRequests:
             return None
         is_new = self.counted.is_new(request)
         if is_new and self._server.recorder.is_on:
-            self._record(tenant, space, request.keys)
+            _record(self._server, tenant, space, request.keys)
         found = catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), is_new, request.first,
@@ -200,7 +221,7 @@ class LookupRequests:
         reads, coming, eta_ms, why = True, 0, 0.0, ""
         beyond, on_disk = 0, found.coming
         if request.bring:
-            beyond = self._beyond(tenant, space, request.keys, found)
+            beyond = _beyond(tenant, space, request.keys, found)
         if found.coming or beyond:
             if request.bring and found.ready + found.coming + beyond > request.first:
                 coming, eta_ms, why, found = self._start_reads(
@@ -212,13 +233,33 @@ class LookupRequests:
         if not coming and catalog.holds.of:
             catalog.holds.end(self._name(request))
         shared = found.coming - on_disk
+        self._later.append(
+            partial(
+                self._load_answered,
+                tenant,
+                space,
+                request,
+                found,
+                is_new,
+                reads,
+                coming,
+                why,
+                shared,
+            )
+        )
+        return self._loaded(tenant, request.id, found, coming, eta_ms, why)
+
+    def _load_answered(
+        self, tenant: Tenant, space: KnownSpace, request: wire.Load, found: Found, is_new: bool,
+        reads: bool, coming: int, why: str, shared: int,
+    ) -> None:  # fmt: skip
+        """Count the answer of a load, and note its lease."""
         self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         if found.lease:
-            log_entry = self.counted.of[number].log_entry
-            self._note_lease(found.lease, number if coming else 0, log_entry)
-        return self._loaded(tenant, request.id, found, coming, eta_ms, why)
+            log_entry = self.counted.of[request.request].log_entry
+            self._note_lease(found.lease, request.request if coming else 0, log_entry)
 
     def adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_parts(request)
@@ -261,19 +302,18 @@ class LookupRequests:
         return None
 
     def release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
-        used = (request.warm_tokens, request.cold_tokens, request.nbytes)
-        if not 0 <= min(used) <= max(used) <= wire.LIMIT_USED:
-            raise Refused(
-                "bad_request", f"used amounts are {used}, each must be 0 to {wire.LIMIT_USED}"
-            )
+        used = warm, cold, nbytes = request.warm_tokens, request.cold_tokens, request.nbytes
+        most = wire.LIMIT_USED
+        if not (0 <= warm <= most and 0 <= cold <= most and 0 <= nbytes <= most):
+            raise Refused("bad_request", f"used amounts are {used}, each must be 0 to {most}")
         lease = LeaseId(request.lease)
-        tenant.catalog.release(self._session.id, lease, *used)
+        tenant.catalog.release(self._session.id, lease, warm, cold, nbytes)
         held = self._leases.pop(lease, None)
         if held is None:
             return wire.Done(request.id)
         self._server.latencies.load.note(self._server.clock() - held.began)
         if held.log_entry is not None:
-            held.log_entry.used += sum(used[:2]) // held.log_entry.space.spec.block_tokens
+            held.log_entry.used += (warm + cold) // held.log_entry.space.spec.block_tokens
         # A request that asks for progress gets its next lease before it releases the last one.
         if held.number and self._last_lease.get(held.number) == lease:
             del self._last_lease[held.number]
@@ -341,13 +381,6 @@ class LookupRequests:
             coming, eta_ms, why = coming + more, max(eta_ms, shared_ms), why or shared_why
             found = msgspec.structs.replace(found, coming=found.coming + more)
         return coming, eta_ms, why, found
-
-    def _beyond(self, tenant: Tenant, space: KnownSpace, keys: bytes, found: Found) -> int:
-        """How many blocks after those of this host are in the remote store."""
-        first = found.ready + found.coming
-        if first * KEY_BYTES >= len(keys):
-            return 0
-        return tenant.shared.beyond(space, keys, first)
 
     def _name(self, request: wire.MatchPrefix | wire.Load) -> Request:
         """The name of this request, the same each time it asks."""
@@ -417,13 +450,22 @@ class LookupRequests:
             )  # fmt: skip
         return entry
 
-    def _record(self, tenant: Tenant, space: KnownSpace, keys: bytes) -> None:
-        self._server.recorder.looked_up(tenant.name, space.number, space.spec.block_tokens, keys)
-
 
 def lookup_name(request: wire.MatchPrefix | wire.Load | wire.Prefetch) -> LookupName:
     """The name of a lookup: the last key of a chain names all keys before it."""
     return request.space, len(request.keys), request.keys[-KEY_BYTES:]
+
+
+def _beyond(tenant: Tenant, space: KnownSpace, keys: bytes, found: Found) -> int:
+    """How many blocks after those of this host are in the remote store."""
+    first = found.ready + found.coming
+    if first * KEY_BYTES >= len(keys):
+        return 0
+    return tenant.shared.beyond(space, keys, first)
+
+
+def _record(server: Host, tenant: Tenant, space: KnownSpace, keys: bytes) -> None:
+    server.recorder.looked_up(tenant.name, space.number, space.spec.block_tokens, keys)
 
 
 def _check_parts(request: wire.Load | wire.Adopt) -> None:
