@@ -103,7 +103,8 @@ class DirectLoads:
             if lease.fresh(part) * SLOT_BYTES == len(part.slots):
                 used = len(keys)
         finally:
-            lease.release(*space.used(0, self._shard, used, used))
+            tokens, nbytes = space.used(0, self._shard, used, used)
+            lease.release(0, nbytes, tokens)
         return bool(used)
 
     def take_counts(self) -> list[tuple[str, int]]:
