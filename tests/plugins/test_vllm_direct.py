@@ -4,6 +4,7 @@ device. The engine checks every page that it reads."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,9 @@ from kvtier.frame import PAGE
 from kvtier_kernels.cuda import CopyLane, blocks, codecs, digests
 from kvtier_plugins import direct, direct_thread
 from kvtier_plugins.direct import DirectReader
-from kvtier_plugins.payload_reads import DirectReadsError, PinnedReads
+from kvtier_plugins.payload_reads import CuFileReads, DirectReadsError, PinnedReads
 from kvtier_vllm.forecast import Forecast
+from kvtier_vllm.worker import WorkerSide
 from support.daemons import Daemon
 from support.device_engine import DeviceEngine
 from support.fake_cuda import FakeCuda, soon
@@ -30,6 +32,7 @@ PROMPT = range(BLOCKS * BLOCK + 3)
 BYTES = LAYERS * PAGE_BYTES
 WARM_BLOCKS = (4 << 20) // BYTES
 OTHERS = count(1_000_000)  # tokens of other prompts
+BY_KVIKIO = os.environ.get("TESTED_READS") == "kvikio"  # set by test_direct_kvikio.py
 EngineOf = Callable[..., DeviceEngine]
 
 
@@ -59,6 +62,8 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(direct_thread, "RING_BYTES", 6 * BYTES)  # batches of three blocks
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
     monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
+    if BY_KVIKIO:
+        monkeypatch.setattr(direct_thread, "open_source", by_kvikio)
     engines: list[DeviceEngine] = []
 
     def make(daemon: Daemon, *args: Any, **options: Any) -> DeviceEngine:
@@ -67,9 +72,19 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         return engines[-1]
 
     yield make
+    fake_cuda.hold(False)
     for engine in engines:
         engine.close()
     assert not fake_cuda.broken, "a copy used memory that the device cannot access"
+
+
+def by_kvikio(mode: str, reader: DirectReader) -> tuple[CuFileReads, str]:
+    """Read by the real kvikio. Without a device it is in its compatibility mode, which `on` would refuse."""
+    import rapids_logger
+
+    rapids_logger.load_library()  # libkvikio needs it, and does not find it itself
+    ring = reader.ring
+    return CuFileReads(ring.payloads, ring.nbytes), "frames are read by kvikio"
 
 
 def stored(daemon: Daemon, engine: DeviceEngine) -> None:
@@ -99,12 +114,19 @@ def start(engine: DeviceEngine, on: bool = True) -> None:
     def served() -> bool:
         first[0] += BLOCK
         engine.serve(range(first[0], first[0] + BLOCK))
-        sides = [one.state.device.direct for one in engine.workers if one.state.device is not None]
         known = engine.scheduler._decisions.ranks
-        settled = all(one is not None and _is_settled(one) for one in sides)
-        return settled and known.reported and known.read_directly == on
+        return all(map(_is_open, engine.workers)) and known.reported and known.read_directly == on
 
     engine.until(served)
+
+
+def _is_open(worker: WorkerSide) -> bool:
+    """Whether its thread has prepared the device for the present session, or has found that it cannot."""
+    device, session = worker.state.device, worker.mappings.session
+    side = device.direct if device is not None else None
+    return (
+        side is not None and session is not None and side._session is session and _is_settled(side)
+    )
 
 
 def _is_settled(side: Any) -> bool:
@@ -163,7 +185,7 @@ def test_nothing_is_read_while_pages_are_copied_from_the_ring(
     monkeypatch.setattr(PinnedReads, "read", count_read)
     monkeypatch.setattr(CopyLane, "start_at", held)
     request = engine.add(PROMPT)
-    engine.until(lambda: fake_cuda.held == 1)
+    engine.until(lambda: fake_cuda.held >= 1)
     monkeypatch.setattr(CopyLane, "start_at", start_at)
     time.sleep(0.2)
     assert len(reads) == 1, "the next batch was read into memory that a copy reads"
