@@ -38,6 +38,7 @@ from kvtier import Client, Group, KvSpec
 from kvtier_kernels.cuda import CudaError, Driver, Event, blocks, codecs, digests
 from kvtier_kernels.cuda.codecs import ENCODED_PART, FIX4, Codecs, Coder
 from kvtier_kernels.cuda.digests import RANGE, Digester
+from kvtier_kernels.gpu_memory import HeldGpu, MappedGpuMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB = 1 << 10, 1 << 20
@@ -46,6 +47,7 @@ NVRTC_S = 10.0
 SMALL_COPY_BAR, COPY_BAR = 0.6, 0.9  # of one large copy: of pieces of 16 KiB, and from 64 KiB on
 DECODE_BARS = {"r32": 100.0, "fix4": 300.0, "q8": 500.0}  # GB/s of raw bytes
 DIGEST_BAR = 200.0
+HOT_BAR = 0.8  # of one copy within the device
 MATMUL_BAR, STEP_BAR_US = 1.03, 20.0
 
 Rows = Iterator[Row]
@@ -415,11 +417,62 @@ def holder() -> Rows:
     machine = Machine()
     yield from tests("holder, engines and daemons that end", ["tests/e2e/test_hot.py"])
     yield from tests("memory of the device", ["tests/gpu/test_hot.py"])
-    if (ROOT / "benchmarks" / "bench_hot.py").exists():
-        import bench_hot  # type: ignore[import-not-found]
+    for piece in (64 * KIB, MIB):
+        yield machine.judged(hot_to_pages(machine, piece))
 
-        for row in bench_hot.rows(machine.many(9, 1)):
-            yield machine.judged(row)
+
+def hot_to_pages(machine: Machine, piece: int) -> Row:
+    """Blocks of a holder's memory are copied to pages in no order, relative to one copy within the device."""
+    driver, layers, count = machine.driver, 4, machine.many(256, 4)
+    size = layers * piece
+    nbytes = count * size
+    held = HeldGpu("0")
+    whole = -(-nbytes // held.unit_bytes) * held.unit_bytes
+    handle, fd = held.allocate(whole)
+    mapped = MappedGpuMemory(driver, fd, whole)
+    memory, other, host = (
+        driver.device_memory(nbytes), driver.device_memory(nbytes), driver.pinned_memory(nbytes),
+    )  # fmt: skip
+    copier, stream = bench_gpu.Copier(driver), driver.stream()
+    starts = [layer * count * piece for layer in range(layers)]
+    pieces = copier.pieces(
+        [memory] * layers,
+        [nbytes] * layers,
+        starts,
+        [piece] * layers,
+        [piece] * layers,
+        blocks=count,
+    )
+    lane, ids = copier.lane(), np.random.default_rng(5).permutation(count)
+    shown = np.frombuffer(memoryview(host), np.uint8)
+    shown[:] = np.random.default_rng(6).integers(0, 256, nbytes, np.uint8)
+    wanted = shown.copy().reshape(count, layers, piece)
+    driver.copy(mapped.address, ctypes.addressof(host), nbytes, stream)
+    driver.call("cuStreamSynchronize", stream)
+    addresses = (mapped.address + np.arange(count) * size).astype(np.uint64)
+
+    def load() -> None:
+        lane.start_at(pieces, ids.tolist(), addresses, False, None)
+        lane.finish()
+
+    def copied() -> None:
+        driver.copy(other, mapped.address, nbytes, stream)
+        driver.call("cuStreamSynchronize", stream)
+
+    alone, loading = Arm(copied), Arm(load)
+    pairs(alone, loading, machine.many(15, 1), warmups=2)
+    driver.copy(ctypes.addressof(host), memory, nbytes, stream)
+    driver.call("cuStreamSynchronize", stream)
+    found = shown.reshape(layers, count, piece)[:, ids].transpose(1, 0, 2)
+    assert np.array_equal(found, wanted), "pages differ from the memory of the holder"
+    lane.close()
+    mapped.close()
+    held.release(handle)
+    ratio = median(alone.seconds) / median(loading.seconds)
+    way = pieces.ways[False]
+    return harness.at_least(
+        f"hot to pages, pieces of {piece // KIB} KiB, by {way}", ratio, "x", HOT_BAR
+    )
 
 
 def kvikio() -> Rows:

@@ -311,20 +311,34 @@ def open_source(
     if a trial read of this frame proves that the disk writes to the device. `on` uses kvikio, or pinned
     memory if kvikio itself would go through the host's memory. Raises DirectReadsError with the reason."""
     ring = reader.ring
-    source: PayloadReads | None = None
     try:
         cufile = CuFileReads(ring.payloads, ring.nbytes)
-        why = "kvikio is in its compatibility mode" if cufile.is_compatible_only else ""
-        if mode == "auto" and not why and frame is not None:
-            why = direct_reads_fail(
-                lambda: cufile.read([frame], [ring.payloads], reader.stream) == [True]
-            )
+    except DirectReadsError as error:
+        why = str(error)
+    else:
+        try:
+            why = _not_direct(cufile, reader, frame if mode == "auto" else None)
+        except BaseException:
+            cufile.close()
+            raise
         if not why:
             return cufile, "frames are read by kvikio"
         cufile.close()
-    except DirectReadsError as error:
-        why = str(error)
     if mode == "auto":
         raise DirectReadsError(f"{why}; blocks on disk are loaded through the daemon's memory")
     source = PinnedReads(reader.driver, ring.payloads, ring.nbytes)
     return source, f"frames are read through pinned memory, because {why}"
+
+
+def _not_direct(cufile: CuFileReads, reader: DirectReader, frame: DirectFrame | None) -> str:
+    """Why kvikio does not read directly, or an empty text. Makes a trial read of the frame, if any."""
+    if cufile.is_compatible_only:
+        return "kvikio is in its compatibility mode"
+    if frame is None:
+        return ""
+    try:
+        return direct_reads_fail(
+            lambda: cufile.read([frame], [reader.ring.payloads], reader.stream) == [True]
+        )
+    except DirectReadsError as error:
+        return str(error)

@@ -189,17 +189,22 @@ def counted_reads(stats: Path = STATS) -> int | None:
     return int(found[1]) if found else None
 
 
+def not_counted(stats: Path = STATS) -> str:
+    """Return why nvidia-fs counts no reads, so that nothing can be proven; an empty text if it does."""
+    if counted_reads(stats) is not None:
+        return ""
+    if not stats.exists():
+        return f"{stats} does not exist: the kernel module nvidia-fs is not loaded"
+    return f"{stats} counts no reads: write 1 to /sys/module/nvidia_fs/parameters/rw_stats_enabled"
+
+
 def direct_reads_fail(read: Callable[[], bool], stats: Path = STATS) -> str:
     """Make a trial read, and return why it does not prove that the disk writes to the device; an empty text
     if nvidia-fs has counted it."""
+    if why := not_counted(stats):
+        return why
     before = counted_reads(stats)
-    if before is None and not stats.exists():
-        return f"{stats} does not exist: the kernel module nvidia-fs is not loaded"
-    if before is None:
-        return (
-            f"{stats} counts no reads: write 1 to /sys/module/nvidia_fs/parameters/rw_stats_enabled"
-        )
-    if not read():
+    if before is None or not read():
         return "the trial read failed"
     after = counted_reads(stats)
     if after is None or after <= before:

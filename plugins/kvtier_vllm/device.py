@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvtier import KvtierError
 from kvtier.client import Reader
@@ -25,6 +25,9 @@ from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import ReadOrder
 from kvtier_vllm.options import Options
+
+if TYPE_CHECKING:
+    from kvtier_vllm.direct import DirectLoads
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -184,6 +187,7 @@ class DeviceSide:
         self._failed = False  # and that was logged
         self._lanes = {name: copier.lane() for name in ("save", "load", "now")}
         self._layers: LayerParts | None = None
+        self.direct: DirectLoads | None = None
         start = self.fence()
         self._pieces = [
             copier.pieces(
@@ -347,8 +351,18 @@ class DeviceSide:
             reader.fresh(read.slots) * SLOT_BYTES == len(read.slots) for read in reads
         )
 
+    def read_directly(self, options: Options, shard: int) -> None:
+        """Let loads read blocks of the only group from disk themselves, as the options say."""
+        from kvtier_vllm.direct import DirectLoads
+
+        (pieces,) = self._pieces
+        driver, lane = self._copier.driver, self._lanes["load"]
+        self.direct = DirectLoads(options, driver, lane, pieces, shard)
+
     def close(self) -> None:
         """Wait for the copies, then free all resources. No other thread may be copying."""
+        if self.direct is not None and not self.direct.close():
+            return  # a read is in progress: everything stays until the process ends
         self.shared.close()
         if self._layers is not None:
             self._layers.close()

@@ -21,6 +21,7 @@ class Forecast:
     def __init__(self) -> None:
         self._recompute = Recompute()
         self._load = [0.0, 0.0]
+        self._direct = [0.0, 0.0]
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._begun: deque[tuple[int, float, int, float]] = deque(maxlen=LIMIT_BEGUN)
         self._unlearned: list[tuple[int, float, float]] = []
@@ -58,6 +59,15 @@ class Forecast:
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         self._load = [KEEP * self._load[0] + nbytes, KEEP * self._load[1] + seconds]
+
+    def read_directly(self, nbytes: int, seconds: float) -> None:
+        """Add the time of a rank's own reads from disk."""
+        self._direct = [KEEP * self._direct[0] + nbytes, KEEP * self._direct[1] + seconds]
+
+    def direct_s(self, nbytes: int) -> float:
+        """The time until a rank has read this many bytes itself, 0 before the first reads."""
+        read, seconds = self._direct
+        return nbytes * seconds / read if read else 0.0
 
     def step_s(self) -> float:
         """The median time of the last steps, 0 before the first."""

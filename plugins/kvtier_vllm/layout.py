@@ -120,6 +120,12 @@ class Layout:
         )
 
     @property
+    def has_single_pages(self) -> bool:
+        """Whether each block is one page, of one group."""
+        groups = self.groups
+        return len(groups) == 1 and groups[0].kind == "full" and groups[0].parts == 1
+
+    @property
     def whole_group(self) -> int:
         """The group whose tokens are counted: the first one with full attention, or the first."""
         kinds = [group.kind for group in self.groups]

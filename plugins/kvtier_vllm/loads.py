@@ -15,7 +15,7 @@ from kvtier.wire import DIGEST_BYTES, SLOT_BYTES
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.layout import Layout
-from kvtier_vllm.messages import LoadOrder, RankMapping, RankReport, ReadOrder
+from kvtier_vllm.messages import DirectOrder, LoadOrder, RankMapping, RankReport, ReadOrder
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Hit, Prompt
 from kvtier_vllm.stats import PluginStats
@@ -27,14 +27,16 @@ UNFILLED = 1 << 62  # later than any step: no report verifies this page
 
 @dataclass(slots=True)
 class StepLoad:
-    """A load that some ranks have not reported yet. `first`: its first block."""
+    """A load that some ranks have not reported yet. `first`: its first block; `direct`: how many blocks the
+    ranks read from disk themselves."""
 
     prompt: Prompt
     lease: Lease
     first: int
     hit: Hit
     ranks: int
-    nbytes: int = 0  # that ranks have loaded
+    direct: int = 0
+    nbytes: int = 0  # that ranks have loaded from the lease
 
 
 class Loads:
@@ -65,9 +67,11 @@ class Loads:
 
     # --- before and with a step --------------------------------------------------------------
 
-    def choose_time(self, prompt: Prompt, blocks: int) -> bool:
-        """Decide whether to load this many blocks between steps (true) or within the next step."""
-        prompt.load.between_steps = self._between_steps(prompt, blocks)
+    def choose_time(self, prompt: Prompt, blocks: int, direct: bool = False) -> bool:
+        """Decide whether to load this many blocks between steps (true) or within the next step. `direct`: the
+        ranks read some from disk themselves."""
+        prompt.load.direct = direct
+        prompt.load.between_steps = direct or self._between_steps(prompt, blocks)
         return prompt.load.between_steps
 
     def _between_steps(self, prompt: Prompt, blocks: int) -> bool:
@@ -96,15 +100,20 @@ class Loads:
         block_ids: Sequence[Sequence[int]],
         tokens: int,
     ) -> int:
-        """Load the last tokens of the lease's ready blocks, and own it; return the end in blocks."""
+        """Load the last tokens of the lease's ready blocks, or of all its blocks, and own it; return the end
+        in blocks."""
         session = prompt.session
         assert session is not None
-        stop = lease.ready
+        stop = lease.ready + (lease.coming if prompt.load.direct else 0)
         start = stop - tokens // self._layout.block_tokens
+        ready = max(start, lease.ready)
         shards = [
-            list(self._reads(lease, shard, block_ids, start, stop))
+            list(self._reads(lease, shard, block_ids, start, lease.ready))
+            if start < lease.ready
+            else []
             for shard in range(self._layout.shards.count)
         ]
+        direct = self._direct_order(prompt, block_ids, ready, stop) if ready < stop else None
         state = prompt.load
         hit = state.hit = self._hit(prompt, start, stop)
         state.tokens = state.tokens[0] + hit.warm, state.tokens[1] + hit.cold
@@ -112,11 +121,22 @@ class Loads:
         now = not state.between_steps
         if now:
             self._within_step_s += self._expected_s(stop - start)
-        self.begun.append(LoadOrder(number, hit.request_id, session.reader.daemon_run, now, shards))
-        self._pending[number] = StepLoad(prompt, lease, start, hit, self._layout.shards.ranks)
+        run, ranks = session.reader.daemon_run, self._layout.shards.ranks
+        self.begun.append(LoadOrder(number, hit.request_id, run, now, shards, direct))
+        self._pending[number] = StepLoad(prompt, lease, start, hit, ranks, stop - ready)
         for read in (read for reads in shards for read in reads):
             self._fresh.update(read.block_ids)
+        if direct is not None:
+            self._fresh.update(direct.block_ids)
         return stop
+
+    def _direct_order(
+        self, prompt: Prompt, block_ids: Sequence[Sequence[int]], start: int, stop: int
+    ) -> DirectOrder:
+        """The blocks that the ranks read themselves: each is one page, of the only group."""
+        assert prompt.keys is not None
+        keys, ids = prompt.keys[start:stop], block_ids[self._layout.groups[0].group_id]
+        return DirectOrder(list(ids[start:stop]), keys.packed, keys.parent)
 
     def _hit(self, prompt: Prompt, start: int, stop: int) -> Hit:
         """Blocks [start, stop), by the tier that held them when the request first asked."""
@@ -168,6 +188,8 @@ class Loads:
         """Count what the ranks have copied, including parts of loads."""
         if report.load_s:
             self._forecast.loaded(report.load_bytes, report.load_s)
+        if report.direct_s:
+            self._forecast.read_directly(report.direct_bytes, report.direct_s)
         for copied in report.loaded:
             load = self._pending[copied.number]
             load.nbytes += copied.nbytes
@@ -195,7 +217,9 @@ class Loads:
         del self._pending[number]
         hit = load.hit
         if hit.good:
-            load.lease.release(hit.warm, load.nbytes, hit.cold)
+            # The daemon counts the use of blocks that ranks read themselves when their reads end.
+            cold = max(0, hit.cold - load.direct * self._layout.block_tokens)
+            load.lease.release(hit.warm, load.nbytes, cold)
         else:
             if self.options.verify:
                 load.lease.recheck()
@@ -235,6 +259,11 @@ class Ranks:
             return False
         least = min(one.extents for one in mappings)
         return least >= session.reader.extents or least >= lease.extents
+
+    @property
+    def read_directly(self) -> bool:
+        """Whether every rank reads blocks on disk itself."""
+        return self.reported and all(one.direct for one in self.by_rank.values())
 
     def ready(self) -> None:
         """All ranks can read."""

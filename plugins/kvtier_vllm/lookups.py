@@ -328,6 +328,14 @@ class Patience:
             state.wait_until = now + UNKNOWN_WAITS * load_s + UNKNOWN_WAIT_S
         return now < state.wait_until
 
+    def direct_is_faster(self, lease: Lease, own: int) -> bool:
+        """Whether the ranks are expected to read the blocks on disk themselves before they were computed."""
+        first, stop = max(own, lease.ready), lease.ready + lease.coming
+        block = self._layout.block_tokens
+        recompute_s = self._forecast.recompute_s((stop - first) * block, first * block)
+        direct_s = self._forecast.direct_s(self._layout.load_bytes(stop - first))
+        return recompute_s is None or direct_s < recompute_s
+
     def repeat_within_s(self, prompt: Prompt, requests: int, now: float) -> float | None:
         """How long the daemon may delay its answer if the lookup is repeated now; None if it is too early or
         too late to repeat. More requests repeat less often, because each lookup costs the daemon time."""
@@ -370,7 +378,7 @@ class LoadDecisions:
         engine tells which blocks it has; for the others it does once they are among the first."""
         session = self._daemon.session
         self._timelines.queued(prompt.request.request_id)
-        first = len(self.queue) < AHEAD
+        first = len(self.queue) < AHEAD and not self.ranks.read_directly
         self.queue.add(prompt)
         if prompt.may_load and session is not None and prompt.loadable(self._layout.block_tokens):
             own = self.queue.own_blocks(prompt)
@@ -413,6 +421,10 @@ class LoadDecisions:
             self._lookups.send_with_step(prompt, LookupQuery(own, read_disk=True))
             return None
         if lease.coming and not state.answered.read_disk and lease.ready + lease.coming > own:
+            direct = self.ranks.read_directly and self.patience.direct_is_faster(lease, own)
+            if direct and self.ranks.can_read(session, lease):
+                self.ranks.ready()
+                return self._load(prompt, lease, computed, direct=True)
             self._lookups.send_with_step(prompt, LookupQuery(own, read_disk=True))
             return None
         if lease.coming and self.patience.worth_waiting(prompt, lease, computed, now):
@@ -458,10 +470,12 @@ class LoadDecisions:
         good = more and self._lasts(prompt, now) and self.ranks.can_read(session, lease)
         return self._load(prompt, lease, computed) if good else None
 
-    def _load(self, prompt: Prompt, lease: Lease, computed: int) -> tuple[int, bool]:
+    def _load(
+        self, prompt: Prompt, lease: Lease, computed: int, direct: bool = False
+    ) -> tuple[int, bool]:
         block = self._layout.block_tokens
-        tokens = lease.ready * block - computed
-        return tokens, self._loads.choose_time(prompt, tokens // block)
+        tokens = (lease.ready + (lease.coming if direct else 0)) * block - computed
+        return tokens, self._loads.choose_time(prompt, tokens // block, direct)
 
     def give_up(self, prompt: Prompt, why: Miss) -> tuple[int, bool]:
         """Compute the request."""
@@ -537,7 +551,7 @@ class LoadDecisions:
             lease, wait = state.lease, state.wait
             if lease is None or state.ticket or wait.gave_up or wait.since is not None:
                 continue
-            unread = lease.coming and not state.answered.read_disk
+            unread = lease.coming and not state.answered.read_disk and not self.ranks.read_directly
             # The engine looks up its own blocks one by one for this.
             own = self.queue.own_blocks(prompt) if unread or state.lease_first else None
             if own is not None and (unread or own < state.lease_first):  # lost some since then

@@ -24,6 +24,15 @@ class ReadOrder:
 
 
 @dataclass(slots=True)
+class DirectOrder:
+    """Consecutive blocks of a prefix on disk, which each rank reads itself, and the engine's blocks."""
+
+    block_ids: list[int]
+    keys: bytes
+    parent: bytes
+
+
+@dataclass(slots=True)
 class LoadOrder:
     """Blocks of one request, for each shard. The scheduler's side holds the lease until every rank has
     reported. `daemon_run`: the run of the daemon that owns the slots; `now`: this step needs the blocks."""
@@ -33,6 +42,7 @@ class LoadOrder:
     daemon_run: bytes
     now: bool
     shards: list[list[ReadOrder]]
+    direct: DirectOrder | None = None
 
 
 @dataclass(slots=True)
@@ -73,11 +83,13 @@ class Step:
 
 @dataclass(slots=True, frozen=True)
 class RankMapping:
-    """The daemon that a rank is connected to, and how many of its extents the rank has mapped."""
+    """The daemon that a rank is connected to, how many of its extents the rank has mapped, and whether it
+    reads blocks on disk itself."""
 
     daemon_run: bytes
     identity: bytes
     extents: int
+    direct: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,6 +148,8 @@ class RankReport:
     saved: list[Copied] = field(default_factory=list)
     load_bytes: int = 0
     load_s: float = 0.0
+    direct_bytes: int = 0
+    direct_s: float = 0.0
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], RankReport], tuple[dict[str, Any]]]:
         """Pickle only the fields that are set: the report of most steps contains only its number."""
@@ -159,6 +173,7 @@ class RankReport:
             _sums(self.saves, other.saves), self.pages | other.pages, self.failed | other.failed, holes,
             _sums(self.counts, other.counts), self.loaded + other.loaded, self.saved + other.saved,
             self.load_bytes + other.load_bytes, self.load_s + other.load_s,
+            self.direct_bytes + other.direct_bytes, self.direct_s + other.direct_s,
         )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     measures both. `timeline`: a file for the time line of each hit. `verify`: compare loaded blocks with the
     checksums of their saves. `residency`: tell the daemon which blocks the engine holds in its own cache.
     `layerwise`: on a GPU, the least bytes of a part of a load within a step, whose layers do not wait for the
-    rest."""
+    rest. `gpu_direct`: on a GPU, ranks read blocks on disk themselves; `auto`: only if the disk is proven to
+    write to the GPU's memory."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -49,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verify: bool = False
     residency: bool = False
     layerwise: str | int = "16MiB"
+    gpu_direct: Literal["off", "auto", "on"] = "off"
 
     @property
     def saving_bytes(self) -> int:
@@ -75,6 +77,7 @@ EXPECTED = {
     "weights": 'a name of the weights, such as "llama-3.1-8b at step 9000"',
     "gpu_copies": '"auto", "batch" or "kernel"',
     "layerwise": 'bytes, such as "16MiB", or "off"',
+    "gpu_direct": '"off", "auto" or "on"',
 }
 
 

@@ -123,6 +123,7 @@ class LoadState:
     hit: Hit | None = None  # of the last load
     tokens: tuple[int, int] = (0, 0)  # loaded from memory and from disk
     between_steps: bool = False  # rather than within a step
+    direct: bool = False  # the ranks read the blocks on disk themselves
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from kvtier_vllm.daemon import DaemonSession, Reconnect, use_nearby_cores
 from kvtier_vllm.layout import Layout, Pages
 from kvtier_vllm.messages import (
     Copied,
+    DirectOrder,
     Hole,
     LoadOrder,
     RankMapping,
@@ -104,7 +105,8 @@ class DaemonMappings:
         self.connection: Reconnect | None = None
         self.readers: dict[bytes, Reader] = {}  # by the run of the daemon
         self._state = state
-        self._reported: tuple[bytes, int] | None = None  # run and extents
+        # Run, extents, and whether it reads directly.
+        self._reported: tuple[bytes, int, bool] | None = None
         self._unwanted: set[bytes] = set()  # runs to unmap with the next step
         self._scheduler_run = b""
         self._pinging = False
@@ -140,6 +142,8 @@ class DaemonMappings:
             if self._state.device is not None:
                 self._state.device.register(reader)
                 self._join_hot(session, self._state.device)
+                if self._state.device.direct is not None:
+                    self._state.device.direct.follow(session)
             behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
             # If the scheduler has lost its daemon, this rank's daemon may be gone too.
             if (behind if step.daemon_run else changed) and not self._pinging:
@@ -214,13 +218,15 @@ class DaemonMappings:
         session, reported = self.session, self._reported
         if session is not None and self.readers.get(session.reader.daemon_run) is session.reader:
             now, identity = session.reader, session.space.identity
-            self._reported = now.daemon_run, now.extents
+            device = self._state.device
+            direct = device is not None and device.direct is not None and device.direct.is_on
+            self._reported = now.daemon_run, now.extents, direct
         elif reported and (reported[0] not in self.readers or reported[0] in self._unwanted):
-            identity, self._reported = b"", (b"", 0)
+            identity, self._reported = b"", (b"", 0, False)
         if self._reported is None or self._reported == reported:
             return None
-        run, extents = self._reported
-        return RankMapping(run, identity, extents)
+        run, extents, direct = self._reported
+        return RankMapping(run, identity, extents, direct)
 
 
 @dataclass(slots=True)
@@ -231,6 +237,7 @@ class DeviceLoad:
     reader: Reader | None
     started: float
     why: str = ""
+    direct_why: str = ""  # the same of the blocks that the rank reads itself
 
 
 class RankLoads:
@@ -376,9 +383,24 @@ class RankLoads:
         parts = [group.parts for group in self._state.layout.groups]
         reads = load.shards[self._state.shard] if not started.why else ()
         kept = device.shared.start_keeping(load.daemon_run, reads, parts)
+        if load.direct is not None and not started.why:
+            started.direct_why = self._read_directly(device, load.direct, after)
         good = self._end_device(started, "load")
         device.shared.end_keeping(kept, started.why)
         return good
+
+    def _read_directly(self, device: DeviceSide, order: DirectOrder, after: Event | None) -> str:
+        """Fill pages with blocks on disk; return why that failed, or an empty text."""
+        state, began = self._state, self._state.clock()
+        why = device.direct.load(order, after) if device.direct is not None else "error"
+        with state.lock:
+            for outcome, blocks in device.direct.take_counts() if device.direct is not None else ():
+                state.report.count({f"direct:{outcome}": blocks})
+            if not why:
+                nbytes = state.layout.groups[0].block_bytes * len(order.block_ids)
+                state.report.direct_bytes += nbytes
+                state.report.direct_s += state.clock() - began
+        return why
 
     def _load(self, load: LoadOrder) -> bool:
         """Copy this rank's shard; return whether every page has its content. Never raises."""
@@ -454,14 +476,14 @@ class RankLoads:
                 why = "error"
             slots = {read.group: len(read.slots) // SLOT_BYTES for read in reads}
             nbytes = sum(groups[group].block_bytes * count for group, count in slots.items())
-        started.why = why
+        started.why = why = why or started.direct_why
         return self._count(started.order, why, nbytes, started.started)
 
     def _count(self, load: LoadOrder, why: str, nbytes: int, started: float) -> bool:
         """Report the end of a copy; return whether it was good."""
         state = self._state
         ended = state.clock()
-        seconds = ended - started
+        seconds = 0.0 if load.direct is not None else ended - started
         slots = 0 if why else sum(len(read.slots) for read in load.shards[state.shard])
         blocks = slots // SLOT_BYTES
         copied = Copied(load.number, state.rank, started, ended, nbytes, not why, blocks)
@@ -470,7 +492,7 @@ class RankLoads:
             if why:
                 state.report.count({f"load_failed:{why}": 1})
                 state.report.failed.add(load.number)
-            else:
+            elif seconds:
                 state.report.load_bytes += nbytes
                 state.report.load_s += seconds
         return not why
@@ -664,6 +686,8 @@ class WorkerSide:
         self.mappings = DaemonMappings(self.state)
         if device is not None and options.layerwise_bytes and len(layout.groups) == 1:
             device.divide(layout.groups[0].pages, options.layerwise_bytes)
+        if device is not None and options.gpu_direct != "off" and layout.has_single_pages:
+            device.read_directly(options, self.state.shard)
         self.loads = RankLoads(self.state, self.mappings)
         self.saves = RankSaves(self.state, self.mappings)
         self._step = 0

@@ -92,3 +92,24 @@ def test_ten_thousand_frames_of_which_a_thousand_are_not_sound(
     daemon_of: Callable[..., Daemon], library: Path | None, tmp_path: Path, codec: str
 ) -> None:
     checked(read(daemon_of, library, tmp_path, codec, 40, 250), 10_000, 1_000)
+
+
+@pytest.mark.parametrize(
+    "tested",
+    ["read_by_the_ranks and 2-kernel", "loaded_together", "not_read and True", "new_daemon"],
+)
+def test_the_plugin_of_vllm_reads_by_kvikio(
+    library: Path | None, tmp_path: Path, tested: str
+) -> None:
+    """Tests of the plugin, each in a process where kvikio finds the driver without a device."""
+    if importlib.util.find_spec("kvikio") is None:
+        pytest.skip(MISSING)
+    if library is None:
+        pytest.skip("these tests need the driver without a device")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider",
+         str(TESTS / "plugins" / "test_vllm_direct.py"), "-k", tested],
+        env=variables(tmp_path, library) | {"TESTED_READS": "kvikio"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]

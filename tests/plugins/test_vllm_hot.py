@@ -6,8 +6,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +22,8 @@ from support.daemons import Daemon
 from support.device_engine import DeviceEngine
 from support.fake_cuda import FakeCuda, build, environment, soon
 from support.fake_engine import BLOCK, LAYERS, layout_of, spec_for
+from support.hold_gpu import PROMPT, HoldGpu, arena, settled, start
 
-PROMPT = range(8 * BLOCK + 3)
 OTHER = range(500, 500 + 8 * BLOCK + 3)
 CONFIG = '[hot]\nsizes = ["default=4MiB"]\n'
 SHAPES = {
@@ -37,29 +35,8 @@ SHAPES = {
 EngineOf = Callable[..., DeviceEngine]
 
 
-class HoldGpu:
-    """A running `kvtier hold-gpu`."""
-
-    def __init__(self, folder: Path, socket: str, size: str = "8MiB", **settings: int) -> None:
-        self.log = folder / "holder.log"
-        command = [
-            sys.executable,
-            "-m",
-            "kvtier_daemon.cli",
-            "hold-gpu",
-            "--size",
-            size,
-            "--socket",
-            socket,
-        ]
-        with self.log.open("ab") as sink:
-            self.process = subprocess.Popen(
-                command, stderr=sink, env=environment(folder, build(), **settings)
-            )
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(30)
+def held(folder: Path, socket: str, size: str = "8MiB", **settings: int) -> HoldGpu:
+    return HoldGpu(folder, socket, environment(folder, build(), **settings), size)
 
 
 @pytest.fixture
@@ -89,32 +66,10 @@ def daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
 
 @pytest.fixture
 def holder(daemon: Daemon, tmp_path: Path) -> Iterator[HoldGpu]:
-    held = HoldGpu(tmp_path, daemon.socket)
+    one = held(tmp_path, daemon.socket)
     daemon.wait_for(lambda stats: stats["hot"]["arena"]["capacity_bytes"] > 0)
-    yield held
-    assert held.end() == 0, held.log.read_text()
-
-
-def arena(daemon: Daemon) -> dict[str, Any]:
-    found: dict[str, Any] = daemon.stats()["hot"]["arena"]
-    return found
-
-
-def joined(engine: DeviceEngine) -> bool:
-    sides = [one.state.device.shared._hot for one in engine.workers if one.state.device is not None]
-    return len(sides) == len(engine.workers) and all(one and one.has_memory for one in sides)
-
-
-def start(engine: DeviceEngine) -> None:
-    """Serve until the ranks have mapped the memory of the GPU."""
-    first = [10_000]
-
-    def served() -> bool:
-        first[0] += BLOCK
-        engine.serve(range(first[0], first[0] + BLOCK))
-        return joined(engine)
-
-    engine.until(served)
+    yield one
+    assert one.end() == 0, one.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -137,16 +92,6 @@ def test_a_prompt_is_loaded_from_the_copies_of_its_save(
     after = arena(daemon)
     assert after["found"] > before["found"] and after["absent"] == before["absent"]
     engine.settle()
-
-
-def settled(daemon: Daemon, engine: DeviceEngine) -> None:
-    """Wait for the engine's saves and copies."""
-    engine.settle()
-    for worker in engine.workers:
-        done: list[bool] = []
-        worker.state.tasks.put(lambda done=done: done.append(True))  # type: ignore[misc]
-        soon(lambda done=done: bool(done))  # type: ignore[misc]
-    daemon.wait_for(lambda stats: not stats["hot"]["arena"]["writing"])
 
 
 def memory_of(engine: DeviceEngine) -> Any:
@@ -331,7 +276,7 @@ def test_a_copy_that_is_replaced_under_a_load_fails_the_load(
 def test_a_killed_holder_costs_no_request_and_the_next_one_is_used(
     daemon: Daemon, engine_of: EngineOf, tmp_path: Path, load: str
 ) -> None:
-    holder = HoldGpu(tmp_path, daemon.socket)
+    holder = held(tmp_path, daemon.socket)
     try:
         daemon.wait_for(lambda stats: stats["hot"]["arena"]["capacity_bytes"] > 0)
         engine = engine_of(daemon, load=load)
@@ -344,7 +289,7 @@ def test_a_killed_holder_costs_no_request_and_the_next_one_is_used(
         assert engine.serve(PROMPT).cached == 8 * BLOCK
         engine.serve(OTHER)
         engine.settle()
-        holder = HoldGpu(tmp_path, daemon.socket)
+        holder = held(tmp_path, daemon.socket)
         daemon.wait_for(lambda stats: stats["hot"]["arena"]["capacity_bytes"] > 0)
         start(engine)
         settled(daemon, engine)
@@ -362,7 +307,7 @@ def test_a_killed_daemon_is_followed_by_holder_and_engine(
 ) -> None:
     folder = tmp_path / "again"
     daemon = daemon_of(folder=folder, warm="16MiB", config=CONFIG)
-    holder = HoldGpu(tmp_path, daemon.socket)
+    holder = held(tmp_path, daemon.socket)
     try:
         engine = engine_of(daemon)
         start(engine)
@@ -430,7 +375,7 @@ def test_a_gpu_whose_memory_cannot_be_mapped_is_off_with_one_line(
 
 
 def test_a_holder_waits_for_a_daemon_and_ends_when_told(tmp_path: Path) -> None:
-    holder = HoldGpu(tmp_path, str(tmp_path / "none.sock"))
+    holder = held(tmp_path, str(tmp_path / "none.sock"))
     soon(lambda: "trying again" in holder.log.read_text())
     assert holder.end() == 0
     assert holder.log.read_text().count("trying again") == 1
@@ -447,13 +392,13 @@ def test_a_holder_waits_for_a_daemon_and_ends_when_told(tmp_path: Path) -> None:
 def test_a_holder_that_cannot_work_says_why(
     daemon: Daemon, tmp_path: Path, size: str, settings: dict[str, int], why: str
 ) -> None:
-    holder = HoldGpu(tmp_path, daemon.socket, size, **settings)
+    holder = held(tmp_path, daemon.socket, size, **settings)
     assert holder.process.wait(30) == 2
     assert why in holder.log.read_text()
 
 
 def test_a_holder_without_free_memory_tries_again(daemon: Daemon, tmp_path: Path) -> None:
-    holder = HoldGpu(tmp_path, daemon.socket, bytes=1 << 20)
+    holder = held(tmp_path, daemon.socket, bytes=1 << 20)
     soon(lambda: "cannot allocate 4 MiB" in holder.log.read_text())
     assert not arena(daemon)["gpus"] or not arena(daemon)["capacity_bytes"]
     assert holder.end() == 0

@@ -29,6 +29,7 @@ WRONG: dict[str, list[Any]] = {
     "weights": [5, None],
     "gpu_copies": ["fast", True, None],
     "layerwise": ["often", -1, None],
+    "gpu_direct": ["yes", True, None],
 }
 RIGHT: dict[str, Any] = {
     "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
@@ -38,6 +39,7 @@ RIGHT: dict[str, Any] = {
     "residency": True,
     "gpu_copies": "batch",
     "layerwise": "off",
+    "gpu_direct": "auto",
 }  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def test_an_unknown_option_gives_a_line_with_the_nearest_option() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
     with pytest.raises(
-        ValueError, match=r"no option 'disk': known options: socket, load, .*layerwise$"
+        ValueError, match=r"no option 'disk': known options: socket, load, .*gpu_direct$"
     ):
         read_options({"disk": "/tmp"})
 
