@@ -165,8 +165,8 @@ class KeeperStore:
 
 
 class QueuedStore:
-    """Passes descriptors to a store: at once if the store takes them, so that a daemon that is killed a moment
-    later has stored them. Otherwise in a thread, in order: the daemon serves while the store hangs."""
+    """Passes descriptors to a store: at once if the store takes them, so that a daemon that is killed then
+    has stored them. Otherwise in a thread, in order: the daemon serves while the store hangs."""
 
     def __init__(self, store: Receiver) -> None:
         self._store = store

@@ -243,7 +243,7 @@ class Promoter:
         self._waiting_bytes -= block.load_bytes
         ids, catalog = array("I", [block.id]).tobytes(), self._catalog
         if not code:
-            catalog.promotions.promoted(ids, waited, self._clock())
+            catalog.promotions.promoted(ids, waited, self._clock(), block.checksum)
             self.counts["read"] += 1
             self.bytes["read"] += block.payload_bytes
         elif code == errno.ENOKEY:
