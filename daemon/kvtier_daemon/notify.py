@@ -106,7 +106,7 @@ class Notifier:
 
     def status(self, text: str) -> bool:
         """Set the line of status for `systemctl status`."""
-        return self._send(wait=False, STATUS=text)
+        return self._send(0.0, STATUS=text)
 
     def reloading(self) -> bool:
         """Say that the configuration is read again; `ready` says that this is over."""
@@ -119,30 +119,30 @@ class Notifier:
 
     def alive(self) -> bool:
         """Say that the daemon works (watchdog)."""
-        return self._send(wait=False, WATCHDOG="1")
+        return self._send(0.0, WATCHDOG="1")
 
     def extend_timeout(self, seconds: float) -> bool:
         """Ask for `seconds` from now on for the start or the stop that is under way."""
         return self._send(EXTEND_TIMEOUT_USEC=str(round(seconds * 1_000_000)))
 
-    def store(self, name: str, fd: int) -> bool:
+    def store(self, name: str, fd: int, within_s: float = PATIENCE_S) -> bool:
         """Let the manager hold a duplicate of this descriptor over restarts of the service."""
-        return self._send(descriptor=fd, FDSTORE="1", FDNAME=name, FDPOLL="0")
+        return self._send(within_s, fd, FDSTORE="1", FDNAME=name, FDPOLL="0")
 
-    def unstore(self, name: str) -> bool:
+    def unstore(self, name: str, within_s: float = PATIENCE_S) -> bool:
         """Let the manager close what it holds under this name."""
-        return self._send(FDSTOREREMOVE="1", FDNAME=name)
+        return self._send(within_s, FDSTOREREMOVE="1", FDNAME=name)
 
-    def _send(self, wait: bool = True, descriptor: int = -1, **assignments: str) -> bool:
-        """Return whether the manager received the message. Without `wait`, periodic messages are dropped if
-        its queue is full."""
+    def _send(self, within_s: float = PATIENCE_S, descriptor: int = -1, **assignments: str) -> bool:
+        """Return whether the manager received the message. Waits at most PATIENCE_S; periodic messages wait
+        for nothing, and are dropped if its queue is full."""
         if self._address is None:
             return False
         # A line break starts the next assignment.
         lines = [f"{key}={' '.join(text.split())}" for key, text in assignments.items() if text]
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-                sender.settimeout(PATIENCE_S if wait else 0)
+                sender.settimeout(min(within_s, PATIENCE_S))
                 sender.connect(self._address)
                 fds = [descriptor] if descriptor >= 0 else []
                 socket.send_fds(sender, ["\n".join(lines).encode()], fds)

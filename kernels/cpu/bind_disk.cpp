@@ -288,7 +288,8 @@ class Disk {
                 if (!extra.is_valid()) nb::raise_python_error();
             } else if (one.error == 0 && one.kind == Kind::kReadBytes) {
                 extra = nb::bytes(one.own.data() + one.skip, one.nbytes);
-            } else if (one.error == 0 && one.kind == Kind::kWrite && one.with_digest) {
+            } else if (one.error == 0 &&
+                       (one.encoded || (one.kind == Kind::kWrite && one.with_digest))) {
                 extra = nb::bytes(one.digest.data(), one.digest.size());
             }
             list.append(nb::make_tuple(one.token, one.error, extra));

@@ -283,7 +283,9 @@ class PyStore {
         return {nb::bytes(taken.data(), taken.size_bytes()), slots_of(taken)};
     }
 
-    TwoLists promoted(nb::bytes ids) { return two(store_.promoted(ids_in(ids))); }
+    TwoLists promoted(nb::bytes ids, nb::bytes checksums) {
+        return two(store_.promoted(ids_in(ids), checksums_in(checksums, ids_in(ids))));
+    }
     TwoLists unpromoted(nb::bytes ids) {
         Left left = store_.unpromoted(ids_in(ids));
         return {ids_out(left.gone), ids_out(left.orphans)};
@@ -297,7 +299,7 @@ class PyStore {
     TwoLists frames(nb::bytes ids) const {
         auto packed = [this](Id id, char* row) {
             Frame frame = store_.frame(id);
-            frame.tier = frame.rounds = 0;
+            frame.tier = frame.has_own = frame.rounds = 0;
             std::memcpy(row, &frame, sizeof(Frame));
         };
         auto digest = [this](Id id, char* row) {
@@ -366,7 +368,7 @@ class PyStore {
         auto digest = [this](Id id, char* row) {
             store_.block(id);
             if (store_.summed(id))
-                std::memcpy(row, store_.checksum(id).bytes.data(), checksum_bytes);
+                std::memcpy(row, store_.own_checksum(id).bytes.data(), checksum_bytes);
         };
         auto has = [this](Id id, char* row) { *row = store_.summed(id); };
         return {rows(ids_in(ids), checksum_bytes, digest), rows(ids_in(ids), 1, has)};
@@ -604,7 +606,7 @@ void bind_store(nb::module_& m) {
         .def("framed", &PyStore::framed, "tier"_a, "ids"_a, "frames"_a, "checksums"_a)
         .def("moved", &PyStore::moved, "ids"_a, "before"_a, "frames"_a)
         .def("promote", &PyStore::promote, "ids"_a)
-        .def("promoted", &PyStore::promoted, "ids"_a)
+        .def("promoted", &PyStore::promoted, "ids"_a, "checksums"_a = nb::bytes("", 0))
         .def("unpromoted", &PyStore::unpromoted, "ids"_a)
         .def("spoilt", &PyStore::spoilt, "ids"_a)
         .def("damaged", &PyStore::damaged, "ids"_a, "frames"_a)

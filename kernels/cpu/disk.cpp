@@ -181,7 +181,10 @@ bool Operation::decode(uint64_t until) {
                                                      payload + frame_header, nbytes, digest.data(),
                                                      block, block_bytes, keys.get(), &identity);
         }
-        if (!decoder->take(std::min(until, needed) - frame_header)) damaged = decoder->error();
+        if (!decoder->take(std::min(until, needed) - frame_header))
+            damaged = decoder->error();
+        else if (until >= needed)
+            digest = decoder->block_digest();
     } catch (const std::bad_alloc&) {
         damaged = ENOMEM;
     }
@@ -419,6 +422,7 @@ void DiskQueue::end(Operations& list, Operations::iterator at, int error) {
     over.error = error;
     over.kind = at->kind;
     over.with_digest = at->with_digest;
+    over.encoded = at->encoded;
     over.digest = at->digest;
     over.skip = at->skip;
     over.nbytes = at->nbytes;

@@ -493,11 +493,11 @@ bool FrameDecoder::take(size_t arrived) {
     }
     if (streaming_) stream_fence();  // before another thread continues
     if (arrived_ != payload_bytes_) return true;
-    uint8_t expected[kDigestBytes], found[kDigestBytes];
+    uint8_t expected[kDigestBytes];
     std::memcpy(expected, header_ + kRawDigestAt, kDigestBytes);
     if (decryption_ && !decryption_->finish(expected)) return false;
-    block_digest_.finish(found);
-    return std::memcmp(found, expected, kDigestBytes) == 0;
+    block_digest_.finish(found_.data());
+    return std::memcmp(found_.data(), expected, kDigestBytes) == 0;
 }
 
 // Decodes the runs that have arrived.

@@ -647,7 +647,7 @@ void Store::note_ready(Id id) {
     mark.state = Noted::ready;
     mark.summed = records_.summed(id);
     mark.lossy = record.lossy;
-    if (mark.summed) note->checksum = records_.checksum(id);
+    if (mark.summed) note->checksum = records_.own_checksum(id);
     note->become(mark);
 }
 

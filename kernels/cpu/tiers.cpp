@@ -52,7 +52,10 @@ struct Row {
 // ---- frames ----
 
 void Store::note_frame(Id id, const Frame& frame, const char* digest) {
+    const bool keeps = frame.codec && records_.summed(id);
+    const Checksum own = keeps ? records_.own_checksum(id) : Checksum{};
     records_.set_frame(id, frame);
+    if (keeps) records_.set_own_checksum(id, own);
     Record& record = records_[id];
     if (record.tier != memory && record.tier != frame.tier) {
         tally(id, {State::ready, record.tier}, {State::ready, frame.tier});
@@ -203,6 +206,7 @@ std::size_t Store::promote(Ids ids) {
         record.filling = 1;
         // Copied now, because the frame may be dropped during the read.
         record.lossy = (records_.frame(ids[n]).flags & lossy_frame) != 0;
+        records_.drop_own_checksum(ids[n]);
         note_writing(ids[n], Noted::reading, 0, 0);
     }
     for (std::size_t i = n; i < ids.size(); ++i) records_[ids[i]].become(before(Event::promote));
@@ -220,7 +224,7 @@ std::vector<State> Store::end_reads(Ids ids, State to, State without_frame) {
     });
 }
 
-std::pair<IdList, IdList> Store::promoted(Ids ids) {
+std::pair<IdList, IdList> Store::promoted(Ids ids, const char* checksums) {
     State ready = after(Event::promoted);
     std::vector<State> was = end_reads(ids, ready, ready);
     IdList there, gone;
@@ -228,6 +232,8 @@ std::pair<IdList, IdList> Store::promoted(Ids ids) {
         Record& record = records_[ids[i]];
         if (record.is() == ready) {
             record.filling = 0;
+            if (checksums)
+                records_.set_own_checksum(ids[i], load<Checksum>(checksums + i * checksum_bytes));
             tally(ids[i], was[i], ready);
             note_ready(ids[i]);
             there.push_back(ids[i]);
@@ -394,6 +400,7 @@ Restored Store::restore(std::uint32_t tier, std::uint32_t in, const char* rows, 
                     static_cast<std::uint8_t>(row.header_pages()),
                     static_cast<std::uint8_t>(row.flags()),
                     static_cast<std::uint8_t>(tier),
+                    0,
                     0};
         std::uint32_t place = found.first_place[row.group()] + row.shard();
         std::uint64_t hash = hashes[i % ring];

@@ -212,6 +212,7 @@ struct Completion {
     int error;
     Kind kind;
     bool with_digest;
+    bool encoded;  // the digest is that of the decoded block
     Digest digest;
     Pages own;
     uint64_t skip, nbytes;

@@ -98,6 +98,8 @@ class FrameDecoder {
     bool take(size_t arrived);
     // Why `take` returned false: ENOKEY if the key of the frame is missing, otherwise EBADMSG.
     int error() const { return error_; }
+    // The block's, after the whole payload.
+    const std::array<uint8_t, kDigestBytes>& block_digest() const { return found_; }
 
  private:
     bool open();
@@ -127,6 +129,7 @@ class FrameDecoder {
     size_t next_ = 0;     // the next run
     size_t arrived_ = 0;  // bytes of the payload that have arrived
     DigestedCopy payload_digest_, block_digest_;
+    std::array<uint8_t, kDigestBytes> found_{};
 };
 
 }  // namespace kvtier

@@ -81,7 +81,8 @@ struct alignas(64) Record {
 static_assert(sizeof(Record) == 64);
 
 // The checksum of the block's bytes; for a block with a frame, that of the frame's payload, which
-// is the same for a raw frame.
+// is the same for a raw frame. A block in memory with an encoded frame has a second one, of its
+// bytes.
 struct Checksum {
     std::array<char, checksum_bytes> bytes;
 };
@@ -93,8 +94,9 @@ struct Frame {
     std::uint32_t segment, page, payload_bytes;
     std::uint8_t codec, header_pages, flags;
     // Used by the store only, 0 outside of it.
-    std::uint8_t tier : 4;
-    std::uint8_t rounds : 4;  // in how many rounds of its segments it was used
+    std::uint8_t tier : 2;
+    std::uint8_t has_own : 1;  // encoded, and the checksum of the bytes in memory is known
+    std::uint8_t rounds : 3;   // in how many rounds of its segments it was used
 
     // The size in its tier: header and payload are whole pages.
     std::uint64_t bytes() const {
@@ -105,7 +107,7 @@ struct Frame {
 inline constexpr std::uint8_t lossy_frame = 2;
 inline constexpr std::uint8_t proven = 3;  // the maximum count of rounds
 inline constexpr std::uint8_t spared = 4;  // it was not used in the last one
-static_assert(sizeof(Frame) == 16);
+static_assert(sizeof(Frame) == 16 && max_tiers <= 4);
 
 class Records {
  public:
@@ -120,6 +122,7 @@ class Records {
         frames_.reach(id);
         frames_[id] = frame;
         frames_[id].rounds = rounds;
+        frames_[id].has_own = 0;
         ++framed_blocks_;
         framed_bytes_ += frame.bytes();
         items_[id].framed = 1;
@@ -138,13 +141,26 @@ class Records {
         frame.rounds |= spared;
         return true;
     }
-    // True if the checksum is that of the block's own bytes.
-    bool summed(Id id) const {
-        return items_[id].summed && !(items_[id].framed && frames_[id].codec);
+    bool encoded(Id id) const { return items_[id].framed && frames_[id].codec; }
+    // True if the checksum of the block's own bytes is known.
+    bool summed(Id id) const { return items_[id].summed && (!encoded(id) || frames_[id].has_own); }
+    const Checksum& own_checksum(Id id) const { return encoded(id) ? own_[id] : checksums_[id]; }
+    void set_own_checksum(Id id, const Checksum& own) {
+        if (!encoded(id)) {
+            checksums_[id] = own;
+            items_[id].summed = 1;
+            return;
+        }
+        own_.reach(id);
+        own_[id] = own;
+        frames_[id].has_own = 1;
     }
+    // The bytes in memory will be those that are decoded from the frame.
+    void drop_own_checksum(Id id) { frames_[id].has_own = 0; }
     // Removes the frame, and a checksum that covers only its payload.
     void drop_frame(Id id) {
         items_[id].summed = summed(id);
+        if (items_[id].summed) checksums_[id] = own_checksum(id);
         forget_frame(id);
     }
     std::uint64_t framed_blocks() const { return framed_blocks_; }
@@ -181,7 +197,8 @@ class Records {
     }
 
     std::size_t memory_bytes() const {
-        return items_.memory_bytes() + checksums_.memory_bytes() + frames_.memory_bytes();
+        return items_.memory_bytes() + checksums_.memory_bytes() + own_.memory_bytes() +
+               frames_.memory_bytes();
     }
 
  private:
@@ -193,7 +210,7 @@ class Records {
     }
 
     Chunks<Record> items_;
-    Chunks<Checksum> checksums_;
+    Chunks<Checksum> checksums_, own_;
     Chunks<Frame> frames_;
     std::uint64_t framed_blocks_ = 0, framed_bytes_ = 0;
     Id limit_ = 0;

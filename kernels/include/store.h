@@ -185,7 +185,7 @@ class Store {
     IdList framed(std::uint32_t tier, Ids ids, const char* frames, const char* digests);
     IdList moved(Ids ids, const char* before, const char* frames);
     std::size_t promote(Ids ids);  // how many: always the first ones
-    std::pair<IdList, IdList> promoted(Ids ids);
+    std::pair<IdList, IdList> promoted(Ids ids, const char* checksums = nullptr);
     Left unpromoted(Ids ids);
     Left spoilt(Ids ids);
     Left damaged(Ids ids, const char* frames);
@@ -247,6 +247,7 @@ class Store {
     const Key& key_of(Id id) const { return records_[records_.node_of(id)].key; }
     SlotAddress slot(Id id) const;
     const Checksum& checksum(Id id) const { return records_.checksum(id); }
+    const Checksum& own_checksum(Id id) const { return records_.own_checksum(id); }
     void prefetch(Id id) const {
         if (id < records_.limit()) __builtin_prefetch(&records_[id]);
     }

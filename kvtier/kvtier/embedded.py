@@ -50,9 +50,10 @@ class EmbeddedDaemon:
             blocks, state = place / "blocks", place / "state"
             size = _amount("cold_size", cold_size)
             try:
-                blocks.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for folder in (place, blocks, state):  # whatever the umask is
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"cold: cannot create {blocks}: {error.strerror}") from error
+                raise ConfigError(f"cold: cannot create {folder}: {error.strerror}") from error
             settings += ["[cold]", f"directories = [{json.dumps(str(blocks))}]", f"size = {size}"]
         self._owner = os.getpid()
         # Only this user may enter it. A socket's path has at most 107 bytes.

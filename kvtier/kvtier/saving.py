@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,9 +47,11 @@ class Saving(Mapping[Key, memoryview]):
         shard: int,
         wait_s: float = 0.0,
         ttl_ms: int = 0,
+        waits: Callable[[], bool] | None = None,
     ) -> None:
         self._space = space
         self._wait_s = wait_s
+        self._waits = waits
         self._ttl_ms = ttl_ms
         self._keys = keys
         self._group = group
@@ -198,7 +200,7 @@ class Saving(Mapping[Key, memoryview]):
             return until - link.connection.clock()
 
         def request(id_: int) -> wire.Message:
-            keys, waits = self._keys, left_s() > 0
+            keys, waits = self._keys, self._waits is not None or left_s() > 0
             return wire.Reserve(
                 id_,
                 space.index,
@@ -215,7 +217,9 @@ class Saving(Mapping[Key, memoryview]):
         while True:
             link.ask(request, wire.Reserved, self._take)
             if wire.WRITING in self.outcomes:  # never after `until`
-                time.sleep(max(0.0, min(pause_s, left_s())))
+                if self._waits is not None and not self._waits():
+                    return
+                time.sleep(max(0.0, min(pause_s, left_s()) if self._waits is None else pause_s))
                 pause_s = min(2 * pause_s, LAST_PAUSE_S)
                 continue
             if wire.GROWING not in self.outcomes or left_s() <= 0:

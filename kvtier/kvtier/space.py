@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -360,6 +360,7 @@ class Space:
         *,
         wait_s: float = ROOM_WAIT_S,
         ttl_s: float | None = None,
+        waits: Callable[[], bool] | None = None,
     ) -> Saving:
         """Return a context manager, `with space.reserve(keys) as saving:`, with writable slots for the
         keys that are new and accepted.
@@ -372,14 +373,15 @@ class Space:
         Entering waits up to `wait_s` for free memory while the daemon's memory is still being allocated, or
         while the blocks that have to leave it are being written to disk. 0 does not wait: such blocks are
         evicted before they are on disk, as they are if saves have waited for the disk for half of the
-        time.
+        time. With `waits`, the save waits for the disk as long as that returns True, regardless of
+        `wait_s`, and then gets no slots.
 
         With `ttl_s`, a week at most, the new blocks are kept only in memory, and are not found after that
         time. Blocks that are already stored do not change.
         """
         _check_place(self.spec, group, shard)
         ttl_ms = 0 if ttl_s is None else int(seconds("ttl_s", ttl_s, LEAST_TTL_S) * 1000)
-        return Saving(self, Keys.of(keys), group, shard, seconds("wait_s", wait_s), ttl_ms)
+        return Saving(self, Keys.of(keys), group, shard, seconds("wait_s", wait_s), ttl_ms, waits)
 
     def save(
         self,

@@ -34,6 +34,10 @@ LIMIT_TOLD_SLOTS = 160_000  # in one reply: this many fit into a frame
 LIMIT_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its zero byte
 LIMIT_ENDED = 64  # tokens in one Hello
 LIMIT_SHARDS_TOLD = 4096  # shards in a Load or Adopt: more are refused while decoding
+LIMIT_SHARDS_JOINED = (
+    64  # in one HotJoin: those of all clients of an engine are visited when one ends
+)
+LIMIT_GPU_NAME = 64
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size
 DIGEST_BYTES = 16
@@ -367,8 +371,8 @@ class HotJoin(Message, tag=82):
     contain the slots of their copies there, and a `HotAdded` comes before an answer if the tenant has memory
     on that GPU."""
 
-    gpu: str
-    shards: Annotated[list[int], msgspec.Meta(max_length=LIMIT_SHARDS_TOLD)]
+    gpu: Annotated[str, msgspec.Meta(max_length=LIMIT_GPU_NAME)]
+    shards: Annotated[list[int], msgspec.Meta(max_length=LIMIT_SHARDS_JOINED)]
 
 
 class HotReserve(Message, tag=83):

@@ -59,13 +59,15 @@ IDLE_WAIT_S = 0.005
 CANCEL_SHARE, CANCEL_MOST_S = 0.02, 0.02
 # An engine without a step for this long is idle: it has received all loads that it was promised.
 IDLE_AFTER_S = 1.0
+# How long the thread of a rank's saves waits for the daemon's disk in one save. Saves behind it wait too.
+SAVE_WAIT_S = 1.0
 # Of copies during a step that computes: they use the CPU time that the engine leaves.
 NICE = 10
 # Reasons why blocks of a save are missing, and the reasons that would occur again.
 DROPS = ("drop:error", "drop:no_daemon", "drop:overwritten", "drop:lost")
 FINAL = ("drop:error", "not_saved:no_room")
 GROWING = "not_saved:growing"
-HOLES = (*DROPS, "not_saved:no_room", "not_saved:leaving", GROWING)
+HOLES = (*DROPS, "not_saved:no_room", "not_saved:leaving", "not_saved:writing", GROWING)
 
 Lane = Literal["load", "now"]
 
@@ -521,6 +523,7 @@ class SaveCopy:
         self._ended = threading.Event() if fleeting else None
         self._cancelled = False
         self._started = 0  # writes that the device has
+        self.wait_until = 0.0
         self._piece = threading.Lock()
 
     def __enter__(self) -> None:
@@ -548,6 +551,11 @@ class SaveCopy:
         self._started += 1
         if self._ended is not None and self._started == len(self.save.writes):
             self._ended.set()
+
+    def waits(self, clock: Callable[[], float]) -> Callable[[], bool] | None:
+        """Whether the save may still wait for the daemon's disk: not when the engine needs its pages. None
+        for a fleeting save: a step may wait for it."""
+        return None if self._ended else lambda: not self._cancelled and clock() < self.wait_until
 
     def ended(self) -> None:
         """The save has ended, with or without success."""
@@ -617,6 +625,7 @@ class RankSaves:
         if session is None:
             return Counter({"drop:no_daemon": blocks})
         counts: Counter[str] = Counter()
+        copy.wait_until = self._state.clock() + SAVE_WAIT_S
         try:
             for write in copy.save.writes:
                 counts += self._copy(session, write, copy)
@@ -633,8 +642,10 @@ class RankSaves:
 
     def _copy(self, session: DaemonSession, write: WriteOrder, copy: SaveCopy) -> Counter[str]:
         state, keys, ttl_s = self._state, Keys(write.keys, write.parent), copy.save.ttl_s
-        # An engine never waits for the daemon's memory.
-        with session.space.reserve(keys, write.group, state.shard, wait_s=0, ttl_s=ttl_s) as saving:
+        # The thread may wait, the engine never does: it cancels a save whose pages it needs.
+        with session.space.reserve(
+            keys, write.group, state.shard, wait_s=0, ttl_s=ttl_s, waits=copy.waits(state.clock)
+        ) as saving:
             if saving.slots:
                 if state.device is not None:
                     with copy:

@@ -72,6 +72,19 @@ def test_blocks_on_disk_are_found_by_the_next_daemon_of_the_folder(
         assert list(temporary.iterdir()) == []  # no files stay behind
 
 
+def test_its_folders_are_for_its_user_only_whatever_the_umask_is(
+    tmp_path: Path, temporary: Path
+) -> None:
+    before, cold = os.umask(0), tmp_path / "cold"
+    try:
+        with Client.embedded("16MiB", cold, cold_size="128MiB"):
+            (own,) = temporary.iterdir()
+            folders = (own, cold, cold / "blocks", cold / "state", cold / "state" / "secrets")
+            assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+    finally:
+        os.umask(before)
+
+
 def test_a_second_daemon_of_a_folder_is_refused_with_the_daemons_message(tmp_path: Path) -> None:
     with Client.embedded("16MiB", tmp_path, cold_size="128MiB") as first:
         with pytest.raises(ConfigError, match="is used by another daemon"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -128,6 +130,44 @@ def test_blocks_that_were_saved_without_a_checksum_are_loaded_unverified(
     space, keys = saved(client, spec, checksum=False)
     scribble(daemon, spec, keys, BAD)
     assert space.load_into(keys, targets(space)) == BLOCKS
+
+
+@pytest.mark.parametrize("codec", ["raw", "fix4", "zstd", "encrypted"])
+def test_blocks_with_frames_of_any_codec_are_verified(
+    tmp_path: Path, daemon_of: Callable[..., Daemon], codec: str
+) -> None:
+    """While they are in memory since their save, and after they were read from disk."""
+    (tmp_path / "keys").write_text("11" * 32)
+    (tmp_path / "keys").chmod(0o600)
+    (tmp_path / "disk").mkdir()
+    how = f'codec = "{codec}"'
+    if codec == "encrypted":
+        how = f'encryption = "aes-256-gcm"\nkey_file = "{tmp_path}/keys"'
+    config = f'[cold]\ndirectories = ["{tmp_path}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n{how}\n'
+    daemon = daemon_of(folder=tmp_path, config=config)
+    spec = spec_of("framed")
+    blocks = [compressible(number, spec) for number in range(BLOCKS)]
+    for is_new in (True, False):
+        with daemon.connect(verify=True) as client:
+            space = client.open(spec)
+            keys, into = space.keys(list(range(16 * BLOCKS))), targets(space)
+            if is_new:
+                assert space.save(keys, blocks).stored == BLOCKS
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == BLOCKS)
+            assert space.load_into(keys, into, wait_ms=30_000) == BLOCKS and into == blocks
+            scribble(daemon, spec, keys, BAD)
+            assert space.load_into(keys, into) == BAD
+        spoilt(daemon)
+        if is_new:
+            with daemon.connect() as client:  # in memory and on disk again
+                assert client.open(spec).save(keys, blocks).stored == 1
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == BLOCKS)
+            daemon.stop()
+            daemon = daemon_of(folder=tmp_path, config=config)
+
+
+def compressible(number: int, spec: KvSpec) -> bytes:
+    return struct.pack("<HH", 0x3F80 + number, 0x3F81) * (spec.block_bytes // 4)
 
 
 def test_a_recheck_forgets_no_sound_block(daemon: Daemon, client: Client) -> None:

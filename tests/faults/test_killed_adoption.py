@@ -75,17 +75,22 @@ class Hanging:
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
         self.got: list[str] = []
+        self.waits = 0
 
     def take(self) -> Mapping[str, int]:
         return {}
 
-    def put(self, name: str, fd: int) -> None:
-        self.may_go_on.wait(60)
+    def put(self, name: str, fd: int, within_s: float = 60.0) -> bool:
+        self.waits += 1
+        if not self.may_go_on.wait(within_s):
+            return False
         os.fstat(fd)
         self.got.append(name)
+        return True
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, within_s: float = 60.0) -> bool:
         self.got.append(f"-{name}")
+        return True
 
     def close(self) -> None:
         self.got.append("closed")
@@ -100,6 +105,7 @@ def test_a_store_that_hangs_delays_nothing_and_gets_everything_in_order_later() 
         os.close(fd)
     store.remove("5")
     assert not hanging.got
+    assert hanging.waits <= 2, "of the daemon and of the thread"
     hanging.may_go_on.set()
     store.close()
     assert hanging.got == [*map(str, range(100)), "-5", "closed"]

@@ -394,14 +394,25 @@ def test_a_frame_without_a_digest_uses_the_checksum_of_its_block(store, plain):
         store.frames(ids[4:])
 
 
-def test_the_digest_of_an_encoded_payload_is_not_returned_as_the_blocks_checksum(store, plain):
-    ids, _ = store.reserve(plain, 0, 0, None, key(1), bytes(1))
-    store.commit(ids, b"x" * 16)
+def test_a_block_with_an_encoded_frame_keeps_its_own_checksum(store, plain):
+    """In memory, and in memory again if the tier returns the checksum of the decoded block."""
+    ids, _ = store.reserve(plain, 0, 0, None, keys(1, 2), bytes(2))
+    store.commit(ids[:4], b"x" * 16)
+    store.commit(ids[4:], b"")
     write(store, ids, codec=3)
-    assert store.checksums(ids)[1] == b"\0"
-    assert store.frames(ids)[1] == digest(unpack(ids)[0])
+    assert store.checksums(ids) == (b"x" * 16 + bytes(16), b"\1\0")
+    assert store.frames(ids)[1] == b"".join(map(digest, unpack(ids)))
+    store.make_room(plain, 0, 64, ids)
+    for checksums, known in ((b"y" * 32, b"\1\1"), (b"", b"\0\0")):
+        assert store.promote(ids)[0] == ids
+        assert store.checksums(ids)[1] == b"\0\0"
+        store.promoted(ids, checksums)
+        assert store.checksums(ids) == (checksums or bytes(32), known)
+        store.make_room(plain, 0, 64, ids)
+    store.promote(ids)
+    store.promoted(ids, b"z" * 32)
     store.drop_segment(1)
-    assert store.checksums(ids) == (bytes(16), b"\0")
+    assert store.checksums(ids) == (b"z" * 32, b"\1\1")
     assert store.dirty(ids) == ids
 
 

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from kvtier import Client, Space
-from kvtier_daemon.claim import keeper_of, owner_of
+from kvtier_daemon.claim import owner_of
 from kvtier_daemon.tiers.fd_store import KeeperStore
-from kvtier_daemon.tiers.kept_arena import NOTE_BYTES, PAGE, PARTS
 from support.daemons import Daemon, start_daemon
 from support.specs import spec_of
 
@@ -69,28 +68,7 @@ def held() -> Iterator[Held]:
 
 
 def start(folder: Path, keep_s: int = KEEP_S, **options: object) -> Daemon:
-    """Start a daemon, and wait until its memory is stored: a daemon that is killed before leaves none."""
-    daemon = start_daemon(folder, keep_s=keep_s, **options)  # type: ignore[arg-type]
-    if keep_s:
-        wait_until_stored(daemon)
-    return daemon
-
-
-def wait_until_stored(daemon: Daemon) -> None:
-    """Wait until the keeper process has the last part of every extent."""
-    capacity = daemon.stats()["tiers"]["warm"]["capacity_bytes"]
-    store = KeeperStore(keeper_of(Path(daemon.socket)), 0)
-    stored, deadline = 0, time.monotonic() + WAIT_S
-    while stored != capacity:
-        assert time.monotonic() < deadline, f"{stored} of {capacity} bytes are stored"
-        held = store.take()
-        stored = sum(
-            os.fstat(fd).st_size // NOTE_BYTES * PAGE
-            for name, fd in held.items() if name.endswith(PARTS[-1])
-        )  # fmt: skip
-        for fd in held.values():
-            os.close(fd)
-    store.close()
+    return start_daemon(folder, keep_s=keep_s, **options)  # type: ignore[arg-type]
 
 
 def payload(space: Space, number: int) -> bytes:

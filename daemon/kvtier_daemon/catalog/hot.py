@@ -119,7 +119,7 @@ class HotCopies:
         if gpu_of:
             self._gpu_of[engine] = gpu_of
         else:
-            del self._gpu_of[engine]
+            self._gpu_of.pop(engine, None)  # sessions may have joined without shards
 
     @property
     def is_used(self) -> bool:

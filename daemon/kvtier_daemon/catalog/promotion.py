@@ -202,10 +202,13 @@ class Promotions:
                 high = middle
         return best
 
-    def promoted(self, ids: bytes, waiting: Sequence[Request] = (), now: float = 0.0) -> bytes:
+    def promoted(
+        self, ids: bytes, waiting: Sequence[Request] = (), now: float = 0.0, checksums: bytes = b""
+    ) -> bytes:
         """These blocks are in their slots, verified. Return those that are READY; the others were forgotten.
-        The READY ones are held for the requests that wait for them."""
-        ready, gone = self._blocks.store.promoted(ids)
+        The READY ones are held for the requests that wait for them. `checksums` are needed for blocks that
+        were decoded."""
+        ready, gone = self._blocks.store.promoted(ids, checksums)
         if self._blocks.changes.watched:
             self._blocks.changes.add(CAME, MEMORY, self._blocks.changes.name(ready))
         self._blocks.came(ready)

@@ -87,10 +87,10 @@ def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
 def decode(
     text: Buffer, header_bytes: int, digest: bytes, dtype: str, into: Buffer,
     cipher: FrameCipher | None = None, name: Identity | None = None,
-) -> None:  # fmt: skip
+) -> bytes:  # fmt: skip
     """Write the block of a lossless frame (its header, then its payload) to `into`, which has its size.
-    Raises FrameError if the frame is damaged or has another codec; `into` is then undefined. `digest` is the
-    payload's. Decrypts an encrypted frame as the block `name`."""
+    Return the block's digest. Raises FrameError if the frame is damaged or has another codec; `into` is then
+    undefined. `digest` is the payload's. Decrypts an encrypted frame as the block `name`."""
     source, target = memoryview(text).cast("B"), memoryview(into).cast("B")
     header = source[:header_bytes]
     one = frame.decode(bytes(header))
@@ -113,3 +113,4 @@ def decode(
     codec.decode(payload, one.entries, dtype, target)
     if xxh3_128(target) != raw_digest:
         raise FrameError("block digest mismatch after decoding")
+    return raw_digest

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0  # on a busy machine; the keeper answers at once
 CLOSE_S = 10.0  # on a busy machine
+SOON_S = 0.02  # how long the daemon itself waits for a store
 
 
 class FdStore(Protocol):
@@ -59,6 +60,19 @@ class NoStore:
         pass
 
 
+class Receiver(Protocol):
+    """Where a `QueuedStore` puts descriptors. `put` and `remove` wait at most `within_s`, and return False if
+    the message has to be sent again."""
+
+    def take(self) -> Mapping[str, int]: ...
+
+    def put(self, name: str, fd: int, within_s: float = PATIENCE_S) -> bool: ...
+
+    def remove(self, name: str, within_s: float = PATIENCE_S) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class SystemdStore:
     """systemd's descriptor store. It keeps descriptors over restarts of the service, and closes them when the
     service is stopped."""
@@ -70,12 +84,16 @@ class SystemdStore:
     def take(self) -> Mapping[str, int]:
         return self._inherited
 
-    def put(self, name: str, fd: int) -> None:
-        if not self._notifier.store(name, fd):
-            log.warning("systemd did not take a descriptor: warm blocks will not survive a restart")
+    def put(self, name: str, fd: int, within_s: float = PATIENCE_S) -> bool:
+        if self._notifier.store(name, fd, within_s):
+            return True
+        if within_s < PATIENCE_S:
+            return False
+        log.warning("systemd did not take a descriptor: warm blocks will not survive a restart")
+        return True
 
-    def remove(self, name: str) -> None:
-        self._notifier.unstore(name)
+    def remove(self, name: str, within_s: float = PATIENCE_S) -> bool:
+        return self._notifier.unstore(name, within_s) or within_s >= PATIENCE_S
 
     def close(self) -> None:
         pass
@@ -115,24 +133,29 @@ class KeeperStore:
             self._fail(error)
         return {}
 
-    def put(self, name: str, fd: int) -> None:
-        self._send(keeper.PUT + name.encode(), [fd])
+    def put(self, name: str, fd: int, within_s: float = PATIENCE_S) -> bool:
+        return self._send(keeper.PUT + name.encode(), within_s, [fd])
 
-    def remove(self, name: str) -> None:
-        self._send(keeper.REMOVE + name.encode())
+    def remove(self, name: str, within_s: float = PATIENCE_S) -> bool:
+        return self._send(keeper.REMOVE + name.encode(), within_s)
 
     def close(self) -> None:
         if self._daemon is not None:
             self._daemon.close()
             self._daemon = None
 
-    def _send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+    def _send(self, message: bytes, within_s: float, fds: Sequence[int] = ()) -> bool:
         if self._daemon is None:
-            return
+            return True
         try:
+            self._daemon.settimeout(within_s)
             socket.send_fds(self._daemon, [message], fds)
+            self._daemon.settimeout(PATIENCE_S)
         except OSError as error:
+            if isinstance(error, TimeoutError) and within_s < PATIENCE_S:
+                return False
             self._fail(error)
+        return True
 
     def _fail(self, error: Exception) -> None:
         log.warning(
@@ -142,21 +165,26 @@ class KeeperStore:
 
 
 class QueuedStore:
-    """Passes descriptors to a store in a thread, in order: the daemon serves while the store hangs."""
+    """Passes descriptors to a store: at once if the store takes them, so that a daemon that is killed then
+    has stored them. Otherwise in a thread, in order: the daemon serves while the store hangs."""
 
-    def __init__(self, store: FdStore) -> None:
+    def __init__(self, store: Receiver) -> None:
         self._store = store
         self._queue: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued = 0  # by the thread and in the queue
         self._thread = threading.Thread(target=self._run, name="kvtier-keep", daemon=True)
 
     def take(self) -> Mapping[str, int]:
         return self._store.take()
 
     def put(self, name: str, fd: int) -> None:
-        self._enqueue(name, os.dup(fd))
+        if self._queued or not self._store.put(name, fd, SOON_S):
+            self._enqueue(name, os.dup(fd))
 
     def remove(self, name: str) -> None:
-        self._enqueue(name, -1)
+        if self._queued or not self._store.remove(name, SOON_S):
+            self._enqueue(name, -1)
 
     def close(self) -> None:
         """Wait for what was passed on before, but not for a store that hangs."""
@@ -167,9 +195,11 @@ class QueuedStore:
             self._store.close()
 
     def _enqueue(self, name: str, fd: int) -> None:
+        with self._lock:
+            self._queued += 1
+        self._queue.put((name, fd))
         if self._thread.ident is None:
             self._thread.start()
-        self._queue.put((name, fd))
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
@@ -179,6 +209,8 @@ class QueuedStore:
             else:
                 self._store.put(name, fd)
                 os.close(fd)
+            with self._lock:
+                self._queued -= 1
 
 
 def fd_store(

@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier import wire
 from kvtier.errors import Refused
 from kvtier.units import format_bytes
 from kvtier_daemon.catalog.hot import OUTCOMES, HotArena
@@ -22,7 +23,6 @@ from kvtier_daemon.tiers.warm import generation_table
 
 log = logging.getLogger(__name__)
 
-LIMIT_NAME = 64  # of a GPU
 LIMIT_GPUS = 64
 
 
@@ -74,7 +74,7 @@ class HotTier:
         if not self.sizes:
             text = 'the configuration has no [hot]: add sizes = ["TENANT=8GiB"] there, and restart'
             raise Refused("bad_request", text)
-        if not 0 < len(gpu) <= LIMIT_NAME or nbytes < 1 or unit_bytes < 1:
+        if not 0 < len(gpu) <= wire.LIMIT_GPU_NAME or nbytes < 1 or unit_bytes < 1:
             raise Refused("bad_request", f"not a GPU's memory: {gpu[:80]!r}, {nbytes} bytes")
         if gpu in self._holders:
             text = f"GPU {gpu} has a holder already, with {format_bytes(self._holders[gpu].nbytes)}"

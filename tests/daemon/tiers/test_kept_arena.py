@@ -6,7 +6,9 @@ import asyncio
 import fcntl
 import mmap
 import os
+import signal
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers import keeper
-from kvtier_daemon.tiers.fd_store import KeeperStore
+from kvtier_daemon.tiers.fd_store import KeeperStore, QueuedStore
 from kvtier_daemon.tiers.kept_arena import (
     SEALS,
     ExtentFiles,
@@ -193,3 +195,29 @@ def test_a_keeper_that_fails_while_it_returns_descriptors_is_left_for_good(tmp_p
     assert not path.exists()
     assert len(os.listdir("/proc/self/fd")) < files, "its connection and the descriptors are closed"
     listener.close()
+
+
+def test_a_daemon_that_is_killed_after_a_new_extent_has_stored_all_its_parts(
+    tmp_path: Path,
+) -> None:
+    """No slot of the extent is given away before `keep` returns, so nothing that was saved is lost."""
+    path = tmp_path / "keeper"
+    for number in range(1, 9):
+        child = os.fork()
+        if not child:
+            sys.setswitchinterval(60.0)  # no other thread runs while this one does not wait
+            arena = KeptArena(QueuedStore(KeeperStore(path, 60)), OWNERS, huge_pages=False)
+            arena.take("one", 1 << 30)
+            arena.settle()
+            keep_extent(arena)
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        store = KeeperStore(path, 0)
+        arena = KeptArena(QueuedStore(store), OWNERS, huge_pages=False)
+        assert taken(arena) == number
+        arena.settle()
+        arena.close()
+    store = KeeperStore(path, 0)
+    for name in taken_fds(store):
+        store.remove(name)
+    store.close()

@@ -455,6 +455,22 @@ def test_a_save_wakes_a_pausing_writer(tmp_path: Path, monkeypatch: pytest.Monke
     run(work())
 
 
+def test_a_new_segment_wakes_a_pausing_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher, "PAUSE_S", 3600.0)
+    monkeypatch.setattr(flusher, "BEGIN_TRIES", 1)  # it pauses at once
+
+    async def work() -> None:
+        desk = await desk_in(tmp_path, through=True)
+        for number in range(3):  # more than a segment in total
+            desk.save(100 * (number + 1), 12)
+            await desk.written(12 * (number + 1))
+        await desk.end()
+
+    run(work())
+
+
 def test_a_writer_that_can_not_write_does_not_wake_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[bool]
 ) -> None:

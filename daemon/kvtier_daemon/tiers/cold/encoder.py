@@ -361,31 +361,31 @@ class Encoder:
 
     def decode(
         self, how: Decoding, text: memoryview, header_bytes: int, digest: bytes, extent: int, offset: int,
-        done: Callable[[int], None],
+        done: Callable[[int, bytes], None],
     ) -> None:  # fmt: skip
-        """Decode this frame into its slot; `done` gets an errno or 0."""
+        """Decode this frame into its slot; `done` gets an errno or 0, and the block's checksum."""
         into, dtype = self._view(extent, offset, how.block_bytes), how.spec.dtype
 
-        def work() -> float:
+        def work() -> tuple[bytes, float]:
             began = time.perf_counter()
-            framing.decode(text, header_bytes, digest, dtype, into, how.cipher, how.name)
-            return time.perf_counter() - began
+            found = framing.decode(text, header_bytes, digest, dtype, into, how.cipher, how.name)
+            return found, time.perf_counter() - began
 
-        def decoded(future: asyncio.Future[float]) -> None:
+        def decoded(future: asyncio.Future[tuple[bytes, float]]) -> None:
             if future.cancelled():
-                done(errno.ECANCELED)
+                done(errno.ECANCELED, b"")
             elif (error := future.exception()) is None:
-                number = how.codec & ~ENCRYPTED
-                self.rates.decoded(number, dtype, how.block_bytes, future.result())
-                done(0)
+                number, (checksum, seconds) = how.codec & ~ENCRYPTED, future.result()
+                self.rates.decoded(number, dtype, how.block_bytes, seconds)
+                done(0, checksum)
             elif isinstance(error, UnknownKeyError):
-                done(errno.ENOKEY)
+                done(errno.ENOKEY, b"")
             elif isinstance(error, FrameError):
-                done(errno.EBADMSG)
+                done(errno.EBADMSG, b"")
             else:
                 # Out of memory, or a bug: the frame may be good.
                 log.error("cold: cannot decode a frame; keeping it", exc_info=error)
-                done(errno.ENOTRECOVERABLE)
+                done(errno.ENOTRECOVERABLE, b"")
 
         self._submit(self._decoders, work).add_done_callback(decoded)
 

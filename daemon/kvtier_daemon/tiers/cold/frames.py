@@ -44,7 +44,7 @@ class Decoding:
 @dataclass(slots=True, eq=False)
 class Incoming:
     """A block to read into a slot. `load_bytes` is what the read costs its link. Without `coding`, the
-    payload is not decoded."""
+    payload is not decoded; otherwise `checksum` is that of the decoded block, after the read."""
 
     id: int
     segment: int
@@ -56,6 +56,7 @@ class Incoming:
     offset: int
     load_bytes: int
     coding: Decoding | None = None
+    checksum: bytes = b""
 
 
 CipherNow = Callable[[], FrameCipher | None]  # a reload may change the keys

@@ -243,7 +243,7 @@ class Promoter:
         self._waiting_bytes -= block.load_bytes
         ids, catalog = array("I", [block.id]).tobytes(), self._catalog
         if not code:
-            catalog.promotions.promoted(ids, waited, self._clock())
+            catalog.promotions.promoted(ids, waited, self._clock(), block.checksum)
             self.counts["read"] += 1
             self.bytes["read"] += block.payload_bytes
         elif code == errno.ENOKEY:
@@ -318,6 +318,7 @@ class Mover:
             self.writes.waiting.wake, clock, cipher,
         )  # fmt: skip
         self.writes.is_disk_short = self.reads.declined_lately
+        cold.table.opened[tenant] = self.writes.waiting.wake
 
     def reconfigure(
         self, *, through: bool, daily_bytes: int, admission: str, codec: str,

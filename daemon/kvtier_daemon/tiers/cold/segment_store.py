@@ -87,6 +87,7 @@ class SegmentTable:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.stores: list[SegmentStore] = []  # of each segment
+        self.opened: dict[str, Callable[[], None]] = {}  # by tenant: there is a place for writes
         self.sequence = 1
         self._templates: dict[tuple[bytes, int, int], Template] = {}
         self._templates_bytes = 0
@@ -418,6 +419,8 @@ class SegmentStore:
         self.log.begun(segment)
         if self.closing:
             self.seal()
+        elif self.tenant in self._table.opened:
+            self._table.opened[self.tenant]()
 
     def _create(self) -> None:
         """Create a file for one more segment."""

@@ -137,7 +137,7 @@ class FrameReader:
                 block.digest,
                 block.extent,
                 block.offset,
-                lambda code: over(code, None),
+                over,
             )
 
         disk.read_staged(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)
@@ -158,7 +158,8 @@ class FrameReader:
     def _have_read(
         self, store: SegmentStore, segment: Segment, block: Incoming, done: Read
     ) -> Callback:
-        def over(code: int, _: bytes | None) -> None:
+        def over(code: int, checksum: bytes | None) -> None:
+            block.checksum = checksum or b""
             if not code and self._mappings[block.extent].lost:
                 code = errno.EFAULT
             if code and code not in BENIGN:

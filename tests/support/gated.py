@@ -1,0 +1,53 @@
+"""A daemon with a cold tier that writes nothing until a test creates a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.daemons import Daemon
+
+SERVE_WITHOUT_WRITES = """
+import asyncio, os, sys
+folders, gate, full = sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1) == "True"
+sys.path[:0] = folders.split(":")
+from kvtier_daemon.tiers.cold import flusher
+
+has_place = flusher.Flusher._has_place_soon
+
+async def when_open(self):
+    while not os.path.exists(gate):
+        await asyncio.sleep(0.001)
+        if full:
+            return False
+    return await has_place(self)
+
+flusher.WRITE_BLOCKS = 16
+flusher.Flusher._has_place_soon = when_open
+from kvtier_daemon.cli import main
+main()
+"""
+
+
+def gated_daemon(
+    daemon_of: Callable[..., Daemon], folder: Path, memory_bytes: int, full: bool = False
+) -> tuple[Daemon, Path]:
+    """Return the daemon, and the file that lets it write. `full`: there is no segment for the next write, so
+    the flusher pauses."""
+    gate = folder / "gate"
+    config = (
+        f"[warm]\nsize = {memory_bytes}\n"
+        f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "96MiB"\nsegment = "1MiB"\n'
+    )
+    (folder / "disk").mkdir()
+    folders = ":".join(sys.path)
+    command = (sys.executable, "-c", SERVE_WITHOUT_WRITES, folders, str(gate), str(full), "serve")
+    daemon = daemon_of(config=config, command=command)
+    daemon.wait_for_disks()
+    return daemon, gate
+
+
+def unwritten(stats: dict[str, Any]) -> int:
+    return sum(stats["tiers"]["cold"]["unwritten"].values())
