@@ -212,7 +212,7 @@ def test_memory_disk_and_store_answer_one_request_together(host: Hosts, tmp_path
         space.match(keys)  # asks for the others
         b.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == len(few))
         b.wait_for(lambda stats: stats["tiers"]["remote"]["known_objects"] >= PROMPT)
-        for number in range(100, 120):  # evict them from memory
+        for number in range(100, 180):  # evict them from memory
             save(space, number)
         assert space.match(few).ready < len(few)
         assert loaded(space, keys) == PROMPT

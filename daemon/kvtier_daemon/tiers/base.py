@@ -336,7 +336,7 @@ def forget_in(
 ) -> bool:  # fmt: skip
     """Forget these blocks in several tiers, as `TierForgets.forget`. `done` gets all failures."""
     failures: list[str] = []
-    left = len(parts)
+    left = len(parts) + 1  # a part may call at once
 
     def ended(failure: str) -> None:
         nonlocal left
@@ -347,8 +347,11 @@ def forget_in(
             done("; ".join(failures))
 
     waits = [part.forget(space, keys, ended if done is not None else None) for part in parts]
-    left -= waits.count(False)
-    return any(waits)
+    if not any(waits):
+        return False
+    for _ in range(1 + waits.count(False)):
+        ended("")
+    return True
 
 
 # --- the whole tier ------------------------------------------------------------------------------

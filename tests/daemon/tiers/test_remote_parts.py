@@ -69,6 +69,21 @@ def test_absence_is_forgotten_and_presence_is_not() -> None:
     assert known.present(here + gone) == 1
 
 
+def test_an_object_that_is_being_deleted_is_absent_whatever_an_answer_says() -> None:
+    known = KnownObjects(1 << 20, Clock())
+    one, other = bytes([1]) * 32, bytes([2]) * 32
+    known.note(one + other, True)
+    known.begin_delete(one)
+    known.begin_delete(one)
+    for _ in range(2):
+        known.note(one + other, True)
+        assert (known.is_present(one), known.is_present(other)) == (False, True)
+        known.end_delete(one)
+    assert known.is_present(one) is False
+    known.note(one, True)
+    assert known.is_present(one)
+
+
 def test_names_of_a_key_differ_by_space_group_and_shard() -> None:
     places = {(SPACE, 0, 0), (SPACE, 0, 1), (SPACE, 1, 0), (SPACE[::-1], 0, 0)}
     keys = os.urandom(3 * 32)

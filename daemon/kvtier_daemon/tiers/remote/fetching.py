@@ -25,8 +25,16 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook
 from kvtier_daemon.tiers.cold.read_queue import Name, PendingRequests
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
-from kvtier_daemon.tiers.remote.known import NAME_BYTES, KnownObjects, names_of
-from kvtier_daemon.tiers.remote.messages import ABSENT, BROKEN, DONE, TOO_LARGE, Answer, GetObject
+from kvtier_daemon.tiers.remote.known import NAME_BYTES, KnownObjects, each_of, names_of
+from kvtier_daemon.tiers.remote.messages import (
+    ABSENT,
+    BROKEN,
+    DONE,
+    LOST,
+    TOO_LARGE,
+    Answer,
+    GetObject,
+)
 from kvtier_daemon.tiers.remote.objects import decode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
@@ -39,6 +47,8 @@ LATENCY_SHARE = 0.2  # weight of the last read in the average
 LOOK_BLOCKS = 1024  # of a prefix that are looked up at once
 LIMIT_PARTS = 512  # one request takes slots for at most as many parts of blocks: some milliseconds
 LIMIT_BYTES = 256 << 20  # in flight, of a tenant
+PORTION = 64  # parts that are submitted or ended at once: a millisecond or two of the loop
+LONGEST_S = 60.0  # until the first byte
 LOG_S = 10.0  # between messages about damaged objects
 SPOILT, UNKNOWN_KEY, CANCELLED, NOT_READ = "spoilt", "unknown_key", "cancelled", "not_read"
 
@@ -70,6 +80,7 @@ class FetchQueue:
         self.link = DiskLink(clock, GUESS_BYTES_S)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
+        self.sizes: Counter[int] = Counter()  # of the largest objects of these parts
         self.latency_s = 0.0  # until the first byte of an object arrives, on average
         self._loop = loop
         self._threads = threads
@@ -87,11 +98,17 @@ class FetchQueue:
             self._loop.call_soon(self._submit)
 
     def _submit(self) -> None:
+        """Submit a portion of the reads, or end one if the store is off."""
         self._is_pumping = False
-        while (child := self.driver.child) is not None and self.driver.is_on and self.parts:
-            room = max((one.place.headers.most_bytes for one in self.parts.values()), default=0)
-            at = child.reads.take(room)
-            if at is None:
+        child = self.driver.child
+        if child is None or not self.driver.is_on:
+            names = self.planner.order.take(self.link, PORTION)
+            for name in names:
+                self._end(self.parts[cast(Name, name)], NOT_READ)
+            return
+        for _ in range(PORTION):
+            room = max(self.sizes, default=0)
+            if not room or (at := child.reads.take(room)) is None:
                 return
             names = self.planner.order.take(self.link, 1)
             if not names:
@@ -100,9 +117,22 @@ class FetchQueue:
             part = self.parts[cast(Name, names[0])]
             request = GetObject(self.driver.next_id(), object_name(part.of), at, room)
             self.driver.ask(request, partial(self._answered, child, part, at, room))
-        while names := self.planner.order.take(self.link):
-            for name in names:
-                self._end(self.parts[cast(Name, name)], NOT_READ)
+        self.pump()
+
+    def add(self, part: ArrivingPart) -> Name:
+        """Expect this part; return the planner's name of it."""
+        name = part.fetcher.name_of(part.name)
+        self.parts[name] = part
+        self.sizes[part.place.headers.most_bytes] += 1
+        return name
+
+    def _pop(self, name: Name) -> ArrivingPart:
+        part = self.parts.pop(name)
+        size = part.place.headers.most_bytes
+        self.sizes[size] -= 1
+        if not self.sizes[size]:
+            del self.sizes[size]
+        return part
 
     def _answered(
         self, child: StoreProcess, part: ArrivingPart, at: int, room: int, answer: Answer
@@ -110,15 +140,19 @@ class FetchQueue:
         def give() -> None:
             child.reads.give(at, room)
 
-        if answer.outcome != DONE:
+        is_sound = 0 <= answer.nbytes <= room  # the process of the store may be damaged
+        if answer.outcome != DONE or not is_sound:
             give()
             outcomes = {ABSENT: ABSENT, TOO_LARGE: SPOILT}
             if answer.outcome == BROKEN:  # its connection, or the object if that repeats itself
                 outcomes[BROKEN] = SPOILT if self.known.doubt(part.name) else NOT_READ
+            if answer.outcome == LOST:  # it may return: ask again later
+                self.known.note(part.name, False)
             self._end(part, outcomes.get(answer.outcome, NOT_READ))
             return
         self.known.trust(part.name)
-        self.latency_s += LATENCY_SHARE * (answer.first_s - self.latency_s)
+        first_s = min(max(0.0, answer.first_s), LONGEST_S)  # it may be NaN
+        self.latency_s += LATENCY_SHARE * (first_s - self.latency_s)
         text = memoryview(child.buffer)[at : at + answer.nbytes]
         cipher = self.driver.keys.of(part.fetcher.tenant)
         work = self._loop.run_in_executor(
@@ -145,7 +179,7 @@ class FetchQueue:
 
     def _end(self, part: ArrivingPart, outcome: str, digest: bytes = b"", nbytes: int = 0) -> None:
         name = part.fetcher.name_of(part.name)
-        del self.parts[name]
+        self._pop(name)
         waited = cast(list[Request], self.planner.ended(name, outcome == DONE))
         if outcome in (ABSENT, SPOILT, UNKNOWN_KEY):  # the next share of its block replaces it
             self.known.note(part.name, False)
@@ -157,7 +191,7 @@ class FetchQueue:
 
     def _cancelled(self, names: list[Name]) -> None:
         for name in names:
-            part = self.parts.pop(name)
+            part = self._pop(name)
             part.fetcher.ended(part, CANCELLED, b"", 0, ())
 
 
@@ -222,9 +256,12 @@ class Fetcher:
         read."""
         names = names_of(keys, place.mask)
         flags = bytearray(self._queue.known.which(names))
-        if self._queue.parts:
-            for at in range(len(flags)):
-                flags[at] |= self._is_reading(names[at * NAME_BYTES : (at + 1) * NAME_BYTES])
+        at = flags.find(0) if self._queue.parts else -1
+        while at >= 0:
+            flags[at] = self._is_reading(names[at * NAME_BYTES : (at + 1) * NAME_BYTES])
+            if not flags[at] and place.kind.kind == "full" and space.places == 1:
+                break  # what follows is not used
+            at = flags.find(0, at + 1)
         if space.index >= 0 and space.places > 1:
             store = self._tenant.catalog.blocks.store
             with contextlib.suppress(ValueError):  # a key is given twice
@@ -244,8 +281,12 @@ class Fetcher:
         if request is None:
             request = (0, (self._tenant.name, space.number, keys))
         room = max(0, LIMIT_BYTES - self._reading_bytes) // sum(space.block_bytes)
-        count = min(count, max(1, LIMIT_PARTS // space.places), room)
-        if not count:
+        few = min(count, max(1, LIMIT_PARTS // space.places), room)
+        if few < count and any(place.kind.kind != "full" for place in places):
+            some = keys[first * KEY_BYTES : (first + few) * KEY_BYTES]
+            has = [self._has(space, place, some) for place in places]
+            few = restorable(space, places, has, first) if few else 0
+        if not (count := few):
             return 0, 0.0, "too_many"
         fresh, joined = 0, list[Name]()
         for place in places:
@@ -278,7 +319,7 @@ class Fetcher:
         need = place.needed(space, first + count)
         begin = max(first, need.start)
         names = names_of(keys[begin * KEY_BYTES : need.stop * KEY_BYTES], place.mask)
-        return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+        return list(each_of(names))
 
     def _start(
         self, request: Request, space: KnownSpace, keys: bytes, first: int, count: int,
@@ -309,19 +350,19 @@ class Fetcher:
                 name = names_of(block.key, place.mask)
                 of = place.identity(space, block.key)
                 part = ArrivingPart(self, name, place, of, space.spec.dtype, block)
-                queue.parts[self.name_of(name)] = part
                 self._reading_bytes += place.block_bytes
-                new.append((self.name_of(name), queue.link, place.block_bytes))
+                new.append((queue.add(part), queue.link, place.block_bytes))
         queue.planner.add(request, new, joined)
         queue.pump()
         return coming
 
     def forget(self, names: bytes) -> None:
         """These objects were forgotten: what is read of them is dropped."""
-        for at in range(0, len(names), NAME_BYTES):
-            part = self._queue.parts.get(self.name_of(names[at : at + NAME_BYTES]))
-            if part is not None:
-                part.is_forgotten = True
+        if self._queue.parts:
+            for name in each_of(names):
+                part = self._queue.parts.get(self.name_of(name))
+                if part is not None:
+                    part.is_forgotten = True
 
     def ended(
         self,

@@ -12,7 +12,7 @@ from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.known import KnownObjects, names_of, place_mask
 from kvtier_daemon.tiers.remote.messages import Answer, HeadObjects, ListObjects, Request
 from kvtier_daemon.tiers.remote.objects import folder_of, identity_of, object_name
-from kvtier_daemon.tiers.remote.places import Places
+from kvtier_daemon.tiers.remote.places import LIMIT_SPACES, Places
 
 LIMIT_QUESTIONS: Final = 256  # the oldest are dropped
 AT_ONCE: Final = 4
@@ -95,6 +95,8 @@ class Questions:
 
     async def _list(self, space: KnownSpace) -> None:
         """Note which blocks of this space exist: a host that is new knows of none."""
+        if len(self._listed) >= LIMIT_SPACES:
+            del self._listed[next(iter(self._listed))]
         self._listed[space.identity] = self._driver.epoch
         request = ListObjects(self._driver.next_id(), folder_of(space.identity), LIST_MOST)
         answers = self._answers(request)
@@ -106,3 +108,5 @@ class Questions:
             for (group, shard), found in names.items():
                 mask = place_mask(space.identity, group, shard)
                 self._known.note(names_of(b"".join(found), mask), True)
+        if answer.outcome:  # the next question lists it again
+            self._listed.pop(space.identity, None)

@@ -21,6 +21,7 @@ from kvtier_daemon.config.schema import RemoteConfig
 from kvtier_daemon.planning import PATIENCE_S
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
+from kvtier_daemon.tiers.remote.deleting import Deleter
 from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
 from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
 from kvtier_daemon.tiers.remote.known import KnownObjects
@@ -51,6 +52,7 @@ class SharedBlocks:
             tenant, remote.driver, remote.known, remote.places, BY_NAME[config.codec], remote.encoder,
             self.memory, config.write,
         )  # fmt: skip
+        self._deleter = Deleter(remote.driver, remote.known, self.sharer)
         self.pending: PendingReads = remote.queue.pending
         self.saved = self.sharer.saved
         self.used = self.sharer.used
@@ -66,9 +68,10 @@ class SharedBlocks:
         )  # fmt: skip
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        if not self._places.of(space):
+        places = self._places.of(space)
+        if not (places and keys):
             return False
-        self.fetcher.forget(self.sharer.forget(space, keys, done))
+        self.fetcher.forget(self._deleter.forget(space, places, keys, done))
         return True
 
 
