@@ -234,12 +234,16 @@ class SharedTier(Protocol):
     @property
     def pending(self) -> PendingReads: ...
 
-    def beyond(self, space: KnownSpace, keys: bytes, first: int) -> int:
-        """Return how many blocks of this prefix from `first` on can be read, or are being read."""
+    def beyond(
+        self, space: KnownSpace, keys: bytes, first: int, others: Sequence[bytes] = ()
+    ) -> int:
+        """Return how many blocks of this prefix from `first` on can be read, or are being read. `others`: the
+        keys of its first blocks under each other secret that the tenant accepts."""
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+        others: Sequence[bytes] = (),
     ) -> Outlook:  # fmt: skip
         """Start to read these blocks, as `TierReads.promote` does."""
 
@@ -330,8 +334,19 @@ class JoinedReads:
             part.cancel_calls(request)
 
 
+class ForgetsOthers:
+    """Forgets blocks in a store that hosts share, by their keys under another secret."""
+
+    def __init__(self, shared: SharedTier, keys: bytes) -> None:
+        self._shared = shared
+        self._keys = keys
+
+    def forget(self, space: KnownSpace, _: bytes, done: Callable[[str], None] | None) -> bool:
+        return self._shared.forget(space, self._keys, done)
+
+
 def forget_in(
-    parts: Sequence[TierForgets | SharedTier], space: KnownSpace, keys: bytes,
+    parts: Sequence[TierForgets | SharedTier | ForgetsOthers], space: KnownSpace, keys: bytes,
     done: Callable[[str], None] | None,
 ) -> bool:  # fmt: skip
     """Forget these blocks in several tiers, as `TierForgets.forget`. `done` gets all failures."""

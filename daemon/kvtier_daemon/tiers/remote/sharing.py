@@ -106,7 +106,16 @@ class Sharer:
 
     def saved(self, ids: bytes) -> None:
         """These blocks were committed to memory."""
-        if self._write != ALL or not self.accepts:
+        if self._write == ALL:
+            self._add(ids)
+
+    def renamed(self, ids: bytes) -> None:
+        """These blocks came from the store, which has them only under another secret."""
+        if self._write != NONE:
+            self._add(ids)
+
+    def _add(self, ids: bytes) -> None:
+        if not self.accepts:
             return
         self._saved += ids
         if (over := len(self._saved) - LIMIT_SAVED * ID_BYTES) > 0:

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -56,15 +56,17 @@ class SharedBlocks:
         self.pending: PendingReads = remote.queue.pending
         self.saved = self.sharer.saved
         self.used = self.sharer.used
+        self.fetcher.renamed = self.sharer.renamed
         self.beyond = self.fetcher.beyond
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+        others: Sequence[bytes] = (),
     ) -> Outlook:  # fmt: skip
         return self.fetcher.fetch(
             space, keys, first, count, request=request, urgent=urgent, within_s=within_s,
-            recompute_s=recompute_s,
+            recompute_s=recompute_s, others=others,
         )  # fmt: skip
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
