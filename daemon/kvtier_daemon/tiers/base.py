@@ -86,6 +86,9 @@ class TierReads(Protocol):
         """Read these blocks, which are only on disk because an engine held them and has dropped them, if the
         tier has time for it. Report the others to `Residency.stay_below`."""
 
+    def read(self, space: KnownSpace, ids: bytes) -> None:
+        """Read these blocks, which are only on disk, if the tier has time for it."""
+
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         """Prefetch a few of the `coming` blocks of a request that computes them because the tier is
         unreliable, to measure whether it still is."""
@@ -298,7 +301,7 @@ class NullTier:
     def refuse(self, *_: Any) -> bool:
         return False
 
-    release = recomputes = bring_back = probe = cancel = released = session_ended = ignore
+    release = recomputes = bring_back = read = probe = cancel = released = session_ended = ignore
     saved = used = begin = end = ignore
     call_when_ended = cancel_calls = ignore
     call_when_read = forget = erase = refuse

@@ -145,7 +145,7 @@ class Sharer:
                 await asyncio.sleep(POLL_S)
             self._is_sharing = True
             for ids in self._next():
-                await (self._share(ids) if ids else asyncio.sleep(0))
+                await (self.share(ids) if ids else asyncio.sleep(0))
             self._is_sharing = False
 
     def _next(self) -> Iterator[bytes]:
@@ -171,7 +171,12 @@ class Sharer:
                     yield ids[i : i + PORTION * ID_BYTES]
             yield b""
 
-    async def _share(self, ids: bytes) -> None:
+    async def settled(self) -> None:
+        """Wait until no block is being written."""
+        while self._sending:
+            await self._wait_for_room()
+
+    async def share(self, ids: bytes) -> None:
         """Write these blocks. Those that cannot be written are dropped."""
         left = array("I", ids)
         while left and (child := self._driver.child) is not None:
