@@ -20,7 +20,14 @@ from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.config.schema import RemoteConfig
 from kvtier_daemon.tiers.remote.driver import StoreDriver, credentials
 from kvtier_daemon.tiers.remote.known import ABSENT_S, KnownObjects, names_of, place_mask
-from kvtier_daemon.tiers.remote.objects import Headers, decode, encode, identity_of, object_name
+from kvtier_daemon.tiers.remote.objects import (
+    Headers,
+    decode,
+    encode,
+    identity_of,
+    keys_of,
+    object_name,
+)
 from kvtier_daemon.tiers.remote.places import Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
@@ -258,6 +265,36 @@ def test_names_of_objects_are_parsed_and_others_are_refused() -> None:
         "v2" + object_name(of)[2:],
     ):
         assert identity_of(name) is None
+
+
+def test_the_keys_of_a_list_are_those_of_its_names() -> None:
+    chance = random.Random(4)
+    good = [
+        Identity(SPACE, chance.randrange(2), chance.randrange(3), chance.randbytes(32))
+        for _ in range(300)
+    ]
+    name = object_name(good[0])
+    bad = [
+        "", "v1", f"x{name}", f"{name}x", name[:-1], name.replace("-", "_"), name.upper(), f"{name}/a",
+        name.replace(SPACE.hex(), bytes(32).hex()), name[:80] + " " + name[81:], f"{name[:-1]}256",
+        name.replace("v1", "v2"), f"v1/{SPACE.hex()}/{'g' * 64}-0-0",
+    ]  # fmt: skip
+    names = [f"fleet/{object_name(one)}" for one in good[:150]] + [
+        object_name(one) for one in good[150:]
+    ]
+    mixed = names + bad
+    chance.shuffle(mixed)
+    expected: dict[tuple[int, int], set[bytes]] = {}
+    for one in map(identity_of, mixed):
+        if one is not None and one.space == SPACE:
+            expected.setdefault((one.group, one.shard), set()).add(one.key)
+    found = {
+        place: {keys[at : at + 32] for at in range(0, len(keys), 32)}
+        for place, keys in keys_of(SPACE, mixed).items()
+    }
+    assert found == expected
+    assert sum(map(len, found.values())) == len(good)
+    assert not keys_of(SPACE, bad)
 
 
 # --- which blocks a prefix needs -------------------------------------------------------------------
