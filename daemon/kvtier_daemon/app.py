@@ -40,7 +40,7 @@ from kvtier_daemon.observing.loop_lag import LoopLag
 from kvtier_daemon.observing.recent_log import RECENT
 from kvtier_daemon.observing.status import StatusFigures
 from kvtier_daemon.probe import Probe
-from kvtier_daemon.secrets import load_secrets
+from kvtier_daemon.secrets import load_accepted, load_secrets
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
@@ -84,6 +84,7 @@ def run(loaded: LoadedConfig, with_process: int | None = None) -> None:
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     logging.getLogger().addHandler(RECENT)
     secrets = load_secrets(config.state, config.tenants)
+    accepted = load_accepted(config.state, secrets)
     sockets, stored = inherited_fds()
     listener = inherited_socket(config.socket, sockets) or claim_socket(
         config.socket, config.socket_mode, config.socket_group, origin=loaded.origins["socket"]
@@ -91,7 +92,8 @@ def run(loaded: LoadedConfig, with_process: int | None = None) -> None:
     try:
         port = web.listen(*config.http.listen) if config.http is not None else None
         with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
-            runner.run(App(loaded, secrets, listener, port, stored).serve(owner))
+            app = App(loaded, secrets, listener, port, stored, accepted=accepted)
+            runner.run(app.serve(owner))
     finally:
         release_socket(listener)
 
@@ -107,6 +109,7 @@ class App:
         port: socket.socket | None = None,
         stored: Mapping[str, int] = MappingProxyType({}),
         lower: MakeLowerTier = ColdLifecycle,
+        accepted: Mapping[str, tuple[bytes, ...]] = MappingProxyType({}),
     ) -> None:
         config = loaded.config
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
@@ -122,6 +125,7 @@ class App:
                 losses=losses,
                 uses=uses[name],
                 direct_reads=config.tenants[name].direct_reads,
+                accepted=accepted.get(name, ()),
             )
             for name, quota in quotas.items()
         }

@@ -1,7 +1,9 @@
 """The tenants' secrets: 32 random bytes each, made once; the names of blocks derive from them. And the key
 files of the tiers, which the operator makes.
 
-<state>/secrets/          0700 <tenant>              0600, exactly 32 bytes
+<state>/secrets/          0700
+  <tenant>                0600, exactly 32 bytes
+  <tenant>.accepted       0600, optional: 1 to 3 other secrets
 
 A secret is written to a temporary file and linked to its name, so that a secret file is always complete and
 the first of two daemons wins. A service manager may provide them instead. If a secret is lost, the cache is
@@ -20,6 +22,8 @@ from kvtier.errors import ConfigError
 SECRET_BYTES: Final = 32
 DIRECTORY: Final = "secrets"
 CREDENTIAL: Final = "kvtier."
+ACCEPTED: Final = ".accepted"
+ACCEPTED_MOST: Final = 3
 KEYS_CREDENTIAL: Final = "kvtier-{tier}-keys"
 KEYS_MOST: Final = 16
 _KEYS_BYTES: Final = 16 << 10  # of a key file at most
@@ -51,6 +55,37 @@ def load_secrets(
             f"{where}: {error.strerror}; let uid {os.geteuid()} read and write {directory},"
             " or set state to a directory of its own"
         ) from error
+
+
+def load_accepted(
+    state: Path, secrets: Mapping[str, bytes], environ: Mapping[str, str] | None = None
+) -> dict[str, tuple[bytes, ...]]:
+    """Return the other secrets under which a tenant's blocks may be read from a store that hosts share, while
+    its secret is being replaced. Its own secret is left out. Raises ConfigError as `load_secrets` does."""
+    folder = (os.environ if environ is None else environ).get("CREDENTIALS_DIRECTORY", "")
+    accepted: dict[str, tuple[bytes, ...]] = {}
+    for tenant, own in secrets.items():
+        file, owned = state / DIRECTORY / f"{tenant}{ACCEPTED}", True
+        credential = Path(folder) / f"{CREDENTIAL}{tenant}{ACCEPTED}"
+        if folder and credential.exists():
+            file, owned = credential, False
+        try:
+            found = _read_private(
+                file, (ACCEPTED_MOST + 1) * SECRET_BYTES, "no other secret is accepted", owned
+            )
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot read the secrets: {error.strerror}") from error
+        if found is None:
+            continue
+        text, nbytes = found
+        if not 0 < nbytes <= ACCEPTED_MOST * SECRET_BYTES or nbytes % SECRET_BYTES:
+            raise ConfigError(
+                f"{file}: has {nbytes} bytes instead of {SECRET_BYTES} for each of 1 to {ACCEPTED_MOST} "
+                "secrets; correct it, or remove it: no other secret is accepted"
+            )
+        each = (text[at : at + SECRET_BYTES] for at in range(0, nbytes, SECRET_BYTES))
+        accepted[tenant] = tuple(one for one in dict.fromkeys(each) if one != own)
+    return accepted
 
 
 def _given(environ: Mapping[str, str], tenants: Iterable[str]) -> dict[str, bytes]:

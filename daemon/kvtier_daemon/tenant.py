@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvtier.errors import SpecError
@@ -14,6 +14,7 @@ from kvtier_daemon.codec.base import CACHEGEN, ECSQ
 from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.tiers.base import (
+    ForgetsOthers,
     JoinedReads,
     NullTier,
     PendingReads,
@@ -42,6 +43,9 @@ class Tenant:
     spoilt_blocks: int = 0  # that differed in memory from the checksums of their saves
     rechecking: bool = False  # blocks are being compared with their checksums
     direct_reads: bool = False  # its clients may read the files of its tier below memory
+    accepted: tuple[
+        bytes, ...
+    ] = ()  # other secrets: the store of several hosts may have blocks under them
 
     def add(self, extent: Extent) -> int:
         """Add this extent for the life of the daemon; return its number among the tenant's."""
@@ -57,9 +61,14 @@ class Tenant:
             return self.tier.pending
         return JoinedReads(self.tier.pending, self.shared.pending)
 
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        """Make durable that these blocks are forgotten, in all tiers, as `TierForgets.forget`."""
-        return forget_in((self.tier.forgets, self.shared), space, keys, done)
+    def forget(
+        self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None,
+        others: Sequence[bytes] = (),
+    ) -> bool:  # fmt: skip
+        """Make durable that these blocks are forgotten, in all tiers, as `TierForgets.forget`. `others` are
+        their keys under other accepted secrets."""
+        more = [ForgetsOthers(self.shared, one) for one in others]
+        return forget_in((self.tier.forgets, self.shared, *more), space, keys, done)
 
     def identity_of(self, spec: KvSpec) -> bytes:
         return self.losses.identity(spec, self.name)
@@ -91,3 +100,7 @@ class Tenant:
     def secret_of(self, identity: bytes) -> bytes:
         """The secret with which clients of that space compute keys."""
         return space_secret(self.secret, identity)
+
+    def accepted_of(self, identity: bytes) -> list[bytes]:
+        """The same for the other accepted secrets."""
+        return [space_secret(one, identity) for one in self.accepted]

@@ -193,7 +193,8 @@ class Client:
         return _report(self.link, wire.Settings(self.link.new_id(), order))
 
     def tier(self, tier: str, order: str = "status") -> dict[str, Any]:
-        """Drain a tier ("warm", "cold" or "remote"), switch it "off" or "on", or return its "status".
+        """Drain a tier ("warm", "cold" or "remote"), switch it "off" or "on", or return its "status". Or let
+        the remote tier write all blocks in memory and on disk to the store ("hand-over").
         Returns the status at once; call again with "status" to follow the progress.
 
         Only root and the daemon's user may call this.

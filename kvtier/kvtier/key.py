@@ -25,12 +25,13 @@ class Keys(Sequence[Key]):
     """The keys of consecutive blocks, and the key of the block before them.
 
     A slice keeps its place in the chain: the parent of `keys[10:]` is `keys[9]`, so the end of a prefix
-    can be saved alone. `packed` contains the keys as bytes; `parent` is the previous key, or empty.
+    can be saved alone. `packed` contains the keys as bytes; `parent` is the previous key, or empty. `others`
+    are the keys of the same blocks under other secrets, while the tenant's secret is being replaced.
     """
 
-    __slots__ = ("packed", "parent")
+    __slots__ = ("others", "packed", "parent")
 
-    def __init__(self, packed: bytes, parent: bytes = b"") -> None:
+    def __init__(self, packed: bytes, parent: bytes = b"", others: tuple[bytes, ...] = ()) -> None:
         if not (isinstance(packed, bytes) and isinstance(parent, bytes)):
             raise InvalidArgument(
                 f"keys must be bytes: got {type(packed).__name__}, {type(parent).__name__}"
@@ -40,6 +41,7 @@ class Keys(Sequence[Key]):
             raise InvalidArgument(text)
         self.packed = packed
         self.parent = parent
+        self.others = others
 
     @classmethod
     def of(cls, keys: Keys | Sequence[bytes]) -> Keys:
@@ -69,13 +71,21 @@ class Keys(Sequence[Key]):
                 raise InvalidArgument("keys form a chain: only slices of step 1 are possible")
             first = start * KEY_BYTES
             parent = packed[first - KEY_BYTES : first] if start else self.parent
-            return Keys(packed[first : stop * KEY_BYTES], parent)
+            last = stop * KEY_BYTES
+            others = tuple(other[first:last] for other in self.others) if self.others else ()
+            return Keys(packed[first:last], parent, others)
         place = range(len(self))[index] * KEY_BYTES
         return Key(self.packed[place : place + KEY_BYTES])
 
     def __iter__(self) -> Iterator[Key]:
         packed = self.packed
         return (Key(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES))
+
+    def then(self, more: Keys) -> Keys:
+        """Return these keys and those that follow them."""
+        both = zip(self.others, more.others, strict=False)
+        others = tuple(one + other for one, other in both)
+        return Keys(self.packed + more.packed, self.parent, others)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Keys):
@@ -100,12 +110,17 @@ def chain_root(secret: bytes, salt: bytes) -> bytes:
 
 
 def token_keys(
-    secret: bytes, token_ids: TokenIds, block_tokens: int, salt: bytes = b"", extras: bytes = b""
-) -> Keys:
-    """Return one key per whole block of the tokens: a list, or a buffer of 32- or 64-bit integers."""
+    secret: bytes, token_ids: TokenIds, block_tokens: int, salt: bytes = b"", extras: bytes = b"",
+    accepted: Sequence[bytes] = (),
+) -> Keys:  # fmt: skip
+    """Return one key per whole block of the tokens: a list, or a buffer of 32- or 64-bit integers. `accepted`
+    are the secrets of `Keys.others`."""
     with Checking("keys of tokens"):
-        root = chain_root(secret, salt)
-        return Keys(chain_keys(secret, root, token_ids, block_tokens, extras))
+        packed, *others = (
+            chain_keys(one, chain_root(one, salt), token_ids, block_tokens, extras)
+            for one in (secret, *accepted)
+        )
+        return Keys(packed, b"", tuple(others))
 
 
 def hash_keys(
@@ -114,12 +129,19 @@ def hash_keys(
     salt: bytes = b"",
     extras: bytes = b"",
     after: Keys | None = None,
+    accepted: Sequence[bytes] = (),
 ) -> Keys:
     """Return one key per block hash of an engine, in place of tokens: after the keys `after`, or as a new
-    chain."""
+    chain. `accepted` are the secrets of `Keys.others`."""
     if not (after is None or isinstance(after, Keys)):
         raise InvalidArgument(f"after: expected Keys, got {type(after).__name__}")
     parent = after[-1] if after else b""
+    if after and len(after.others) != len(accepted):
+        accepted = ()  # the daemon was started again meanwhile
     with Checking("keys of hashes"):
+        each, others = list(hashes), list[bytes]()
+        for number, one in enumerate(accepted):
+            begin = after.others[number][-KEY_BYTES:] if after else chain_root(one, salt)
+            others.append(chain_hashes(one, begin, each, extras))
         root = parent or chain_root(secret, salt)
-        return Keys(chain_hashes(secret, root, list(hashes), extras), parent)
+        return Keys(chain_hashes(secret, root, each, extras), parent, tuple(others))

@@ -13,7 +13,7 @@ import msgspec
 from kvtier import wire
 from kvtier.arguments import WRONG, Checking, seconds, whole
 from kvtier.errors import InvalidArgument, Refused, StaleLease
-from kvtier.key import Keys, hash_keys, token_keys
+from kvtier.key import KEY_BYTES, Keys, hash_keys, token_keys
 from kvtier.layout import LIMIT_SHARDS, KvSpec
 from kvtier.loading import Lease, Loading
 from kvtier.saving import Saved, Saving
@@ -89,6 +89,7 @@ class Space:
         self.index = opened.space
         self.identity = opened.identity
         self._secret = opened.secret
+        self._accepted = opened.accepted
         self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
         self._most_keys: dict[int, int] = {}
         self._most_shards = max(group.shards for group in spec.cache_groups)
@@ -98,10 +99,12 @@ class Space:
     def reopened(self, opened: wire.Opened) -> list[wire.Message]:
         """The client is connected again. Return what else the daemon must know. Raises Refused if the tenant
         has another secret."""
-        if (opened.identity, opened.secret) != (self.identity, self._secret):
+        is_same = opened.secret == self._secret
+        is_next = self._secret in opened.accepted or opened.secret in self._accepted
+        if opened.identity != self.identity or not (is_same or is_next):
             text = "the tenant of this client, or its secret, has changed: connect again"
             raise Refused("no_tenant", text)
-        self.index = opened.space
+        self.index, self._secret, self._accepted = opened.space, opened.secret, opened.accepted
         self._missed_changes = self._is_watched
         return [] if self._prefill is None else [wire.Prefill(0, self.index, *self._prefill)]
 
@@ -122,7 +125,9 @@ class Space:
         """Return one key per whole block of these tokens: a list, or a buffer of integers. Keys with a
         different `salt` (for example, a user) or different `extras` (for example, the digest of an
         adapter or an image) are different."""
-        return token_keys(self._secret, token_ids, self.spec.block_tokens, salt, extras)
+        return token_keys(
+            self._secret, token_ids, self.spec.block_tokens, salt, extras, self._accepted
+        )
 
     def keys_of_hashes(
         self,
@@ -133,7 +138,7 @@ class Space:
     ) -> Keys:
         """Return one key per block hash of an engine, in place of tokens. Use only hashes that cannot be
         forged, such as SHA-256. `after` contains the keys of the blocks before these."""
-        return hash_keys(self._secret, hashes, salt, extras, after)
+        return hash_keys(self._secret, hashes, salt, extras, after, self._accepted)
 
     # --- lookups -----------------------------------------------------------------------------
 
@@ -152,9 +157,11 @@ class Space:
         and `cancel` ends it. `within_ms` is the longest time that the request waits, `queued_ms` the time
         that it waits for the engine in any case.
         """
-        packed = Keys.of(keys).packed
+        packed, others = _packed(keys)
         reply = self.link.ask(
-            lambda id_: wire.MatchPrefix(id_, self.index, packed, request, within_ms, queued_ms),
+            lambda id_: wire.MatchPrefix(
+                id_, self.index, packed, request, within_ms, queued_ms, *others
+            ),
             wire.Matched,
         )
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
@@ -183,19 +190,23 @@ class Space:
 
     def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
         """Read these blocks from disk, because a request will need them soon."""
-        packed = Keys.of(keys).packed
-        reply = self.link.ask(lambda id_: wire.Prefetch(id_, self.index, packed), wire.Matched)
+        packed, others = _packed(keys)
+        reply = self.link.ask(
+            lambda id_: wire.Prefetch(id_, self.index, packed, *others), wire.Matched
+        )
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
     def begin_prefetch(self, keys: Keys | Sequence[bytes]) -> int:
         """Send a prefetch and return its ticket at once. `client.poll()` returns the Match later."""
-        packed = Keys.of(keys).packed
-        return self.link.tell(lambda id_: wire.Prefetch(id_, self.index, packed))
+        packed, others = _packed(keys)
+        return self.link.tell(lambda id_: wire.Prefetch(id_, self.index, packed, *others))
 
     def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
         """Send a match and return its ticket at once. `client.poll()` returns the answer later."""
-        packed = Keys.of(keys).packed
-        return self.link.tell(lambda id_: wire.MatchPrefix(id_, self.index, packed))
+        packed, others = _packed(keys)
+        return self.link.tell(
+            lambda id_: wire.MatchPrefix(id_, self.index, packed, 0, 0, 0, *others)
+        )
 
     def cancel(self, request: int) -> None:
         """Cancel the reads of the request with this number. Does not wait for an answer."""
@@ -479,8 +490,10 @@ class Space:
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
         """Make these blocks impossible to find, also after a restart of the daemon. Returns how many
         blocks there were. Raises Refused with the code `disk_failed` if the second part is not certain."""
-        packed = Keys.of(keys).packed
-        return self.link.ask(lambda id_: wire.Forget(id_, self.index, packed), wire.Counted).blocks
+        packed, others = _packed(keys)
+        return self.link.ask(
+            lambda id_: wire.Forget(id_, self.index, packed, *others), wire.Counted
+        ).blocks
 
 
 def _lease_request(
@@ -495,7 +508,7 @@ def _lease_request(
     first: int = 0,
     bring: bool = True,
 ) -> Make:
-    packed, most = Keys.of(keys).packed, space._most_shards
+    (packed, others), most = _packed(keys), space._most_shards
     try:
         wanted = list(shards)
     except WRONG as error:
@@ -506,8 +519,18 @@ def _lease_request(
             raise InvalidArgument(text)
     return lambda id_: wire.Load(
         id_, space.index, packed, deadline_ms, wanted, request, within_ms, queued_ms, wait_ms, first,
-        bring,
+        bring, *others,
     )  # fmt: skip
+
+
+def _packed(keys: Keys | Sequence[bytes]) -> tuple[bytes, tuple[bytes, int]]:
+    """Return the keys as bytes, and those under other accepted secrets with their number."""
+    whole_keys = Keys.of(keys)
+    if not whole_keys.others:
+        return whole_keys.packed, (b"", 0)
+    blocks = min(len(whole_keys), wire.LIMIT_OTHERS // len(whole_keys.others))
+    others = b"".join(other[: blocks * KEY_BYTES] for other in whole_keys.others)
+    return whole_keys.packed, (others, blocks)
 
 
 def _pin_request(space: Space, keys: Keys | Sequence[bytes], ttl_s: float) -> Make:

@@ -27,6 +27,7 @@ LIMIT_FRAME_BYTES = 4 << 20  # for a message with keys or checksums, and for eve
 LIMIT_REQUEST_BYTES = 64 << 10  # for any other request: larger than any description of a space
 LIMIT_HELLO_BYTES = 16 << 10  # for a message before the handshake is complete
 LIMIT_KEYS = 65_536
+LIMIT_OTHERS = 16_384  # keys under other accepted secrets in one request
 LIMIT_RESERVED = 16_384  # keys in one Reserve: about 2 ms if blocks are evicted for all of them
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: about 10 ms
 LIMIT_USED = 1 << 50  # tokens or bytes that one Release may report
@@ -113,7 +114,8 @@ class MatchPrefix(Message, tag=3):
 
     `request`: the client's number for the waiting request, for later lookups and `Cancel`; 0: no number.
     `within_ms`: the longest time that the request waits, `queued_ms`: the time that it waits in the engine's
-    queue in any case; 0: unknown.
+    queue in any case; 0: unknown. `others`: keys of the first `other_blocks` under each other accepted
+    secret, one chain after the other: a store that hosts share may have blocks under these.
     """
 
     space: int
@@ -121,6 +123,8 @@ class MatchPrefix(Message, tag=3):
     request: int = 0
     within_ms: int = 0
     queued_ms: int = 0
+    others: bytes = b""
+    other_blocks: int = 0
 
 
 class Load(Message, tag=4):
@@ -142,6 +146,8 @@ class Load(Message, tag=4):
     wait_ms: int = 0
     first: int = 0
     bring: bool = True
+    others: bytes = b""
+    other_blocks: int = 0
 
 
 class Adopt(Message, tag=5):
@@ -208,6 +214,8 @@ class Regain(Message, tag=31):
 class Prefetch(Message, tag=10):
     space: int
     keys: bytes
+    others: bytes = b""
+    other_blocks: int = 0
 
 
 class Pin(Message, tag=11):
@@ -225,6 +233,8 @@ class Hint(Message, tag=12):
 class Forget(Message, tag=13):
     space: int
     keys: bytes
+    others: bytes = b""
+    other_blocks: int = 0
 
 
 class Stats(Message, tag=14):
@@ -456,9 +466,13 @@ class Welcome(Message, tag=32):
 
 
 class Opened(Message, tag=33):
+    """`accepted`: while the tenant's secret is being replaced, the secrets of this space that other hosts may
+    have used, for `others` of lookups."""
+
     space: int
     identity: bytes
     secret: bytes
+    accepted: list[bytes] = []
 
 
 class Matched(Message, tag=34):
@@ -842,6 +856,7 @@ def schema_digest() -> bytes:
     limits = (
         f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
     )
+    limits += f" {LIMIT_OTHERS}"
     limits += f" {LIMIT_TOLD_SLOTS} {DIRECT_ROW.format} {LIMIT_DIRECT_BLOCKS} {LIMIT_DIRECT_FILES}"
     lines = [
         f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format} {TALLY.format} {LISTED.format}"

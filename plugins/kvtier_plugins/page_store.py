@@ -166,10 +166,9 @@ class PageStore:
 
     def _keys(self, space: Space, keys: Sequence[str]) -> Keys:
         """The engine's name of a page is a hash of its tokens and of all before: each stands alone."""
-        found = [
-            space.keys_of_hashes([bytes.fromhex(key)], self._generation).packed for key in keys
-        ]
-        return Keys(b"".join(found))
+        each = [space.keys_of_hashes([bytes.fromhex(key)], self._generation) for key in keys]
+        others = tuple(map(b"".join, zip(*(one.others for one in each), strict=False)))
+        return Keys(b"".join(one.packed for one in each), b"", others)
 
     def _load(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> int:
         shard, group = self._cache.shard, self._groups[pool]

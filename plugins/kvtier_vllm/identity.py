@@ -179,7 +179,7 @@ class BlockKeys:
         if keys is None or len(hashes) // ratio > done:
             new = hashes[done * ratio + ratio - 1 : (done + LIMIT_HASHES) * ratio : ratio]
             more = session.space.keys_of_hashes(new, self._generation, prompt.extras, keys)
-            keys = prompt.keys = Keys((keys.packed if keys else b"") + more.packed)
+            keys = prompt.keys = keys.then(more) if keys else Keys(more.packed, b"", more.others)
             if self._events is not None:
                 self._events.name(prompt.request, keys, done)
         return keys

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_daemon.secrets import SECRET_BYTES, key_file, load_keys, load_secrets
+from kvtier_daemon.secrets import SECRET_BYTES, key_file, load_accepted, load_keys, load_secrets
 
 
 def load(state, tenant="a"):
@@ -232,3 +232,34 @@ def test_the_key_file_is_the_configured_one_or_the_credential(tmp_path: Path) ->
     assert key_file(credential, "cold", environ) == (credential, False)
     assert key_file(Path("/etc/keys"), "cold", environ) == (Path("/etc/keys"), True)
     assert key_file(Path("/etc/keys"), "cold", {}) == (Path("/etc/keys"), True)
+
+
+def test_other_secrets_are_accepted_from_a_file_or_the_service_manager(tmp_path: Path) -> None:
+    own, other, third = (bytes([number]) * 32 for number in range(1, 4))
+    secrets = load_secrets(tmp_path, ["t", "u"], lambda count: own)
+    assert load_accepted(tmp_path, secrets, {}) == {}
+    file = tmp_path / "secrets" / "t.accepted"
+    file.write_bytes(own + other + other)
+    file.chmod(0o600)
+    assert load_accepted(tmp_path, secrets, {}) == {"t": (other,)}, "its own is left out"
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "kvtier.t.accepted").write_bytes(third)
+    (given / "kvtier.t.accepted").chmod(0o400)
+    assert load_accepted(tmp_path, secrets, {"CREDENTIALS_DIRECTORY": str(given)}) == {
+        "t": (third,)
+    }
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 31, b"x" * 33, b"x" * 128])
+def test_accepted_secrets_of_the_wrong_length_are_refused(tmp_path: Path, content: bytes) -> None:
+    secrets = load_secrets(tmp_path, ["t"])
+    file = tmp_path / "secrets" / "t.accepted"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="instead of 32 for each of 1 to 3"):
+        load_accepted(tmp_path, secrets, {})
+    file.write_bytes(b"x" * 32)
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_accepted(tmp_path, secrets, {})

@@ -148,6 +148,38 @@ def test_memory_that_a_daemon_lends_is_lost_with_it_and_only_misses_follow(
         pool.stop()
 
 
+def test_a_host_that_dies_with_lent_memory_does_not_end_the_processes_of_others(
+    host: Hosts, tmp_path: Path
+) -> None:
+    """They lend memory too: it would be lost, and then others would fail to read that."""
+    pool = MooncakePool(tmp_path)
+    try:
+        a, b = host("a", pool.config()), host("b", pool.config('segment = "64MiB"\n'))
+        wait_until_on(a)
+        with a.connect() as first, b.connect() as second:
+            ours, theirs = first.open(spec_of("dies")), second.open(spec_of("dies"))
+            shared = [share(a, ours, number) for number in range(1, 5)]
+            wait_until_on(b)
+            pid = remote_of(b.stats())["pid"]
+            for keys in shared:
+                theirs.match(keys[1:2])  # asks about all of them
+            b.wait_for(lambda stats: remote_of(stats)["asking"] == 0, WAIT_S)
+            pool.stop_lending()
+            for keys in shared:
+                theirs.match(keys)
+            b.wait_for(lambda stats: remote_of(stats)["asking"] == 0, WAIT_S)
+            for keys in shared:
+                theirs.match(keys)
+            b.wait_for(lambda stats: remote_of(stats)["reading"] == 0, WAIT_S)
+            time.sleep(0.5)  # a process that was given up is replaced by now
+            after = remote_of(b.stats())
+            assert after["states"]["not_read"] >= 2 * PROMPT, "reads must have failed"
+            assert after["on"] and (after["pid"], after["restarts"]) == (pid, 0)
+            assert theirs.match(save(theirs, 9)).ready == PROMPT
+    finally:
+        pool.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["ends", "hangs"])
 def test_a_master_that_fails_is_off_and_returns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -22,6 +23,7 @@ from support.specs import pattern, spec_of
 
 PROMPT = 8  # blocks
 WAIT_S = 60.0
+OLD, NEW = b"of the fleet".ljust(32), b"of the fleet, from now on".ljust(32)
 Hosts = Callable[..., Daemon]
 
 
@@ -36,13 +38,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
 def host(tmp_path: Path, daemon_of: Hosts, store: ObjectStore) -> Hosts:
     """Start the daemon of a host. All have the same secret, as docs/remote.md says."""
 
-    def start(name: str, more: str = "", config: str = "") -> Daemon:
+    def start(
+        name: str, more: str = "", config: str = "", secret: bytes = OLD, accepted: bytes = b"",
+        tenant: str = "default",
+    ) -> Daemon:  # fmt: skip
         folder = tmp_path / name
         secrets = folder / "state" / "secrets"
-        secrets.mkdir(parents=True, mode=0o700)
+        secrets.mkdir(parents=True, mode=0o700, exist_ok=True)
         secrets.parent.chmod(0o700)
-        (secrets / "default").write_bytes(b"of the fleet".ljust(32))
-        (secrets / "default").chmod(0o600)
+        for file, text in ((tenant, secret), (f"{tenant}.accepted", accepted)):
+            (secrets / file).unlink(missing_ok=True)
+            if text:
+                (secrets / file).write_bytes(text)
+                (secrets / file).chmod(0o600)
         daemon = daemon_of(folder=folder, config=config + store.config(more=more))
         daemon.wait_for(lambda stats: stats["tiers"]["remote"]["on"])
         return daemon
@@ -125,6 +133,79 @@ def test_a_forgotten_block_is_deleted_in_the_store(host: Hosts, store: ObjectSto
         assert space.match(keys).coming == 0
         shown = client.explain(keys=keys[1])["keys"][0]
         assert shown["why"] == "in_remote"
+
+
+def test_the_secret_of_a_fleet_is_replaced_host_by_host_without_misses(host: Hosts) -> None:
+    """Each host accepts the other secret, and uses the new one from its restart on. One at a time."""
+    a, b = host("a", accepted=NEW), host("b", accepted=OLD + NEW)
+    with a.connect() as first, b.connect() as second:
+        ours, theirs = first.open(spec_of("rotated")), second.open(spec_of("rotated"))
+        keys = share(a, ours, 1)
+        assert loaded(theirs, keys) == PROMPT
+        lent = theirs.keys([1] * PROMPT * 16)
+        assert lent == keys and lent.others == ours.keys([1] * PROMPT * 16).others
+
+        assert not b.stop()
+        b = host("b", secret=NEW, accepted=OLD)  # the client of B stays
+        assert theirs.match(keys).ready == 0
+        renewed = theirs.keys([1] * PROMPT * 16)
+        assert (renewed.packed, renewed.others) == (keys.others[0], (keys.packed,))
+        # Under the old key, and it becomes a block under the new one.
+        until = time.monotonic() + WAIT_S
+        while theirs.match(renewed).ready < PROMPT and time.monotonic() < until:
+            time.sleep(0.01)
+        with theirs.load(renewed) as blocks:
+            assert [bytes(block) for block in blocks] == [pattern(key, 65536) for key in keys]
+        b.wait_for(lambda stats: stats["tiers"]["remote"]["states"]["written"] == PROMPT)
+
+        more = share(b, theirs, 2)
+        known = ours.keys([2] * PROMPT * 16)
+        assert known.others == (more.packed,)
+        until = time.monotonic() + WAIT_S
+        while ours.match(known).ready < PROMPT and time.monotonic() < until:
+            time.sleep(0.01)
+        with ours.load(known) as blocks:
+            assert [bytes(block) for block in blocks] == [pattern(key, 65536) for key in more]
+
+        # Forgotten under both.
+        assert theirs.forget(renewed[:1]) == 1
+        assert ours.forget(known) == PROMPT
+    c = host("c", secret=NEW)
+    with c.connect() as client:
+        space = client.open(spec_of("rotated"))
+        assert not space.keys([1] * 16).others
+        for gone in (renewed[:1], more):
+            space.match(Keys(gone.packed))
+            c.wait_for(lambda stats: stats["tiers"]["remote"]["asking"] == 0)
+            assert space.match(Keys(gone.packed)).coming == 0
+    d = host("d", secret=OLD)
+    with d.connect() as client:
+        space = client.open(spec_of("rotated"))
+        space.match(keys[:1])
+        d.wait_for(lambda stats: stats["tiers"]["remote"]["asking"] == 0)
+        assert space.match(keys[:1]).coming == 0
+
+
+def test_another_secret_is_accepted_for_its_tenant_only(
+    tmp_path: Path, host: Hosts, store: ObjectStore
+) -> None:
+    a = host("a")
+    with a.connect() as client:
+        keys = share(a, client.open(spec_of("tenants")), 1)
+    tenants = (
+        f'[tenants.default]\nuids = [{os.getuid()}]\nquota = "8MiB"\n'
+        '[tenants.other]\nuids = [65534]\nquota = "8MiB"\n'
+    )
+    b = host("b", config=tenants, secret=NEW, accepted=OLD, tenant="other")
+    with b.connect() as client:
+        space = client.open(spec_of("tenants"))
+        assert not space.keys([1] * 16).others
+        # Keys of the other tenant's secret, which this one does not have.
+        forged = Keys(space.keys([1] * PROMPT * 16).packed, b"", (keys.packed,))
+        for _ in range(2):
+            assert space.match(forged).ready == 0
+            b.wait_for(lambda stats: stats["tiers"]["remote"]["asking"] == 0)
+        assert space.match(forged).coming == 0
 
 
 def write_keys(file: Path, *keys: str) -> None:
@@ -212,7 +293,7 @@ def test_memory_disk_and_store_answer_one_request_together(host: Hosts, tmp_path
         space.match(keys)  # asks for the others
         b.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == len(few))
         b.wait_for(lambda stats: stats["tiers"]["remote"]["known_objects"] >= PROMPT)
-        for number in range(100, 120):  # evict them from memory
+        for number in range(100, 180):  # evict them from memory
             save(space, number)
         assert space.match(few).ready < len(few)
         assert loaded(space, keys) == PROMPT

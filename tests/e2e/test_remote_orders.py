@@ -110,6 +110,57 @@ def test_a_drain_writes_what_waits_and_then_nothing_more(host: Hosts, tmp_path: 
             a.wait_for(lambda stats: remote_of(stats)["states"]["written"] == 2 * PROMPT, WAIT_S)
 
 
+def test_a_host_hands_all_its_blocks_over_before_it_retires(
+    host: Hosts, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Also those that are only on disk, and those that were never used."""
+    (tmp_path / "disk").mkdir()
+    disk = f'[warm]\nsize = "4MiB"\n[cold]\ndirectories = ["{tmp_path}/disk"]\nsize = "256MiB"\n'
+    a = host("a", store.config() + disk)
+    prompts = 20  # 10 MiB
+    with a.connect() as client:
+        space = client.open(spec_of("retires"))
+        for number in range(prompts):
+            save(space, number)
+        a.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == prompts * PROMPT, WAIT_S)
+        assert remote_of(a.stats())["states"]["written"] == 0
+        in_memory = a.stats()["tiers"]["warm"]["blocks"]
+        assert in_memory < prompts * PROMPT
+        code, told = order(a, "hand-over")
+        assert (code, told["state"], told["left_blocks"]) == (0, "on", 0), told
+        assert remote_of(a.stats())["states"]["written"] == prompts * PROMPT
+        assert order(a, "hand-over")[0] == 0
+        assert remote_of(a.stats())["states"]["written"] == prompts * PROMPT, "they are there"
+    assert not a.stop()
+    b = host("b", store.config())
+    with b.connect() as client:
+        space = client.open(spec_of("retires"))
+        for number in range(prompts):
+            keys = space.keys([number] * PROMPT * space.spec.block_tokens)
+            b.wait_for(lambda stats, keys=keys: bool(space.match(keys).ready == PROMPT), WAIT_S)
+            with space.load(keys) as blocks:
+                for key, block in zip(keys, blocks, strict=True):
+                    assert bytes(block) == pattern(key, space.spec.block_bytes)
+
+
+def test_blocks_that_are_not_shared_are_not_handed_over(host: Hosts, store: ObjectStore) -> None:
+    a = host("a", store.config())
+    with a.connect() as client:
+        space = client.open(spec_of("kept"))
+        keys = space.keys([1] * PROMPT * space.spec.block_tokens)
+        blocks = [pattern(key, space.spec.block_bytes) for key in keys]
+        space.save(keys, blocks, ttl_s=600.0)
+        done = kvtier("tier", "hand-over", "remote", "--socket", a.socket)
+        assert done.returncode == 2
+        assert f"{PROMPT} blocks were not handed over" in done.stderr
+        assert not remote_of(a.stats())["states"]["written"]
+    refused = kvtier("tier", "hand-over", "warm", "--socket", a.socket)
+    assert refused.returncode == 2
+    assert order(a, "off")[0] == 0
+    refused = kvtier("tier", "hand-over", "remote", "--socket", a.socket)
+    assert refused.returncode == 2 and "cannot be written now" in refused.stderr
+
+
 def test_an_order_for_a_tier_that_is_not_configured_is_refused(daemon_of: Hosts) -> None:
     daemon = daemon_of()
     done = kvtier("tier", "off", "remote", "--socket", daemon.socket)

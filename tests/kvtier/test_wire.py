@@ -62,12 +62,13 @@ def test_framer_returns_frames_before_a_bad_length() -> None:
 
 def test_messages_are_plain_msgpack_arrays() -> None:
     (body,) = bodies(wire.encode(wire.MatchPrefix(7, 3, b"k" * 32)))
-    assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32, 0, 0, 0]
+    assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32, 0, 0, 0, b"", 0]
 
 
 EXAMPLES = [
     wire.Hello(1, b"s" * 32, "me"),
     wire.MatchPrefix(2, 0, b""),
+    wire.MatchPrefix(2, 0, b"k" * 64, 0, 0, 0, b"o" * 64, 2),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1]),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30, 50, 1, False),

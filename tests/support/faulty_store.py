@@ -17,8 +17,8 @@ ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code></Error>"
 
 
 class FaultyStore:
-    """Its attributes are the faults: it refuses puts as a full store does, cuts the contents of objects,
-    and waits before each answer."""
+    """Its attributes are the faults: it refuses puts as a full store does, refuses lists, cuts the contents
+    of objects, waits before each answer, and before those to puts and to deletes."""
 
     def __init__(self, folder: Path) -> None:
         self.credentials = folder / "any-credentials"
@@ -26,8 +26,11 @@ class FaultyStore:
         self.credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
         self.objects: dict[str, bytes] = {}
         self.refuses_puts = False
+        self.refuses_lists = False
         self.cuts_answers = False
         self.waits_s = 0.0
+        self.put_s = 0.0
+        self.delete_s = 0.0
         faulty = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,7 +52,7 @@ class FaultyStore:
                     self.close_connection = True
 
             def do_PUT(self) -> None:
-                time.sleep(faulty.waits_s)
+                time.sleep(faulty.waits_s + faulty.put_s)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if faulty.refuses_puts:
                     self.answer(403, ERROR % b"QuotaExceeded")
@@ -60,7 +63,9 @@ class FaultyStore:
             def do_GET(self) -> None:
                 time.sleep(faulty.waits_s)
                 path = urlsplit(self.path)
-                if "list-type" in path.query:
+                if "list-type" in path.query and faulty.refuses_lists:
+                    self.answer(503, ERROR % b"SlowDown")
+                elif "list-type" in path.query:
                     prefix = parse_qs(path.query).get("prefix", [""])[0]
                     self.answer(200, faulty.listed(prefix))
                 elif (body := faulty.objects.get(unquote(path.path))) is None:
@@ -74,6 +79,7 @@ class FaultyStore:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 names = re.findall("<Key>(.*?)</Key>", body)
+                time.sleep(faulty.delete_s)
                 for name in names:
                     faulty.objects.pop(f"/blocks/{name}", None)
                 rows = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)

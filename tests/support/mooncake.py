@@ -99,6 +99,15 @@ class MooncakePool:
                 process.stdin.close()
         self._running = []
 
+    def stop_lending(self) -> None:
+        """Kill the process that lends memory, as a host that dies."""
+        lender = self._running.pop()
+        assert self._running, "the master must stay"
+        lender.kill()
+        lender.wait()
+        if lender.stdin is not None:
+            lender.stdin.close()
+
     def pause(self) -> None:
         """Let it accept connections and answer none."""
         for process in self._running:

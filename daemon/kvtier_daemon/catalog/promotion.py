@@ -111,9 +111,11 @@ class Promotions:
         frames, digests = store.frames(ids)
         return Promotion(ids, store.slots(ids), frames, digests, joined, prefix - ready, sizes)
 
-    def plan_return(self, space: KnownSpace, ids: bytes, limit_blocks: int) -> Promotion:
-        """Take slots for these blocks of one space, which are only on disk because an engine held them.
-        Evicts only blocks that are on disk too. Blocks without room stay on disk."""
+    def plan_return(
+        self, space: KnownSpace, ids: bytes, limit_blocks: int, returns: bool = True
+    ) -> Promotion:
+        """Take slots for these blocks of one space, which are only on disk; with `returns`, because an engine
+        held them. Evicts only blocks that are on disk too. Blocks without room stay on disk."""
         store, found, sizes = self._blocks.store, b"", array("I")
         by_group: dict[int, array[int]] = {}
         names = IDENTITY.iter_unpack(store.identities(ids))
@@ -127,7 +129,8 @@ class Promotions:
                 promoted = store.promote(wanted.tobytes())[0]
                 found += promoted
                 sizes += array("I", [space.block_bytes[group]]) * (len(promoted) // ID_BYTES)
-        self._blocks.residency.reading_back(found)
+        if returns:
+            self._blocks.residency.reading_back(found)
         coming = set(array("I", found))
         self._blocks.residency.stay_below(one for one in array("I", ids) if one not in coming)
         self.reading += len(sizes)

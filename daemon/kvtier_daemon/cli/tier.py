@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 EXIT_NOT_YET = 1
 LOOK_S = 0.1
-GOES_ON = ("draining", "closing", "opening", "recovering")
+GOES_ON = ("draining", "closing", "opening", "recovering", "handing-over")
 
 
 def tier(
     order: Annotated[
-        Literal["drain", "off", "on", "status"], typer.Argument(metavar="drain|off|on|status")
+        Literal["drain", "off", "on", "status", "hand-over"],
+        typer.Argument(metavar="drain|off|on|status|hand-over"),
     ],
     name: Annotated[Literal["cold", "warm", "remote"], typer.Argument(metavar="cold|warm|remote")],
     timeout: Annotated[
@@ -34,7 +35,8 @@ def tier(
     the tier is on. drain warm: write the blocks that are only in memory to the disks, and new saves at
     once, so that a restart loses nothing. drain remote: write what waits for the store, then write
     nothing more; reads continue. off remote: do not use the store; blocks that are only there are
-    misses. on: end drain or off. A restart follows the configuration.
+    misses. hand-over remote: write all blocks in memory and on disk to the store, before this host
+    retires. on: end drain, off or hand-over. A restart follows the configuration.
     Exits with 1 if it has not ended in time, and with 2 if it is not possible. Only for root and the
     daemon's user.
     """

@@ -14,7 +14,10 @@ import msgspec
 
 from kvtier import wire
 from kvtier.errors import Refused
+from kvtier.key import KEY_BYTES
+from kvtier.wire import LIMIT_OTHERS
 from kvtier_daemon.catalog import SessionId
+from kvtier_daemon.config.members import Role
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.peer import Peer
@@ -88,6 +91,29 @@ class Host(Protocol):
 def not_durable(failure: str) -> str:
     """The text of a forget that did not reach the disk."""
     return f"forgotten in memory, but it may return from disk after a restart: {failure}"
+
+
+def others_of(
+    tenant: Tenant, request: wire.MatchPrefix | wire.Load | wire.Prefetch | wire.Forget,
+    session: Requester,
+) -> list[bytes]:  # fmt: skip
+    """Return the keys of the leading blocks of this request under each other secret that its tenant accepts.
+    None for users that may not write: a block that is read under another key is saved under the first one.
+    Raises Refused if they are not such keys."""
+    others, each = request.others, request.other_blocks * KEY_BYTES
+    if not others or session.peer.role < Role.WRITE:
+        return []
+    if (
+        len(others) > LIMIT_OTHERS * KEY_BYTES
+        or not 0 < each <= len(request.keys)
+        or len(others) % each
+    ):
+        text = (
+            f"other keys: {len(others)} bytes for {request.other_blocks} blocks under each secret"
+        )
+        raise Refused("bad_request", text)
+    chains = [others[at : at + each] for at in range(0, len(others), each)]
+    return chains if len(chains) == len(tenant.accepted) else []  # not those of an earlier start
 
 
 def need_id() -> Refused:

@@ -58,13 +58,13 @@ class DeferredAnswers:
         return True
 
     def _has_room(self, load: wire.Load) -> bool:
-        return load.request != 0 and self._bytes + len(load.keys) <= LIMIT_BYTES
+        return load.request != 0 and self._bytes + len(load.keys) + len(load.others) <= LIMIT_BYTES
 
     def _add(self, source: PendingReads | TierRecovery, load: wire.Load, wait_s: float) -> None:
         give = partial(self._send, load.request)
         timer = self._server.loop.call_later(min(wait_s, LONGEST_S), give)
         self.pending[load.request] = DeferredAnswer(load, source, timer)
-        self._bytes += len(load.keys)
+        self._bytes += len(load.keys) + len(load.others)
 
     def _send(self, number: int) -> None:
         if (answer := self._take(number)) is not None:
@@ -82,7 +82,7 @@ class DeferredAnswers:
     def _take(self, number: int) -> DeferredAnswer | None:
         answer = self.pending.pop(number, None)
         if answer is not None:
-            self._bytes -= len(answer.load.keys)
+            self._bytes -= len(answer.load.keys) + len(answer.load.others)
             answer.timer.cancel()
             answer.source.cancel_calls((self._session.id, number))
         return answer

@@ -98,8 +98,8 @@ def purge(
     tenant: Tenant, space: int, first: int, done: Callable[[str], None]
 ) -> tuple[int, int, bool]:
     """Forget some of the blocks of a space, and erase their slots. Return where to continue, how many blocks
-    were forgotten, and whether `done` will be called with the failure, or an empty text. It is called for the
-    last portion, when all of it is durable."""
+    were forgotten, and whether `done` will be called with the failure, or an empty text. For the last portion
+    it is called when all of the purge is durable."""
     check_recovered(tenant)
     found = tenant.catalog.space(space)
     groups = zip(found.block_bytes, found.spec.cache_groups, strict=True)
@@ -110,7 +110,8 @@ def purge(
     keys = b"".join(dict.fromkeys(each))
     eraser = SlotEraser(tenant.name, tenant.extents)
     blocks = tenant.catalog.purge(found, keys, eraser.erase)
-    waits = not after and tenant.forget(found, keys, done)
+    # A tier below memory makes all portions durable at once.
+    waits = tenant.shared.forget(found, keys, done) if after else tenant.forget(found, keys, done)
     return after, blocks, waits
 
 

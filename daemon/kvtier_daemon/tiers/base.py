@@ -86,6 +86,9 @@ class TierReads(Protocol):
         """Read these blocks, which are only on disk because an engine held them and has dropped them, if the
         tier has time for it. Report the others to `Residency.stay_below`."""
 
+    def read(self, space: KnownSpace, ids: bytes) -> None:
+        """Read these blocks, which are only on disk, if the tier has time for it."""
+
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         """Prefetch a few of the `coming` blocks of a request that computes them because the tier is
         unreliable, to measure whether it still is."""
@@ -234,12 +237,16 @@ class SharedTier(Protocol):
     @property
     def pending(self) -> PendingReads: ...
 
-    def beyond(self, space: KnownSpace, keys: bytes, first: int) -> int:
-        """Return how many blocks of this prefix from `first` on can be read, or are being read."""
+    def beyond(
+        self, space: KnownSpace, keys: bytes, first: int, others: Sequence[bytes] = ()
+    ) -> int:
+        """Return how many blocks of this prefix from `first` on can be read, or are being read. `others`: the
+        keys of its first blocks under each other secret that the tenant accepts."""
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+        others: Sequence[bytes] = (),
     ) -> Outlook:  # fmt: skip
         """Start to read these blocks, as `TierReads.promote` does."""
 
@@ -294,7 +301,7 @@ class NullTier:
     def refuse(self, *_: Any) -> bool:
         return False
 
-    release = recomputes = bring_back = probe = cancel = released = session_ended = ignore
+    release = recomputes = bring_back = read = probe = cancel = released = session_ended = ignore
     saved = used = begin = end = ignore
     call_when_ended = cancel_calls = ignore
     call_when_read = forget = erase = refuse
@@ -330,13 +337,24 @@ class JoinedReads:
             part.cancel_calls(request)
 
 
+class ForgetsOthers:
+    """Forgets blocks in a store that hosts share, by their keys under another secret."""
+
+    def __init__(self, shared: SharedTier, keys: bytes) -> None:
+        self._shared = shared
+        self._keys = keys
+
+    def forget(self, space: KnownSpace, _: bytes, done: Callable[[str], None] | None) -> bool:
+        return self._shared.forget(space, self._keys, done)
+
+
 def forget_in(
-    parts: Sequence[TierForgets | SharedTier], space: KnownSpace, keys: bytes,
+    parts: Sequence[TierForgets | SharedTier | ForgetsOthers], space: KnownSpace, keys: bytes,
     done: Callable[[str], None] | None,
 ) -> bool:  # fmt: skip
     """Forget these blocks in several tiers, as `TierForgets.forget`. `done` gets all failures."""
     failures: list[str] = []
-    left = len(parts)
+    left = len(parts) + 1  # a part may call at once
 
     def ended(failure: str) -> None:
         nonlocal left
@@ -347,8 +365,11 @@ def forget_in(
             done("; ".join(failures))
 
     waits = [part.forget(space, keys, ended if done is not None else None) for part in parts]
-    left -= waits.count(False)
-    return any(waits)
+    if not any(waits):
+        return False
+    for _ in range(1 + waits.count(False)):
+        ended("")
+    return True
 
 
 # --- the whole tier ------------------------------------------------------------------------------

@@ -96,6 +96,10 @@ class Switching:
     def order(self, tier: str, order: str) -> dict[str, Any]:
         """Start to carry out an order. Raises TierError if the state does not permit it."""
         state = self.state(tier)
+        if order == "hand-over":
+            raise TierError(
+                f"{tier}: blocks are handed over to the remote tier: `kvtier tier hand-over remote`"
+            )
         if order != "status":
             if tier == "warm" and order == "off":
                 raise TierError(

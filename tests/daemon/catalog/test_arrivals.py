@@ -94,3 +94,17 @@ def test_a_forget_in_several_tiers_tells_all_failures_once() -> None:
     other.done("store")
     assert told == ["disk; store"]
     assert not forget_in((NullTier(), NullTier()), space, KEYS, told.append)
+
+
+class FailsAtOnce(NullTier):
+    def forget(self, space, keys, done):
+        done("not now")
+        return True
+
+
+def test_a_forget_that_fails_at_once_is_told() -> None:
+    _, space = made()
+    for parts in ((FailsAtOnce(), NullTier()), (NullTier(), FailsAtOnce(), FailsAtOnce())):
+        told: list[str] = []
+        assert forget_in(parts, space, KEYS, told.append)
+        assert told == ["; ".join(["not now"] * (len(parts) - 1))]

@@ -11,15 +11,18 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvtier import wire
+from kvtier.errors import Refused
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.config.members import Role
+from kvtier_daemon.serving.context import Requester, others_of
+from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
 from kvtier_daemon.tenant import Tenant
@@ -369,3 +372,28 @@ def test_a_lookup_is_answered_before_its_policy_is_updated(tmp_path: Path) -> No
     with socket.socket(socket.AF_UNIX) as client:
         asyncio.run(asyncio.wait_for(run(), LONGEST_S))
     assert [reply.id for reply in answered][:2] == [4, 5]
+
+
+def test_keys_under_another_secret_count_only_for_users_who_may_write() -> None:
+    tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), accepted=(b"a" * 32,))
+    keys, others = bytes(64), bytes([1]) * 64
+
+    def chains(role: Role, others: bytes = others, blocks: int = 2) -> list[bytes]:
+        request = wire.MatchPrefix(1, 0, keys, others=others, other_blocks=blocks)
+        session = SimpleNamespace(peer=Peer(1, 1, -1, tenant, role))
+        return others_of(tenant, request, cast(Requester, session))
+
+    assert chains(Role.WRITE) == [others]
+    assert chains(Role.READ) == []
+    assert chains(Role.WRITE, b"", 0) == []
+    assert chains(Role.WRITE, others + others) == [], "of an earlier start: two secrets"
+    assert chains(Role.WRITE, others[:32], 1) == [others[:32]]
+    for wrong in (
+        (others, 3),
+        (others, -1),
+        (others, 0),
+        (others[:33], 1),
+        (bytes(32 * 20_000), 2),
+    ):
+        with pytest.raises(Refused, match="other keys"):
+            chains(Role.WRITE, *wrong)

@@ -24,7 +24,14 @@ from kvtier_daemon.tiers.remote.child import store_of
 from kvtier_daemon.tiers.remote.driver import StoreDriver, credentials
 from kvtier_daemon.tiers.remote.known import ABSENT_S, KnownObjects, names_of, place_mask
 from kvtier_daemon.tiers.remote.messages import OpenPool, StoreFailedError
-from kvtier_daemon.tiers.remote.objects import Headers, decode, encode, identity_of, object_name
+from kvtier_daemon.tiers.remote.objects import (
+    Headers,
+    decode,
+    encode,
+    identity_of,
+    keys_of,
+    object_name,
+)
 from kvtier_daemon.tiers.remote.places import Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.space_in_buffer import BufferSpace
@@ -71,6 +78,21 @@ def test_absence_is_forgotten_and_presence_is_not() -> None:
     clock.now += 2 * ABSENT_S
     assert [known.is_present(one) for one in (here, gone, unknown)] == [True, None, None]
     assert known.present(here + gone) == 1
+
+
+def test_an_object_that_is_being_deleted_is_absent_whatever_an_answer_says() -> None:
+    known = KnownObjects(1 << 20, Clock())
+    one, other = bytes([1]) * 32, bytes([2]) * 32
+    known.note(one + other, True)
+    known.begin_delete(one)
+    known.begin_delete(one)
+    for _ in range(2):
+        known.note(one + other, True)
+        assert (known.is_present(one), known.is_present(other)) == (False, True)
+        known.end_delete(one)
+    assert known.is_present(one) is False
+    known.note(one, True)
+    assert known.is_present(one)
 
 
 def test_names_of_a_key_differ_by_space_group_and_shard() -> None:
@@ -247,6 +269,36 @@ def test_names_of_objects_are_parsed_and_others_are_refused() -> None:
         "v2" + object_name(of)[2:],
     ):
         assert identity_of(name) is None
+
+
+def test_the_keys_of_a_list_are_those_of_its_names() -> None:
+    chance = random.Random(4)
+    good = [
+        Identity(SPACE, chance.randrange(2), chance.randrange(3), chance.randbytes(32))
+        for _ in range(300)
+    ]
+    name = object_name(good[0])
+    bad = [
+        "", "v1", f"x{name}", f"{name}x", name[:-1], name.replace("-", "_"), name.upper(), f"{name}/a",
+        name.replace(SPACE.hex(), bytes(32).hex()), name[:80] + " " + name[81:], f"{name[:-1]}256",
+        name.replace("v1", "v2"), f"v1/{SPACE.hex()}/{'g' * 64}-0-0",
+    ]  # fmt: skip
+    names = [f"fleet/{object_name(one)}" for one in good[:150]] + [
+        object_name(one) for one in good[150:]
+    ]
+    mixed = names + bad
+    chance.shuffle(mixed)
+    expected: dict[tuple[int, int], set[bytes]] = {}
+    for one in map(identity_of, mixed):
+        if one is not None and one.space == SPACE:
+            expected.setdefault((one.group, one.shard), set()).add(one.key)
+    found = {
+        place: {keys[at : at + 32] for at in range(0, len(keys), 32)}
+        for place, keys in keys_of(SPACE, mixed).items()
+    }
+    assert found == expected
+    assert sum(map(len, found.values())) == len(good)
+    assert not keys_of(SPACE, bad)
 
 
 # --- which blocks a prefix needs -------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import uvloop
 
@@ -35,12 +36,13 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import NullTier
 from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.known import names_of
-from kvtier_daemon.tiers.remote.messages import FAILED, Answer, HeadObjects
+from kvtier_daemon.tiers.remote.messages import FAILED, Answer, GetObject, HeadObjects, Request
 from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
 from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping as MappedExtent
 from support.effort import effort
+from support.faulty_store import FaultyStore
 from support.mooncake import MooncakePool
 from support.object_store import ObjectStore
 
@@ -227,3 +229,66 @@ class TestRemoteTier(TierTests):
         assert tier.put(identity, self.data(tier, 7))
         assert tier.get(identity) == self.data(tier, 7)
         assert tier.shared.fetcher.counts["read"] == 4
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[ServedShared]:
+    """A tenant whose store holds nothing."""
+    with FaultyStore(tmp_path) as store:
+        tier = ServedShared(tmp_path, store.config, 16 * BLOCK_BYTES)
+        yield tier
+        tier.close()
+
+
+def test_a_long_prefix_that_is_in_the_store_does_not_hold_the_loop(alone: ServedShared) -> None:
+    sharer, known = alone.shared.sharer, alone.shared.fetcher._queue.known
+    space, keys = alone._space(Identity()), os.urandom(32 * 8192)
+    for place in alone.shared.fetcher._places.of(space):
+        known.note(names_of(keys, place.mask), True)
+    in_store = sum(
+        sum(known.good(names_of(keys, place.mask)))
+        for place in alone.shared.fetcher._places.of(space)
+    )
+    assert in_store > 8192  # the others were replaced in the set, and memory has none of them
+    sharer.used(space, keys)
+    pauses = list(sharer._next())
+    assert pauses == [b""] * 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nbytes": -1},
+        {"nbytes": 1 << 40},
+        {"first_s": float("nan")},
+        {"first_s": -1.0},
+        {"first_s": 1e300},
+    ],
+)
+def test_a_senseless_answer_of_the_process_is_a_miss(
+    alone: ServedShared, wrong: dict[str, Any]
+) -> None:
+    identity = Identity()
+    queue, space = alone.shared.fetcher._queue, alone._space(identity)
+    queue.known.note(alone.names(identity), True)
+    ask = alone.driver.ask
+
+    def lie(request: Request, done: Callable[[Answer], None]) -> None:
+        if isinstance(request, GetObject):
+            asyncio.get_running_loop().call_soon(
+                done, msgspec.structs.replace(Answer(request.id), **wrong)
+            )
+        else:
+            ask(request, done)
+
+    alone.driver.ask = lie  # type: ignore[method-assign]
+
+    async def fetch() -> tuple[int, float, str]:
+        return alone.shared.fetch(space, identity.key, 0, 1, request=(1, 1))
+
+    assert alone.loop.run_until_complete(fetch())[0] == 1
+    alone._until(lambda: not queue.parts)
+    assert queue.driver.child is not None and queue.driver.child.reads.used == 0
+    assert 0 <= queue.latency_s < 60
+    assert alone.shared.fetcher.counts["read"] == 0
+    queue.cost(1)  # of the next lookup

@@ -17,7 +17,14 @@ from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.reading import Held, Lookup
 from kvtier_daemon.observing.events import KEY_DIGITS
 from kvtier_daemon.planning import COMPUTE, PATIENCE_S
-from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester, need_id
+from kvtier_daemon.serving.context import (
+    LONGEST_WAIT_S,
+    Handlers,
+    Host,
+    Requester,
+    need_id,
+    others_of,
+)
 from kvtier_daemon.serving.deferred_answers import DeferredAnswers
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.memory_check import check_memory
@@ -141,7 +148,7 @@ class LookupRequests:
         catalog = tenant.catalog
         space = catalog.space(request.space)
         found, held = catalog.find(space, request.keys)
-        beyond, on_disk = _beyond(tenant, space, request.keys, found), found.coming
+        beyond, on_disk = _beyond(tenant, space, request, found, self._session), found.coming
         if not (on_disk or beyond):
             self._later.append(partial(self._matched, tenant, space, request, found, held))
             return wire.Matched(request.id, found.ready, 0, 0.0)
@@ -176,7 +183,7 @@ class LookupRequests:
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
         found = tenant.catalog.match(space, request.keys, False)
-        beyond = _beyond(tenant, space, request.keys, found)
+        beyond = _beyond(tenant, space, request, found, self._session)
         coming, eta_ms, why = 0, 0.0, ""
         name = (self._session.id, ("prefetch", lookup_name(request)))
         if found.coming:
@@ -185,7 +192,13 @@ class LookupRequests:
             )
         if beyond and coming == found.coming:
             more, shared_ms, why = tenant.shared.fetch(
-                space, request.keys, found.ready + found.coming, beyond, request=name, urgent=False
+                space,
+                request.keys,
+                found.ready + found.coming,
+                beyond,
+                request=name,
+                urgent=False,
+                others=others_of(tenant, request, self._session),
             )
             coming, eta_ms = coming + more, max(eta_ms, shared_ms)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -221,7 +234,7 @@ class LookupRequests:
         reads, coming, eta_ms, why = True, 0, 0.0, ""
         beyond, on_disk = 0, found.coming
         if request.bring:
-            beyond = _beyond(tenant, space, request.keys, found)
+            beyond = _beyond(tenant, space, request, found, self._session)
         if found.coming or beyond:
             if request.bring and found.ready + found.coming + beyond > request.first:
                 coming, eta_ms, why, found = self._start_reads(
@@ -377,6 +390,7 @@ class LookupRequests:
             more, shared_ms, shared_why = tenant.shared.fetch(
                 space, request.keys, first, beyond, request=self._name(request), within_s=within_s,
                 recompute_s=queued_s + space.recompute_s(beyond, first),
+                others=others_of(tenant, request, self._session),
             )  # fmt: skip
             coming, eta_ms, why = coming + more, max(eta_ms, shared_ms), why or shared_why
             found = msgspec.structs.replace(found, coming=found.coming + more)
@@ -456,12 +470,15 @@ def lookup_name(request: wire.MatchPrefix | wire.Load | wire.Prefetch) -> Lookup
     return request.space, len(request.keys), request.keys[-KEY_BYTES:]
 
 
-def _beyond(tenant: Tenant, space: KnownSpace, keys: bytes, found: Found) -> int:
+def _beyond(
+    tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load | wire.Prefetch,
+    found: Found, session: Requester,
+) -> int:  # fmt: skip
     """How many blocks after those of this host are in the remote store."""
     first = found.ready + found.coming
-    if first * KEY_BYTES >= len(keys):
+    if first * KEY_BYTES >= len(request.keys):
         return 0
-    return tenant.shared.beyond(space, keys, first)
+    return tenant.shared.beyond(space, request.keys, first, others_of(tenant, request, session))
 
 
 def _record(server: Host, tenant: Tenant, space: KnownSpace, keys: bytes) -> None:

@@ -9,7 +9,7 @@ from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
 from kvtier_daemon.config.members import Role
-from kvtier_daemon.serving.context import Handlers, Host, Requester, not_durable
+from kvtier_daemon.serving.context import Handlers, Host, Requester, not_durable, others_of
 from kvtier_daemon.tenant import Tenant
 
 LIMIT_SESSION_SPACES = 256
@@ -45,7 +45,10 @@ class SpaceRequests:
             self._server.events.tell(
                 "space", tenant.name, client=self._session.name, space=space.number, model=spec.model
             )  # fmt: skip
-        return wire.Opened(request.id, space.number, identity, tenant.secret_of(identity))
+        return wire.Opened(
+            request.id, space.number, identity, tenant.secret_of(identity),
+            tenant.accepted_of(identity) if self._session.peer.role >= Role.WRITE else [],
+        )  # fmt: skip
 
     def prefill(self, tenant: Tenant, request: wire.Prefill) -> wire.Reply:
         space = tenant.catalog.space(request.space)
@@ -109,5 +112,6 @@ class SpaceRequests:
             else:
                 self._session.send(wire.Counted(request.id, count))
 
-        waits = tenant.forget(space, request.keys, done if request.id else None)
+        told = done if request.id else None
+        waits = tenant.forget(space, request.keys, told, others_of(tenant, request, self._session))
         return None if waits else wire.Counted(request.id, count)

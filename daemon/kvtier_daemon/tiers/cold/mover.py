@@ -154,6 +154,9 @@ class Promoter:
             self.promote(space, keys, count, request=request, urgent=False, begun=self._prefetches)
 
     def bring_back(self, space: KnownSpace, ids: bytes) -> None:
+        self.read(space, ids, True)
+
+    def read(self, space: KnownSpace, ids: bytes, returns: bool = False) -> None:
         catalog, reads = self._catalog, self._cold.reads
         frames = catalog.blocks.store.frames(ids)[0]
         self._returns += 1
@@ -166,7 +169,7 @@ class Promoter:
             return
         reading = catalog.promotions.reading
         limit = reading + prefetch_limit(max(space.block_bytes), reading)
-        self._read(request, space, catalog.promotions.plan_return(space, ids, limit))
+        self._read(request, space, catalog.promotions.plan_return(space, ids, limit, returns))
 
     def _prefetches(self, ids: bytes) -> None:
         """These blocks are being read because they were recomputed."""

@@ -29,6 +29,7 @@ from kvtier_daemon.tiers.remote.messages import (
     ABSENT,
     DONE,
     FAILED,
+    LOST,
     TOO_LARGE,
     Answer,
     ListObjects,
@@ -62,6 +63,7 @@ FAULTS_TO_OFF = 4  # failed requests in a row
 PAUSE_S = 15.0  # of the writes after as many failed writes
 CHECK_S = 0.5
 LOG_S = 60.0  # between messages about single failures
+ENDED_AT_ONCE: Final = 64  # requests of a process that has ended
 PROCESS: Final = ("deadline_s", "buffer_bytes", "credentials")  # what a process has from its start
 OPENING: Final = "it is being opened"
 CHANGED: Final = "its configuration has changed"
@@ -347,7 +349,7 @@ class StoreDriver:
         if isinstance(request, OpenStore):
             return
         self.counts[f"{type(request).__name__}{answer.outcome and '_'}{answer.outcome}"] += 1
-        if answer.outcome in (DONE, ABSENT, TOO_LARGE):
+        if answer.outcome in (DONE, ABSENT, LOST, TOO_LARGE):
             self._in_a_row = 0
             if isinstance(request, PutObject):
                 self._puts_in_a_row = 0
@@ -395,9 +397,11 @@ class StoreDriver:
                 why = self.failure = f"{why}, with code {code}"
             self.restarts += was_on and self.is_wanted and not self._changes
         pending, self._pending = self._pending, {}
-        for number, one in pending.items():
+        for at, (number, one) in enumerate(pending.items(), 1):
             if number:
                 one.done(Answer(number, FAILED, why))
+            if not at % ENDED_AT_ONCE:
+                await asyncio.sleep(0)
         if was_on:
             self._changed()
         return why

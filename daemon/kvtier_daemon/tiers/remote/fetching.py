@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from kvtier.errors import FrameError, Refused
 from kvtier.key import KEY_BYTES
@@ -25,8 +25,16 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook
 from kvtier_daemon.tiers.cold.read_queue import Name, PendingRequests
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
-from kvtier_daemon.tiers.remote.known import NAME_BYTES, KnownObjects, names_of
-from kvtier_daemon.tiers.remote.messages import ABSENT, BROKEN, DONE, TOO_LARGE, Answer, GetObject
+from kvtier_daemon.tiers.remote.known import NAME_BYTES, KnownObjects, each_of, names_of
+from kvtier_daemon.tiers.remote.messages import (
+    ABSENT,
+    BROKEN,
+    DONE,
+    LOST,
+    TOO_LARGE,
+    Answer,
+    GetObject,
+)
 from kvtier_daemon.tiers.remote.objects import decode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
@@ -39,6 +47,8 @@ LATENCY_SHARE = 0.2  # weight of the last read in the average
 LOOK_BLOCKS = 1024  # of a prefix that are looked up at once
 LIMIT_PARTS = 512  # one request takes slots for at most as many parts of blocks: some milliseconds
 LIMIT_BYTES = 256 << 20  # in flight, of a tenant
+PORTION = 64  # parts that are submitted or ended at once: a millisecond or two of the loop
+LONGEST_S = 60.0  # until the first byte
 LOG_S = 10.0  # between messages about damaged objects
 SPOILT, UNKNOWN_KEY, CANCELLED, NOT_READ = "spoilt", "unknown_key", "cancelled", "not_read"
 
@@ -56,6 +66,18 @@ class ArrivingPart:
     is_forgotten: bool = False
 
 
+class WantedParts(NamedTuple):
+    """The parts of blocks at one place that a prefix needs, from the block `begin` on. The objects have the
+    keys `sources`, which are under another accepted secret where the store has only that, and `names`."""
+
+    place: Place
+    begin: int
+    parent: bytes
+    keys: bytes
+    sources: bytes
+    names: bytes
+
+
 class FetchQueue:
     """The reads of all tenants."""
 
@@ -70,6 +92,7 @@ class FetchQueue:
         self.link = DiskLink(clock, GUESS_BYTES_S)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
+        self.sizes: Counter[int] = Counter()  # of the largest objects of these parts
         self.latency_s = 0.0  # until the first byte of an object arrives, on average
         self._loop = loop
         self._threads = threads
@@ -87,11 +110,17 @@ class FetchQueue:
             self._loop.call_soon(self._submit)
 
     def _submit(self) -> None:
+        """Submit a portion of the reads, or end one if the store is off."""
         self._is_pumping = False
-        while (child := self.driver.child) is not None and self.driver.is_on and self.parts:
-            room = max((one.place.headers.most_bytes for one in self.parts.values()), default=0)
-            at = child.reads.take(room)
-            if at is None:
+        child = self.driver.child
+        if child is None or not self.driver.is_on:
+            names = self.planner.order.take(self.link, PORTION)
+            for name in names:
+                self._end(self.parts[cast(Name, name)], NOT_READ)
+            return
+        for _ in range(PORTION):
+            room = max(self.sizes, default=0)
+            if not room or (at := child.reads.take(room)) is None:
                 return
             names = self.planner.order.take(self.link, 1)
             if not names:
@@ -100,9 +129,22 @@ class FetchQueue:
             part = self.parts[cast(Name, names[0])]
             request = GetObject(self.driver.next_id(), object_name(part.of), at, room)
             self.driver.ask(request, partial(self._answered, child, part, at, room))
-        while names := self.planner.order.take(self.link):
-            for name in names:
-                self._end(self.parts[cast(Name, name)], NOT_READ)
+        self.pump()
+
+    def add(self, part: ArrivingPart) -> Name:
+        """Expect this part; return the planner's name of it."""
+        name = part.fetcher.name_of(part.name)
+        self.parts[name] = part
+        self.sizes[part.place.headers.most_bytes] += 1
+        return name
+
+    def _pop(self, name: Name) -> ArrivingPart:
+        part = self.parts.pop(name)
+        size = part.place.headers.most_bytes
+        self.sizes[size] -= 1
+        if not self.sizes[size]:
+            del self.sizes[size]
+        return part
 
     def _answered(
         self, child: StoreProcess, part: ArrivingPart, at: int, room: int, answer: Answer
@@ -110,15 +152,19 @@ class FetchQueue:
         def give() -> None:
             child.reads.give(at, room)
 
-        if answer.outcome != DONE:
+        is_sound = 0 <= answer.nbytes <= room  # the process of the store may be damaged
+        if answer.outcome != DONE or not is_sound:
             give()
             outcomes = {ABSENT: ABSENT, TOO_LARGE: SPOILT}
             if answer.outcome == BROKEN:  # its connection, or the object if that repeats itself
                 outcomes[BROKEN] = SPOILT if self.known.doubt(part.name) else NOT_READ
+            if answer.outcome == LOST:  # it may return: ask again later
+                self.known.note(part.name, False)
             self._end(part, outcomes.get(answer.outcome, NOT_READ))
             return
         self.known.trust(part.name)
-        self.latency_s += LATENCY_SHARE * (answer.first_s - self.latency_s)
+        first_s = min(max(0.0, answer.first_s), LONGEST_S)  # it may be NaN
+        self.latency_s += LATENCY_SHARE * (first_s - self.latency_s)
         text = memoryview(child.buffer)[at : at + answer.nbytes]
         cipher = self.driver.keys.of(part.fetcher.tenant)
         work = self._loop.run_in_executor(
@@ -145,7 +191,7 @@ class FetchQueue:
 
     def _end(self, part: ArrivingPart, outcome: str, digest: bytes = b"", nbytes: int = 0) -> None:
         name = part.fetcher.name_of(part.name)
-        del self.parts[name]
+        self._pop(name)
         waited = cast(list[Request], self.planner.ended(name, outcome == DONE))
         if outcome in (ABSENT, SPOILT, UNKNOWN_KEY):  # the next share of its block replaces it
             self.known.note(part.name, False)
@@ -157,7 +203,7 @@ class FetchQueue:
 
     def _cancelled(self, names: list[Name]) -> None:
         for name in names:
-            part = self.parts.pop(name)
+            part = self._pop(name)
             part.fetcher.ended(part, CANCELLED, b"", 0, ())
 
 
@@ -180,6 +226,8 @@ class Fetcher:
         self._questions = questions
         self._memory = memory
         self._reading_bytes = 0
+        # Gets the ids of blocks that the store had under another secret only.
+        self.renamed: Callable[[bytes], None] = lambda ids: None
 
     def name_of(self, name: bytes) -> Name:
         """The planner's name of a part."""
@@ -194,38 +242,77 @@ class Fetcher:
 
     # --- what is there -------------------------------------------------------------------------
 
-    def beyond(self, space: KnownSpace, keys: bytes, first: int) -> int:
+    def beyond(
+        self, space: KnownSpace, keys: bytes, first: int, others: Sequence[bytes] = ()
+    ) -> int:
         """Return how many blocks of this prefix from `first` on are known to be in the store, or are being
         read from it. Asks in the background about those of which nothing is known."""
-        rest = keys[first * KEY_BYTES : (first + LOOK_BLOCKS) * KEY_BYTES]
+        rest, *more = (
+            chain[first * KEY_BYTES : (first + LOOK_BLOCKS) * KEY_BYTES]
+            for chain in (keys, *others)
+        )
         if not (rest and self._queue.driver.is_on):
             return 0
-        places, known = self._places.of(space), self._queue.known
+        places = self._places.of(space)
         if not places:
             return 0
-        if places[0].kind.kind == "full":  # fast path for blocks that no host has
+        if places[0].kind.kind == "full" and not more:  # fast path for blocks that no host has
             head = names_of(rest[:KEY_BYTES], places[0].mask)
-            is_present = known.is_present(head)
+            is_present = self._queue.known.is_present(head)
             if not (is_present or self._is_reading(head)):
                 if is_present is None:
                     self._questions.ask(space, rest)
                 return 0
-        has = [self._has(space, place, rest) for place in places]
+        has = [self._has(space, place, rest, more) for place in places]
         count = restorable(space, places, has, first)
-        after = rest[count * KEY_BYTES :]
-        if after and known.is_present(names_of(after[:KEY_BYTES], places[0].mask)) is None:
-            self._questions.ask(space, after)
+        for chain in (rest, *more):
+            self._ask(space, places[0], chain[count * KEY_BYTES :])
         return count
 
-    def _has(self, space: KnownSpace, place: Place, keys: bytes) -> bytes:
-        """Return a byte for each block: whether this part of it exists in the store or in memory, or is being
-        read."""
+    def _ask(self, space: KnownSpace, place: Place, keys: bytes) -> None:
+        """Ask about these blocks if nothing is known of the first one."""
+        head = names_of(keys[:KEY_BYTES], place.mask)
+        if keys and self._queue.known.is_present(head) is None:
+            self._questions.ask(space, keys)
+
+    def _sources(self, place: Place, keys: bytes, others: Sequence[bytes]) -> bytes:
+        """The keys under which the store has this part of these blocks: those of another accepted secret for
+        blocks that it does not have under these."""
+        for other in others:
+            own = self._flags(place, keys[: len(other)])
+            if 0 in own:
+                there = self._flags(place, other)
+                keys = (
+                    b"".join(
+                        (other if there[at] and not own[at] else keys)[
+                            at * KEY_BYTES : (at + 1) * KEY_BYTES
+                        ]
+                        for at in range(len(own))
+                    )
+                    + keys[len(other) :]
+                )
+        return keys
+
+    def _flags(self, place: Place, keys: bytes, stops: bool = False) -> bytearray:
+        """Return a byte for each block: whether this part of it exists in the store, or is being read. With
+        `stops`, what comes after the first that does not is not looked up."""
         names = names_of(keys, place.mask)
         flags = bytearray(self._queue.known.which(names))
-        if self._queue.parts:
-            for at in range(len(flags)):
-                flags[at] |= self._is_reading(names[at * NAME_BYTES : (at + 1) * NAME_BYTES])
-        if space.index >= 0 and space.places > 1:
+        at = flags.find(0) if self._queue.parts else -1
+        while at >= 0:
+            flags[at] = self._is_reading(names[at * NAME_BYTES : (at + 1) * NAME_BYTES])
+            if stops and not flags[at]:
+                break
+            at = flags.find(0, at + 1)
+        return flags
+
+    def _has(self, space: KnownSpace, place: Place, keys: bytes, others: Sequence[bytes]) -> bytes:
+        """Return a byte for each block: whether this part of it exists in the store or in memory, or is being
+        read."""
+        is_alone = space.places == 1
+        sources = self._sources(place, keys, others)
+        flags = self._flags(place, sources, place.kind.kind == "full" and is_alone)
+        if space.index >= 0 and not is_alone:
             store = self._tenant.catalog.blocks.store
             with contextlib.suppress(ValueError):  # a key is given twice
                 for at, code in enumerate(store.probe(space.index, place.group, place.shard, keys)):
@@ -237,6 +324,7 @@ class Fetcher:
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+        others: Sequence[bytes] = (),
     ) -> Outlook:  # fmt: skip
         """Start to read `count` blocks from `first` on, if the planner expects that to be faster than
         computing. Return how many of them to expect, in how many milliseconds, and the reason."""
@@ -244,16 +332,23 @@ class Fetcher:
         if request is None:
             request = (0, (self._tenant.name, space.number, keys))
         room = max(0, LIMIT_BYTES - self._reading_bytes) // sum(space.block_bytes)
-        count = min(count, max(1, LIMIT_PARTS // space.places), room)
-        if not count:
+        few = min(count, max(1, LIMIT_PARTS // space.places), room)
+        if few < count and any(place.kind.kind != "full" for place in places):
+            some, *more = (
+                chain[first * KEY_BYTES : (first + few) * KEY_BYTES] for chain in (keys, *others)
+            )
+            has = [self._has(space, place, some, more) for place in places]
+            few = restorable(space, places, has, first) if few else 0
+        if not (count := few):
             return 0, 0.0, "too_many"
+        wanted = [self._wanted(space, place, keys, first, count, others) for place in places]
         fresh, joined = 0, list[Name]()
-        for place in places:
-            for name in self._names(space, place, keys, first, count):
+        for one in wanted:
+            for name in each_of(one.names):
                 if self._is_reading(name):
                     joined.append(self.name_of(name))
                 elif queue.known.present(name):
-                    fresh += place.block_bytes
+                    fresh += one.place.block_bytes
         if not queue.pending.has_room(request):
             return 0, 0.0, "too_many"
         verdict = queue.planner.weigh(
@@ -265,63 +360,67 @@ class Fetcher:
             if verdict.load:
                 queue.pending.add(request)
         if verdict.load:
-            coming = self._start(request, space, keys, first, count, joined)
+            coming = self._start(request, space, first, count, wanted, joined)
         else:
             coming = count if not verdict.first and queue.planner.eta_s(request) else 0
         if not coming:
             return 0, 0.0, verdict.why if not verdict.load else "not_read"
         return coming, max(queue.planner.eta_s(request), verdict.load_s) * 1000, verdict.why
 
-    def _names(
-        self, space: KnownSpace, place: Place, keys: bytes, first: int, count: int
-    ) -> list[bytes]:
+    def _wanted(
+        self, space: KnownSpace, place: Place, keys: bytes, first: int, count: int,
+        others: Sequence[bytes],
+    ) -> WantedParts:  # fmt: skip
         need = place.needed(space, first + count)
-        begin = max(first, need.start)
-        names = names_of(keys[begin * KEY_BYTES : need.stop * KEY_BYTES], place.mask)
-        return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+        begin, end = max(first, need.start), need.stop * KEY_BYTES
+        some, *more = (chain[begin * KEY_BYTES : end] for chain in (keys, *others))
+        parent = keys[(begin - 1) * KEY_BYTES : begin * KEY_BYTES] if begin else b""
+        sources = self._sources(place, some, more)
+        return WantedParts(place, begin, parent, some, sources, names_of(sources, place.mask))
 
     def _start(
-        self, request: Request, space: KnownSpace, keys: bytes, first: int, count: int,
-        joined: Sequence[Name],
+        self, request: Request, space: KnownSpace, first: int, count: int,
+        wanted: Sequence[WantedParts], joined: Sequence[Name],
     ) -> int:  # fmt: skip
         """Take slots and queue the reads; return how many of the leading blocks will be there."""
-        queue, coming = self._queue, count
+        queue, coming, arrivals = self._queue, count, self._tenant.catalog.arrivals
         new: list[tuple[Hashable, DiskLink, int]] = []
-        for place in self._places.of(space):
-            need = place.needed(space, first + count)
-            begin = max(first, need.start)
-            parent = keys[(begin - 1) * KEY_BYTES : begin * KEY_BYTES] if begin else b""
-            wanted = keys[begin * KEY_BYTES : need.stop * KEY_BYTES]
+        for one in wanted:
+            place = one.place
             try:
-                taken, outcomes = self._tenant.catalog.arrivals.reserve(
-                    space, place.group, place.shard, parent, wanted
+                taken, outcomes = arrivals.reserve(
+                    space, place.group, place.shard, one.parent, one.keys
                 )
             except Refused:  # a limit of leases or spaces, or a key is given twice
                 coming = 0
                 break
-            names = names_of(wanted, place.mask)
+            left = iter(taken)
             for at, code in enumerate(outcomes):
-                name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
-                if code not in (GRANTED, PRESENT) and not self._is_reading(name):
-                    coming = min(coming, begin + at - first)
-                    break
-            for block in taken:
-                name = names_of(block.key, place.mask)
-                of = place.identity(space, block.key)
-                part = ArrivingPart(self, name, place, of, space.spec.dtype, block)
-                queue.parts[self.name_of(name)] = part
-                self._reading_bytes += place.block_bytes
-                new.append((self.name_of(name), queue.link, place.block_bytes))
+                name = one.names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+                if code == GRANTED:
+                    block = next(left)
+                    if not self._is_reading(name):
+                        source = one.sources[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+                        of = place.identity(space, source)
+                        part = ArrivingPart(self, name, place, of, space.spec.dtype, block)
+                        self._reading_bytes += place.block_bytes
+                        new.append((queue.add(part), queue.link, place.block_bytes))
+                        continue
+                    arrivals.failed(block)  # the object is read for another block
+                elif code == PRESENT or self._is_reading(name):
+                    continue
+                coming = min(coming, one.begin + at - first)
         queue.planner.add(request, new, joined)
         queue.pump()
-        return coming
+        return max(0, coming)
 
     def forget(self, names: bytes) -> None:
         """These objects were forgotten: what is read of them is dropped."""
-        for at in range(0, len(names), NAME_BYTES):
-            part = self._queue.parts.get(self.name_of(names[at : at + NAME_BYTES]))
-            if part is not None:
-                part.is_forgotten = True
+        if self._queue.parts:
+            for name in each_of(names):
+                part = self._queue.parts.get(self.name_of(name))
+                if part is not None:
+                    part.is_forgotten = True
 
     def ended(
         self,
@@ -341,3 +440,5 @@ class Fetcher:
         self.bytes_read += nbytes
         ids = catalog.arrivals.arrived(part.block, digest, waited, self._queue.clock())
         self._tenant.tier.writes.saved(ids)
+        if part.of.key != part.block.key:
+            self.renamed(ids)

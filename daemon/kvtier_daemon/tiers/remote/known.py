@@ -6,7 +6,8 @@ object is unknown, and asked about again. Two names with the same 64 bits cost o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from kvtier.key import KEY_BYTES
 from kvtier_kernels import Notes, blake3
@@ -30,6 +31,10 @@ def names_of(keys: bytes, mask: bytes) -> bytes:
     return both.to_bytes(len(keys), "little")
 
 
+def each_of(names: bytes) -> Iterator[bytes]:
+    return (names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
+
+
 class KnownObjects:
     """Of all tenants; their names differ. `clock` returns seconds."""
 
@@ -37,6 +42,7 @@ class KnownObjects:
         self._notes = Notes(nbytes)
         self._clock = clock
         self._doubted: dict[bytes, None] = {}
+        self._leaving: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -48,8 +54,23 @@ class KnownObjects:
         return int(self._clock() / ABSENT_S) % EPOCHS
 
     def note(self, names: bytes, present: bool) -> None:
+        if present and self._leaving:
+            names = b"".join(name for name in each_of(names) if name not in self._leaving)
         code = PRESENT if present else FIRST_EPOCH + self._epoch()
         self._notes.note(names, code, int(self._clock()))
+
+    def begin_delete(self, names: bytes) -> None:
+        """These objects are absent from now on, also if an answer that is on its way says otherwise."""
+        self.note(names, False)
+        self._leaving.update(each_of(names))
+
+    def end_delete(self, names: bytes) -> None:
+        """These objects were deleted, or could not be: what is said about them from now on counts."""
+        self.note(names, False)
+        for name in each_of(names):
+            self._leaving[name] -= 1
+            if not self._leaving[name]:
+                del self._leaving[name]
 
     def doubt(self, name: bytes) -> bool:
         """Note that this object could not be read completely. It may be there, so it can be read again; and
@@ -70,9 +91,9 @@ class KnownObjects:
         flags = self.which(names)
         if not self._doubted:
             return flags
-        each = (names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
         return bytes(
-            flag and name not in self._doubted for flag, name in zip(flags, each, strict=True)
+            flag and name not in self._doubted
+            for flag, name in zip(flags, each_of(names), strict=True)
         )
 
     def present(self, names: bytes) -> int:

@@ -15,8 +15,10 @@ import msgspec
 
 LENGTH: Final = struct.Struct("<I")
 LIMIT_BYTES: Final = 16 << 20
-# Outcomes of a request. BROKEN: the object began to arrive, and its end did not.
+# Outcomes of a request. BROKEN: the object began to arrive, and its end did not. LOST: the store works, and
+# the host that has the object does not answer.
 DONE, ABSENT, TOO_LARGE, BROKEN, FAILED = "", "absent", "too_large", "broken", "failed"
+LOST: Final = "lost"
 CONNECT_S: Final = 3.0
 STATUS: Final = re.compile(r"status code: (\d+ [A-Za-z ]+?)(?::|$)", re.MULTILINE)
 CODE: Final = re.compile(r"<Code>([A-Za-z]+)</Code>")

@@ -25,6 +25,7 @@ from kvtier_daemon.tiers.remote.messages import (
     ABSENT,
     CONNECT_S,
     FAILED,
+    LOST,
     TOO_LARGE,
     Answer,
     GetObject,
@@ -34,10 +35,10 @@ from kvtier_daemon.tiers.remote.messages import (
 )
 
 # Error codes of the client.
-FULL, WRONG_SIZE, NOT_FOUND = -200, -600, -704
+FULL, WRONG_SIZE, NOT_FOUND, NO_TRANSFER = -200, -600, -704, -800
 TEXTS: Final = {
     FULL: "the pool is full",
-    -800: "a transfer failed",
+    NO_TRANSFER: "a transfer failed",
     -900: "the master does not answer",
 }
 BATCH_BYTES: Final = 32 << 20  # of one call
@@ -184,6 +185,8 @@ class PooledObjects:
             return Answer(request.id, ABSENT)
         if nbytes == WRONG_SIZE:
             return Answer(request.id, TOO_LARGE, f"{request.name} does not fit")
+        if nbytes == NO_TRANSFER:  # of the host that lent its memory, not of the store
+            return Answer(request.id, LOST, reason_of(nbytes))
         return Answer(request.id, FAILED, reason_of(nbytes))
 
     def _get(self, requests: list[GetObject]) -> list[int]:

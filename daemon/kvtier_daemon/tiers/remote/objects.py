@@ -14,7 +14,8 @@ is only in other memory, and of its header a copy is read, so that the process s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
@@ -27,6 +28,9 @@ from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import copy, decode_frame, seal_frame, xxh3_128
 
 VERSION = "v1"
+KEY_DIGITS = 64
+ANY_KEY = "0" * KEY_DIGITS
+HEXADECIMAL = re.compile(r"[0-9a-f]*")
 
 
 def object_name(of: Identity) -> str:
@@ -47,6 +51,25 @@ def identity_of(name: str) -> Identity | None:
         return None
     is_name = version == VERSION and len(one.space) == len(one.key) == 32
     return one if is_name and max(one.group, one.shard) < 256 else None
+
+
+def keys_of(space: bytes, names: Iterable[str]) -> dict[tuple[int, int], bytes]:
+    """Return the keys of those of these objects that are blocks of this space, by group and shard."""
+    folder, hexadecimal = folder_of(space)[:-1], dict[str, list[str]]()
+    for name in names:
+        head, _, last = name.rpartition("/")
+        if head == folder or head.endswith(f"/{folder}"):
+            hexadecimal.setdefault(last[KEY_DIGITS:], []).append(last[:KEY_DIGITS])
+    found: dict[tuple[int, int], bytes] = {}
+    for place, keys in hexadecimal.items():
+        digits = "".join(keys)
+        if HEXADECIMAL.fullmatch(digits) is None:
+            digits = "".join(one for one in keys if HEXADECIMAL.fullmatch(one) is not None)
+        of = identity_of(f"{folder}/{ANY_KEY}{place}")
+        if of is not None and digits:
+            at = of.group, of.shard
+            found[at] = found.get(at, b"") + bytes.fromhex(digits)
+    return found
 
 
 class Headers:

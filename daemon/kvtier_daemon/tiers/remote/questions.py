@@ -11,8 +11,8 @@ from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.known import KnownObjects, names_of, place_mask
 from kvtier_daemon.tiers.remote.messages import Answer, HeadObjects, ListObjects, Request
-from kvtier_daemon.tiers.remote.objects import folder_of, identity_of, object_name
-from kvtier_daemon.tiers.remote.places import Places
+from kvtier_daemon.tiers.remote.objects import folder_of, keys_of, object_name
+from kvtier_daemon.tiers.remote.places import LIMIT_SPACES, Places
 
 LIMIT_QUESTIONS: Final = 256  # the oldest are dropped
 AT_ONCE: Final = 4
@@ -95,14 +95,14 @@ class Questions:
 
     async def _list(self, space: KnownSpace) -> None:
         """Note which blocks of this space exist: a host that is new knows of none."""
+        if len(self._listed) >= LIMIT_SPACES:
+            del self._listed[next(iter(self._listed))]
         self._listed[space.identity] = self._driver.epoch
         request = ListObjects(self._driver.next_id(), folder_of(space.identity), LIST_MOST)
         answers = self._answers(request)
         while (answer := await answers.get()).names:
-            names: dict[tuple[int, int], list[bytes]] = {}
-            for one in map(identity_of, answer.names):
-                if one is not None and one.space == space.identity:
-                    names.setdefault((one.group, one.shard), []).append(one.key)
-            for (group, shard), found in names.items():
+            for (group, shard), keys in keys_of(space.identity, answer.names).items():
                 mask = place_mask(space.identity, group, shard)
-                self._known.note(names_of(b"".join(found), mask), True)
+                self._known.note(names_of(keys, mask), True)
+        if answer.outcome:  # the next question lists it again
+            self._listed.pop(space.identity, None)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from obstore.store import S3Config
 
 HEADS_AT_ONCE: Final = 32
-PAGE_NAMES: Final = 1000
+PAGE_NAMES: Final = 500  # half a millisecond of the daemon's loop
 
 
 class S3Objects:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +21,8 @@ from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
-from kvtier_daemon.tiers.remote.known import NAME_BYTES, KnownObjects, names_of
-from kvtier_daemon.tiers.remote.messages import DONE, Answer, DeleteObjects, PutObject
+from kvtier_daemon.tiers.remote.known import KnownObjects, names_of
+from kvtier_daemon.tiers.remote.messages import DONE, Answer, PutObject
 from kvtier_daemon.tiers.remote.objects import encode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places
 from kvtier_kernels import Mapping
@@ -30,9 +31,22 @@ LIMIT_SAVED: Final = 1 << 16  # blocks that wait; the oldest are dropped
 LIMIT_USED: Final = 1024  # prefixes that wait
 LIMIT_USED_BYTES: Final = 4 << 20  # of their keys
 PORTION: Final = 4  # blocks that are encoded at once: a fraction of a millisecond of the loop
+LOOK_BLOCKS: Final = 1024  # of a prefix that are looked up at once
 POLL_S: Final = 0.2
 GOOD: Final = bytes([1])
 ALL, USED, NONE = "all", "used", "none"
+
+
+def zeros(flags: bytes) -> Iterator[int]:
+    """The places of the zeros."""
+    at = flags.find(0)
+    while at >= 0:
+        yield at
+        at = flags.find(0, at + 1)
+
+
+def each_id(ids: array[int]) -> Iterator[bytes]:
+    return (array("I", [one]).tobytes() for one in ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +61,7 @@ class Sending:
 
 
 class Sharer:
-    """The writes and the forgets of one tenant. `memory` has its extents, in their order."""
+    """The writes of one tenant. `memory` has its extents, in their order."""
 
     def __init__(
         self, tenant: Tenant, driver: StoreDriver, known: KnownObjects, places: Places, codec: Codec,
@@ -67,6 +81,7 @@ class Sharer:
         self._used: deque[tuple[KnownSpace, bytes]] = deque()
         self._used_bytes = 0
         self._more = asyncio.Event()
+        self._room = asyncio.Event()  # in the buffer, after a write has ended
         self._sending: set[bytes] = set()  # names
         self.accepts = True  # blocks that are saved or used from now on
         self._is_sharing = False
@@ -91,7 +106,16 @@ class Sharer:
 
     def saved(self, ids: bytes) -> None:
         """These blocks were committed to memory."""
-        if self._write != ALL or not self.accepts:
+        if self._write == ALL:
+            self._add(ids)
+
+    def renamed(self, ids: bytes) -> None:
+        """These blocks came from the store, which has them only under another secret."""
+        if self._write != NONE:
+            self._add(ids)
+
+    def _add(self, ids: bytes) -> None:
+        if not self.accepts:
             return
         self._saved += ids
         if (over := len(self._saved) - LIMIT_SAVED * ID_BYTES) > 0:
@@ -121,72 +145,95 @@ class Sharer:
                 await asyncio.sleep(POLL_S)
             self._is_sharing = True
             for ids in self._next():
-                await self._share(ids)
+                await (self.share(ids) if ids else asyncio.sleep(0))
             self._is_sharing = False
 
     def _next(self) -> Iterator[bytes]:
-        """The next blocks, in portions."""
+        """The next blocks, in portions. An empty one comes after many blocks that need not be written."""
         store = self._tenant.catalog.blocks.store
         if self._saved:
-            some = array("I", bytes(self._saved[: PORTION * ID_BYTES]))
-            del self._saved[: PORTION * ID_BYTES]
             # Some may have been evicted, and their ids reused: then other blocks are shared.
-            each = (array("I", [one]).tobytes() for one in dict.fromkeys(some))
-            yield b"".join(one for one in each if store.ready(one))
+            some = dict.fromkeys(array("I", bytes(self._saved[: PORTION * ID_BYTES])))
+            del self._saved[: PORTION * ID_BYTES]
+            yield array("I", some).tobytes()
             return
         space, keys = self._used.popleft()
         self._used_bytes -= len(keys)
-        step = PORTION * KEY_BYTES
-        for at in range(0, len(keys), step):
+        for at in range(0, len(keys), LOOK_BLOCKS * KEY_BYTES):
+            some_keys = keys[at : at + LOOK_BLOCKS * KEY_BYTES]
             for place in self._places.of(space):
                 if space.index < 0:
                     return
-                names = names_of(keys[at : at + step], place.mask)
-                new = b"".join(
-                    keys[at + i * KEY_BYTES : at + (i + 1) * KEY_BYTES]
-                    for i, is_known in enumerate(self._known.good(names))
-                    if not is_known
-                )
-                if new:
-                    yield store.present(space.index, place.group, place.shard, new)
+                good = self._known.good(names_of(some_keys, place.mask))
+                new = b"".join(some_keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in zeros(good))
+                ids = store.present(space.index, place.group, place.shard, new) if new else b""
+                for i in range(0, len(ids), PORTION * ID_BYTES):
+                    yield ids[i : i + PORTION * ID_BYTES]
+            yield b""
 
-    async def _share(self, ids: bytes) -> None:
-        """Write these blocks, which are READY. Those that cannot be written are dropped."""
+    async def settled(self) -> None:
+        """Wait until no block is being written."""
+        while self._sending:
+            await self._wait_for_room()
+
+    async def share(self, ids: bytes) -> None:
+        """Write these blocks. Those that cannot be written are dropped."""
+        left = array("I", ids)
+        while left and (child := self._driver.child) is not None:
+            sending, held = self._begin(child, left)
+            if not held:
+                if left:  # for room
+                    await self._wait_for_room()
+                continue
+            sizes: Sequence[int] = [0] * len(sending)
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._threads, self._encode, child, sending)
+            try:
+                sizes = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # the thread reads the slots
+                raise
+            finally:
+                self._tenant.catalog.blocks.unlease(held)
+            for one, nbytes in zip(sending, sizes, strict=True):
+                self._send(child, one, nbytes)
+
+    def _begin(self, child: StoreProcess, left: array[int]) -> tuple[list[Sending], bytes]:
+        """Take room in the buffer for the first blocks of `left`, as far as there is some. Remove from `left`
+        these and those that need not be written. Return what to write, and its ids, which are leased."""
         blocks, store = self._tenant.catalog.blocks, self._tenant.catalog.blocks.store
+        ids = b"".join(one for one in each_id(left) if store.ready(one))
         if blocks.expiring.time_of:
             ids = blocks.expiring.lasting(ids)
         lossy = set(array("I", store.lossy(ids)))
-        ids = array("I", (one for one in array("I", ids) if one not in lossy)).tobytes()
-        if not ids:
-            return
+        wanted = array("I", (one for one in array("I", ids) if one not in lossy))
+        plans = self._tenant.catalog.demotions.described(
+            wanted.tobytes(), store.slots(wanted.tobytes())
+        )
+        sending, held = list[Sending](), array("I")
+        del left[:]
+        for at, (one, plan) in enumerate(zip(wanted, plans, strict=True)):
+            place = self._place_of(plan)
+            if place is None:
+                continue
+            room = place.headers.most_bytes
+            if (where := child.writes.take(room)) is None:
+                left.extend(wanted[at:])
+                break
+            name = names_of(plan.identity.key, place.mask)
+            self._sending.add(name)
+            sending.append(Sending(plan, place, name, where, room))
+            held.append(one)
         try:
-            blocks.lease([ids])
+            blocks.lease([held.tobytes()])
         except Refused:  # too many leases
-            return
-        sending: list[Sending] = []
-        child = self._driver.child
-        try:
-            plans = self._tenant.catalog.demotions.described(ids, store.slots(ids))
-            for plan in plans:
-                if child is not None and (one := await self._begin(child, plan)) is not None:
-                    sending.append(one)
-            loop = asyncio.get_running_loop()
-            sizes = [0] * len(sending)
-            if child is not None and sending:
-                work = loop.run_in_executor(self._threads, self._encode, child, sending)
-                try:
-                    sizes = await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    await asyncio.wait([work])  # the thread reads the slots
-                    raise
-        finally:
-            blocks.unlease(ids)
-        for one, nbytes in zip(sending, sizes, strict=True):
-            assert child is not None
-            self._send(child, one, nbytes)
+            for each in sending:
+                self._sent(child, each, 0, Answer(0, "not sent"))
+            return [], b""
+        return sending, held.tobytes()
 
-    async def _begin(self, child: StoreProcess, plan: WritePlan) -> Sending | None:
-        """Take room in the buffer for this block, unless it needs not be written."""
+    def _place_of(self, plan: WritePlan) -> Place | None:
+        """The place of this block; None if it need not be written."""
         space, of = plan.space, plan.identity
         places = self._places.of(space)
         if not places:
@@ -196,14 +243,13 @@ class Sharer:
         is_known = self._known.good(name) == GOOD or name in self._sending
         if is_known or self._tenant.losses.of(of.space, space.spec, self._tenant.name) is not None:
             return None
-        room = place.headers.most_bytes
-        self._sending.add(name)
-        while (at := child.writes.take(room)) is None:
-            await asyncio.sleep(POLL_S / 10)
-            if self._driver.child is not child:
-                self._sending.discard(name)
-                return None
-        return Sending(plan, place, name, at, room)
+        return place
+
+    async def _wait_for_room(self) -> None:
+        """Wait until a write of this tenant has ended, or for a moment: others use the buffer too."""
+        self._room.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._room.wait(), POLL_S / 10)
 
     def _encode(self, child: StoreProcess, sending: Sequence[Sending]) -> list[int]:
         """In a thread: write the objects to the buffer; return their sizes, 0 for a damaged block."""
@@ -222,51 +268,25 @@ class Sharer:
         return sizes
 
     def _send(self, child: StoreProcess, one: Sending, nbytes: int) -> None:
-        def sent(answer: Answer) -> None:
-            child.writes.give(one.at, one.room)
-            self._sending.discard(one.name)
-            if answer.outcome == DONE:
-                self._known.note(one.name, True)
-                self._known.trust(one.name)
-                self.counts["written"] += 1
-                self.bytes_written += nbytes
-            else:
-                self.counts["not_written"] += 1
-
+        sent = partial(self._sent, child, one, nbytes)
         if not nbytes or self._driver.child is not child:
             sent(Answer(0, "not sent"))
             return
         request = PutObject(self._driver.next_id(), object_name(one.plan.identity), one.at, nbytes)
         self._driver.ask(request, sent)
 
-    # --- forgets -----------------------------------------------------------------------------
+    def _sent(self, child: StoreProcess, one: Sending, nbytes: int, answer: Answer) -> None:
+        child.writes.give(one.at, one.room)
+        self._sending.discard(one.name)
+        self._room.set()
+        if answer.outcome == DONE:
+            self._known.note(one.name, True)
+            self._known.trust(one.name)
+            self.counts["written"] += 1
+            self.bytes_written += nbytes
+        else:
+            self.counts["not_written"] += 1
 
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bytes:
-        """Delete the objects of these blocks, after those of them that are being written. Later `done` gets
-        the failure, or an empty text. Return the names."""
-        objects, names = list[str](), list[bytes]()
-        for place in self._places.of(space):
-            names.append(names_of(keys, place.mask))
-            objects += [
-                object_name(place.identity(space, keys[at : at + KEY_BYTES]))
-                for at in range(0, len(keys), KEY_BYTES)
-            ]
-        packed = b"".join(names)
-        self._known.note(packed, False)
-        self._delete(objects, packed, done)
-        return packed
-
-    def _delete(self, objects: list[str], names: bytes, done: Callable[[str], None] | None) -> None:
-        each = (names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
-        if self._sending and not self._sending.isdisjoint(each):
-            asyncio.get_running_loop().call_later(
-                POLL_S / 4, partial(self._delete, objects, names, done)
-            )
-            return
-
-        def deleted(answer: Answer) -> None:
-            self._known.note(names, False)
-            if done is not None:
-                done(answer.text and f"the remote store: {answer.text}")
-
-        self._driver.ask(DeleteObjects(self._driver.next_id(), objects), deleted)
+    def is_sending(self, names: Iterable[bytes]) -> bool:
+        """Whether one of these objects is being written."""
+        return bool(self._sending) and not self._sending.isdisjoint(names)

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -21,13 +21,23 @@ from kvtier_daemon.config.schema import RemoteConfig
 from kvtier_daemon.planning import PATIENCE_S
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
+from kvtier_daemon.tiers.remote.deleting import Deleter
 from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
 from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
+from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import KnownObjects
 from kvtier_daemon.tiers.remote.places import Places
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.sharing import Sharer
-from kvtier_daemon.tiers.states import CLOSING, DRAINED, DRAINING, OFF, ON, OPENING
+from kvtier_daemon.tiers.states import (
+    CLOSING,
+    DRAINED,
+    DRAINING,
+    HANDING_OVER,
+    OFF,
+    ON,
+    OPENING,
+)
 from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent
 from kvtier_kernels import Mapping as MappedExtent
@@ -51,24 +61,29 @@ class SharedBlocks:
             tenant, remote.driver, remote.known, remote.places, BY_NAME[config.codec], remote.encoder,
             self.memory, config.write,
         )  # fmt: skip
+        self.handing_over = HandingOver(tenant, remote.places, remote.known, self.sharer)
+        self._deleter = Deleter(remote.driver, remote.known, self.sharer)
         self.pending: PendingReads = remote.queue.pending
         self.saved = self.sharer.saved
         self.used = self.sharer.used
+        self.fetcher.renamed = self.sharer.renamed
         self.beyond = self.fetcher.beyond
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
+        others: Sequence[bytes] = (),
     ) -> Outlook:  # fmt: skip
         return self.fetcher.fetch(
             space, keys, first, count, request=request, urgent=urgent, within_s=within_s,
-            recompute_s=recompute_s,
+            recompute_s=recompute_s, others=others,
         )  # fmt: skip
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        if not self._places.of(space):
+        places = self._places.of(space)
+        if not (places and keys):
             return False
-        self.fetcher.forget(self.sharer.forget(space, keys, done))
+        self.fetcher.forget(self._deleter.forget(space, places, keys, done))
         return True
 
 
@@ -114,6 +129,7 @@ class RemoteTier:
         self._tasks: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None  # None before `start` and after `end`
         self._accepts = True  # False after a drain
+        self._handing_over: asyncio.Task[None] | None = None
 
     @property
     def is_configured(self) -> bool:
@@ -168,8 +184,8 @@ class RemoteTier:
     # --- orders of an operator ---------------------------------------------------------------
 
     def order(self, order: str) -> dict[str, Any]:
-        """Drain the tier, switch it off or on, or report its state. Raises TierError if that is not
-        possible."""
+        """Drain the tier, switch it off or on, hand all blocks over, or report its state. Raises TierError if
+        that is not possible."""
         remote = self._remote
         if remote is None:
             raise TierError(
@@ -177,6 +193,11 @@ class RemoteTier:
             )
         if order == "drain" and not remote.driver.is_wanted:
             raise TierError("remote: is off, so it cannot be drained")
+        if order == "hand-over":
+            self._hand_over(remote)
+        elif order != "status" and self._handing_over is not None:
+            self._handing_over.cancel()
+            self._handing_over = None
         if order in ("off", "on"):
             remote.driver.switch(order == "on")
         if order in ("drain", "on"):
@@ -188,8 +209,29 @@ class RemoteTier:
             "tier": "remote",
             "state": self.state(),
             "left_blocks": self._left(),
-            "failure": "" if remote.driver.is_opening else off,
+            "failure": "" if remote.driver.is_opening else off or self._kept(),
         }
+
+    def _hand_over(self, remote: OpenRemote) -> None:
+        """Start to write all blocks in memory and on disk to the store."""
+        if not (remote.driver.is_writable and self._accepts and self._group is not None):
+            raise TierError("remote: the store cannot be written now; see `kvtier status`")
+        if self._handing_over is None or self._handing_over.done():
+            self._handing_over = self._group.create_task(self._hand_all_over(), name="hand over")
+
+    async def _hand_all_over(self) -> None:
+        try:
+            for one in self._of.values():
+                await one.handing_over.run()
+        except Exception:
+            log.exception("remote: internal error while handing blocks over; order it again")
+
+    def _kept(self) -> str:
+        """What the last hand-over could not write, if it has ended."""
+        kept = sum(one.handing_over.kept for one in self._of.values())
+        if not kept or self._handing_over is None or self.state() == HANDING_OVER:
+            return ""
+        return f"{kept} blocks were not handed over: they could not be read or written, or are not shared"
 
     def state(self) -> str:
         """Return one of `states`."""
@@ -201,10 +243,12 @@ class RemoteTier:
             return CLOSING if driver.child is not None else OFF
         if not self._accepts:
             return DRAINING if self._left() else DRAINED
+        if self._handing_over is not None and not self._handing_over.done():
+            return HANDING_OVER
         return ON if driver.is_on else OPENING if driver.is_opening else OFF
 
     def _left(self) -> int:
-        return sum(one.sharer.left for one in self._of.values())
+        return sum(one.sharer.left + one.handing_over.left for one in self._of.values())
 
     def _accept(self, accepts: bool) -> None:
         self._accepts = accepts
@@ -230,10 +274,11 @@ class RemoteTier:
     async def end(self) -> None:
         """Stop to use the store. What still waits to be written is not written."""
         self._group = None
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._handing_over] if self._handing_over is not None else [])]
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks)
         if self._remote is not None:
             await asyncio.to_thread(self._remote.decoders.shutdown)
             await asyncio.to_thread(self._remote.encoder.shutdown)
