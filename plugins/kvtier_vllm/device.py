@@ -27,7 +27,7 @@ from kvtier_vllm.messages import ReadOrder
 from kvtier_vllm.options import Options
 
 if TYPE_CHECKING:
-    from kvtier_vllm.direct import DirectLoads
+    from kvtier_plugins.direct_loads import DirectLoads
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -226,6 +226,8 @@ class DeviceSide:
 
     def unregister(self, reader: Reader) -> None:
         """Unregister these extents once no copy uses them."""
+        if self.direct is not None:
+            self.direct.forget(reader)
         self._copier.pins.forget(reader.mappings)
 
     def end_gather(self) -> None:
@@ -353,11 +355,12 @@ class DeviceSide:
 
     def read_directly(self, options: Options, shard: int) -> None:
         """Let loads read blocks of the only group from disk themselves, as the options say."""
-        from kvtier_vllm.direct import DirectLoads
+        from kvtier_plugins.direct_loads import DirectLoads, Times
 
         (pieces,) = self._pieces
         driver, lane = self._copier.driver, self._lanes["load"]
-        self.direct = DirectLoads(options, driver, lane, pieces, shard)
+        times = Times(options.patience_ms, options.lease_ms)
+        self.direct = DirectLoads(options.gpu_direct, times, driver, lane, pieces, shard)
 
     def close(self) -> None:
         """Wait for the copies, then free all resources. No other thread may be copying."""
