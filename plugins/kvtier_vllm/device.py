@@ -55,13 +55,20 @@ class SharedCopies:
 
     def join(self, session: DaemonSession, shard: int) -> None:
         """Take part in the copies of this daemon. Waits for it."""
+        run = session.reader.daemon_run
         if self._hot is not None:
-            self._hot.close(HOT_ENDS_S)
+            self.leave(self._hot.run)
         try:
-            run = session.reader.daemon_run
             self._hot = HotSide(self._driver, session.client, run, [shard])
         except KvtierError as error:
             log.info("kvtier: no copies on the GPU: %s", str(error))
+
+    def leave(self, run: bytes) -> None:
+        """Unmap the copies of this run of the daemon, and forget its connection, once no copy uses them."""
+        hot = self._hot
+        if hot is not None and hot.run == run:
+            self._hot = None
+            hot.close(HOT_ENDS_S)
 
     def of(self, run: bytes) -> HotSide | None:
         """The copies of this run of the daemon, if there is memory for them."""
@@ -228,6 +235,7 @@ class DeviceSide:
         """Unregister these extents once no copy uses them."""
         if self.direct is not None:
             self.direct.forget(reader)
+        self.shared.leave(reader.daemon_run)
         self._copier.pins.forget(reader.mappings)
 
     def end_gather(self) -> None:

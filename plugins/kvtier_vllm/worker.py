@@ -189,6 +189,8 @@ class DaemonMappings:
 
     def _unmap(self, run: bytes) -> None:
         """Unmap an arena in the thread that saves: a large one takes seconds."""
+        if self._joined is not None and self._joined.reader.daemon_run == run:
+            self._joined = None  # it would keep the arena mapped
         if run in self.readers:
             self._state.tasks.put(partial(self._drop, [self.readers.pop(run)]))
 
