@@ -20,7 +20,7 @@ from kvtier_plugins.direct_thread import DirectThread
 log = logging.getLogger("kvtier")
 
 
-class OpenSession(Protocol):
+class RankSession(Protocol):
     """A connection of a rank with its space open."""
 
     @property
@@ -46,7 +46,7 @@ class DirectLoads:
         self._pieces = pieces
         self._shard = shard
         self.times = times
-        self._session: OpenSession | None = None
+        self._session: RankSession | None = None
         self._thread = DirectThread(driver, mode, shard)
         self._counts: Counter[str] = Counter()  # blocks, by outcome
 
@@ -55,7 +55,7 @@ class DirectLoads:
         """Whether this rank reads directly now."""
         return self._session is not None and self._thread.is_on
 
-    def follow(self, session: OpenSession) -> None:
+    def follow(self, session: RankSession) -> None:
         """Use this session from now on."""
         if session is not self._session:
             self._session = session
@@ -88,7 +88,7 @@ class DirectLoads:
         return ""
 
     def _read(
-        self, session: OpenSession, keys: Keys, pages: Sequence[int], after: Event
+        self, session: RankSession, keys: Keys, pages: Sequence[int], after: Event
     ) -> list[int]:
         """Read directly; return the places of the blocks that did not arrive."""
         missing = dict.fromkeys(range(len(keys)))
@@ -106,7 +106,7 @@ class DirectLoads:
         self._counts["read"] += len(keys) - len(missing)
         return list(missing)
 
-    def _load(self, session: OpenSession, keys: Keys, pages: Sequence[int], after: Event) -> bool:
+    def _load(self, session: RankSession, keys: Keys, pages: Sequence[int], after: Event) -> bool:
         """Load these blocks through the daemon's memory; return whether all pages have their blocks."""
         space, reader = session.space, session.reader
         lease = space.lease(
