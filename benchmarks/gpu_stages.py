@@ -415,15 +415,15 @@ def kills() -> Rows:
 
 def holder() -> Rows:
     machine = Machine()
-    yield from tests("holder, engines and daemons that end", ["tests/e2e/test_hot.py"])
     yield from tests("memory of the device", ["tests/gpu/test_hot.py"])
     for piece in (64 * KIB, MIB):
         yield machine.judged(hot_to_pages(machine, piece))
+    yield from tests("holder, engines and daemons that end", ["tests/e2e/test_hot.py"])
 
 
 def hot_to_pages(machine: Machine, piece: int) -> Row:
     """Blocks of a holder's memory are copied to pages in no order, relative to one copy within the device."""
-    driver, layers, count = machine.driver, 4, machine.many(256, 4)
+    driver, layers, count = machine.driver, 4, machine.many(128, 4)
     size = layers * piece
     nbytes = count * size
     held = HeldGpu("0")

@@ -107,6 +107,7 @@ class HotSide:
     def close(self, within_s: float = 0.0) -> None:
         """Unmap everything, after the copies in progress; if they do not end in this time, it stays mapped
         until the process ends. Nothing else is copied from now on."""
+        self._is_off = True  # a thread that still has this side reserves nothing
         with self._lock:
             self._gone |= self._memory
             self._memory = {}

@@ -27,7 +27,7 @@ from kvtier_vllm.messages import ReadOrder
 from kvtier_vllm.options import Options
 
 if TYPE_CHECKING:
-    from kvtier_vllm.direct import DirectLoads
+    from kvtier_plugins.direct_loads import DirectLoads
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -55,13 +55,20 @@ class SharedCopies:
 
     def join(self, session: DaemonSession, shard: int) -> None:
         """Take part in the copies of this daemon. Waits for it."""
+        run = session.reader.daemon_run
         if self._hot is not None:
-            self._hot.close(HOT_ENDS_S)
+            self.leave(self._hot.run)
         try:
-            run = session.reader.daemon_run
             self._hot = HotSide(self._driver, session.client, run, [shard])
         except KvtierError as error:
             log.info("kvtier: no copies on the GPU: %s", str(error))
+
+    def leave(self, run: bytes) -> None:
+        """Unmap the copies of this run of the daemon, and forget its connection, once no copy uses them."""
+        hot = self._hot
+        if hot is not None and hot.run == run:
+            self._hot = None
+            hot.close(HOT_ENDS_S)
 
     def of(self, run: bytes) -> HotSide | None:
         """The copies of this run of the daemon, if there is memory for them."""
@@ -226,6 +233,9 @@ class DeviceSide:
 
     def unregister(self, reader: Reader) -> None:
         """Unregister these extents once no copy uses them."""
+        if self.direct is not None:
+            self.direct.forget(reader)
+        self.shared.leave(reader.daemon_run)
         self._copier.pins.forget(reader.mappings)
 
     def end_gather(self) -> None:
@@ -353,11 +363,12 @@ class DeviceSide:
 
     def read_directly(self, options: Options, shard: int) -> None:
         """Let loads read blocks of the only group from disk themselves, as the options say."""
-        from kvtier_vllm.direct import DirectLoads
+        from kvtier_plugins.direct_loads import DirectLoads, Times
 
         (pieces,) = self._pieces
         driver, lane = self._copier.driver, self._lanes["load"]
-        self.direct = DirectLoads(options, driver, lane, pieces, shard)
+        times = Times(options.patience_ms, options.lease_ms)
+        self.direct = DirectLoads(options.gpu_direct, times, driver, lane, pieces, shard)
 
     def close(self) -> None:
         """Wait for the copies, then free all resources. No other thread may be copying."""

@@ -191,6 +191,8 @@ class DaemonMappings:
 
     def _unmap(self, run: bytes) -> None:
         """Unmap an arena in the thread that saves: a large one takes seconds."""
+        if self._joined is not None and self._joined.reader.daemon_run == run:
+            self._joined = None  # it would keep the arena mapped
         if run in self.readers:
             self._state.tasks.put(partial(self._drop, [self.readers.pop(run)]))
 
@@ -394,9 +396,10 @@ class RankLoads:
     def _read_directly(self, device: DeviceSide, order: DirectOrder, after: Event | None) -> str:
         """Fill pages with blocks on disk; return why that failed, or an empty text."""
         state, began = self._state, self._state.clock()
-        why = device.direct.load(order, after) if device.direct is not None else "error"
+        direct, keys = device.direct, Keys(order.keys, order.parent)
+        why = direct.load(keys, order.block_ids, after) if direct is not None else "error"
         with state.lock:
-            for outcome, blocks in device.direct.take_counts() if device.direct is not None else ():
+            for outcome, blocks in direct.take_counts() if direct is not None else ():
                 state.report.count({f"direct:{outcome}": blocks})
             if not why:
                 nbytes = state.layout.groups[0].block_bytes * len(order.block_ids)

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvtier.frame import PAGE
 from kvtier_kernels.cuda import CopyLane, blocks, codecs, digests
 from kvtier_plugins import direct, direct_thread
 from kvtier_plugins.direct import DirectReader
+from kvtier_plugins.direct_loads import Times
 from kvtier_plugins.payload_reads import CuFileReads, DirectReadsError, PinnedReads
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.worker import WorkerSide
@@ -223,7 +225,7 @@ def test_a_slot_that_is_reused_before_its_copy_fails_the_load(
     stored(daemon, engine)
     device = engine.workers[0].state.device
     assert device is not None and device.direct is not None
-    device.direct._lease_ms = 1
+    device.direct.times = Times(20_000, 1)
     request = engine.add(PROMPT)
     fake_cuda.hold()
     engine.until(lambda: fake_cuda.held == 1)
@@ -362,7 +364,7 @@ def test_a_disk_that_does_not_answer_stops_no_load(
     monkeypatch.setattr(PinnedReads, "read", hang)
     device = engine.workers[0].state.device
     assert device is not None and device.direct is not None
-    device.direct._patience_ms = 20_000  # of the load through memory
+    device.direct.times = Times(20_000, 60_000)  # of the load through memory
     device.direct._thread.batches = _impatient(device.direct._thread)  # type: ignore[method-assign]
     request = engine.serve(PROMPT)
     assert hanging.is_set() and not request.failed and counts(engine) == (0, BLOCKS)
@@ -437,7 +439,14 @@ def test_an_engine_follows_a_new_daemon(
     engine = engine_of(daemon)
     start(engine)
     stored(daemon, engine)
+    session = engine.workers[0].mappings.session
+    assert session is not None
+    extent = weakref.ref(session.reader.mappings[0])  # type: ignore[type-var]
+    del session
     daemon.stop()
+    engine.until(
+        lambda: extent() is None
+    )  # the memory of the daemon that ended is not mapped any longer
     again = daemon_on()
     again.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= BLOCKS)
     start(engine)

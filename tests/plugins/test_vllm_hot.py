@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -329,6 +330,23 @@ def test_a_killed_daemon_is_followed_by_holder_and_engine(
         assert not engine.early
     finally:
         assert holder.end() == 0
+
+
+def test_the_memory_of_a_daemon_that_ended_is_unmapped(
+    daemon: Daemon, holder: HoldGpu, engine_of: EngineOf
+) -> None:
+    """Of the host, and the copies: the next daemon may need both before this engine is connected to it."""
+    engine = engine_of(daemon)
+    start(engine)
+    engine.serve(PROMPT)
+    settled(daemon, engine)
+    session = engine.workers[0].mappings.session
+    assert session is not None
+    extent = weakref.ref(session.reader.mappings[0])  # type: ignore[type-var]
+    del session
+    daemon.process.kill()
+    daemon.process.wait()
+    engine.until(lambda: extent() is None)
 
 
 def test_without_the_section_the_driver_gets_no_other_call(

@@ -6,33 +6,48 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvtier import Keys, KvtierError
+from kvtier import Keys, KvtierError, Space
+from kvtier.client import Reader
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels.cuda import CopyLane, CudaError, DevicePieces, Driver, Event
 from kvtier_plugins.direct_thread import DirectThread
-from kvtier_vllm.daemon import DaemonSession
-from kvtier_vllm.messages import DirectOrder
-from kvtier_vllm.options import Options
 
-log = logging.getLogger("vllm.kvtier")
+log = logging.getLogger("kvtier")
+
+
+class RankSession(Protocol):
+    """A connection of a rank with its space open."""
+
+    @property
+    def space(self) -> Space: ...
+    @property
+    def reader(self) -> Reader: ...
+
+
+class Times(NamedTuple):
+    """How long a load waits for blocks from disk, and how long a lease lasts, in milliseconds."""
+
+    patience_ms: int
+    lease_ms: int
 
 
 class DirectLoads:
-    """The direct reads of one rank. All methods but `follow` are for the thread that loads."""
+    """The direct reads of one rank. `load` is for the thread that loads."""
 
     def __init__(
-        self, options: Options, driver: Driver, lane: CopyLane, pieces: DevicePieces, shard: int
-    ) -> None:
+        self, mode: str, times: Times, driver: Driver, lane: CopyLane, pieces: DevicePieces, shard: int
+    ) -> None:  # fmt: skip
         self._lane = lane
         self._pieces = pieces
         self._shard = shard
-        self._patience_ms = options.patience_ms
-        self._lease_ms = options.lease_ms
-        self._session: DaemonSession | None = None
-        self._thread = DirectThread(driver, options.gpu_direct, shard)
+        self.times = times
+        self._session: RankSession | None = None
+        self._thread = DirectThread(driver, mode, shard)
         self._counts: Counter[str] = Counter()  # blocks, by outcome
 
     @property
@@ -40,19 +55,23 @@ class DirectLoads:
         """Whether this rank reads directly now."""
         return self._session is not None and self._thread.is_on
 
-    def follow(self, session: DaemonSession) -> None:
+    def follow(self, session: RankSession) -> None:
         """Use this session from now on."""
         if session is not self._session:
             self._session = session
             self._thread.open(session.space)
 
-    def load(self, order: DirectOrder, after: Event | None) -> str:
+    def forget(self, reader: Reader) -> None:
+        """These extents are about to be unmapped: do not keep their session."""
+        if self._session is not None and self._session.reader is reader:
+            self._session = None
+
+    def load(self, keys: Keys, pages: Sequence[int], after: Event | None) -> str:
         """Fill these pages, after this event; return why that failed, or an empty text. When this returns, no
         copy is in progress."""
         session = self._session
         if session is None or after is None:
             return "no_daemon"
-        keys, pages = Keys(order.keys, order.parent), order.block_ids
         try:
             left = self._read(session, keys, pages, after)
             while left:
@@ -69,12 +88,12 @@ class DirectLoads:
         return ""
 
     def _read(
-        self, session: DaemonSession, keys: Keys, pages: list[int], after: Event
+        self, session: RankSession, keys: Keys, pages: Sequence[int], after: Event
     ) -> list[int]:
         """Read directly; return the places of the blocks that did not arrive."""
         missing = dict.fromkeys(range(len(keys)))
         try:
-            for batch in self._thread.batches(session.space, keys, self._patience_ms / 1000):
+            for batch in self._thread.batches(session.space, keys, self.times.patience_ms / 1000):
                 addresses = np.array([block.address for block in batch], np.uint64)
                 ids = [pages[block.at] for block in batch]
                 self._lane.start_at(self._pieces, ids, addresses, False, after)
@@ -87,10 +106,12 @@ class DirectLoads:
         self._counts["read"] += len(keys) - len(missing)
         return list(missing)
 
-    def _load(self, session: DaemonSession, keys: Keys, pages: list[int], after: Event) -> bool:
+    def _load(self, session: RankSession, keys: Keys, pages: Sequence[int], after: Event) -> bool:
         """Load these blocks through the daemon's memory; return whether all pages have their blocks."""
         space, reader = session.space, session.reader
-        lease = space.lease(keys, self._lease_ms, [self._shard], wait_ms=self._patience_ms)
+        lease = space.lease(
+            keys, self.times.lease_ms, [self._shard], wait_ms=self.times.patience_ms
+        )
         used = 0
         try:
             if lease.ready < len(keys):
