@@ -52,7 +52,7 @@ class ReadLease:
     prefix_blocks: int
 
 
-class Lookup(msgspec.Struct):
+class Lookup(msgspec.Struct, gc=False):
     """A match or a load and its answer. `missing` is the first block that it did not get; `used` is the
     number of blocks that the client has reported as used since."""
 
