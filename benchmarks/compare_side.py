@@ -166,9 +166,7 @@ def plugin(tests: str) -> Iterator[Round]:
 
     with tempfile.TemporaryDirectory() as name, Daemon(Path(name), "256MiB") as daemon:
         daemon.wait_for_arena()
-        with contextlib.closing(
-            fake.FakeEngine(daemon.socket, pages=4 * PROMPT_BLOCKS)
-        ) as engine:
+        with contextlib.closing(fake.FakeEngine(daemon.socket, pages=4 * PROMPT_BLOCKS)) as engine:
             for call in SCHEDULER_CALLS:
                 setattr(engine.scheduler, call, partial(timed, getattr(engine.scheduler, call)))
             prompt = list(range(PROMPT_BLOCKS * fake.BLOCK + 1))

@@ -887,6 +887,7 @@ void Store::lease(Ids ids) {
 
 std::pair<IdList, IdList> Store::unlease(Ids ids) {
     IdList ended, evictable, freed;
+    ended.reserve(ids.size());
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
         Id id = ids[i];
@@ -898,6 +899,7 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
         throw std::invalid_argument("a block has no lease to end, or no block has this id");
     }
     begin();
+    evictable.reserve(ended.size());
     for (Id id : ended) {
         if (records_[id].is() == State::ready) {
             evictable.push_back(id);

@@ -67,7 +67,7 @@ WHY_MISSED = (
 )
 
 
-class Found(msgspec.Struct, frozen=True):
+class Found(msgspec.Struct, frozen=True, gc=False):
     """The answer of a match. `coming` blocks after the `ready` ones are on disk or being read. The first
     `skipped` blocks count as ready because the client has them."""
 

@@ -52,7 +52,7 @@ class ReadLease:
     prefix_blocks: int
 
 
-class Lookup(msgspec.Struct):
+class Lookup(msgspec.Struct, gc=False):
     """A match or a load and its answer. `missing` is the first block that it did not get; `used` is the
     number of blocks that the client has reported as used since."""
 
@@ -121,18 +121,20 @@ class ReadLeases:
 
     def slots_of(self, parts: Sequence[Held], shards: Sequence[int]) -> tuple[Part, ...]:
         """The slots of the blocks of these shards."""
-        wanted = [held for held in parts if held[1] in shards]
-        slots = _ids_in(wanted)
+        told: list[Part] = []
+        slots, slots_of = 0, self._blocks.store.slots
+        for group, shard, first, ids in parts:
+            if shard in shards:
+                slots += len(ids) // ID_BYTES
+                if slots <= LIMIT_TOLD_SLOTS:
+                    told.append(Part(group, shard, first, slots_of(ids)))
         if slots > LIMIT_TOLD_SLOTS:
             raise Refused(
                 "bad_request",
                 f"{slots} slots in one reply, at most {LIMIT_TOLD_SLOTS}: ask "
                 "for fewer shards at once",
             )
-        slots_of = self._blocks.store.slots
-        return tuple(
-            [Part(group, shard, first, slots_of(ids)) for group, shard, first, ids in wanted]
-        )
+        return tuple(told)
 
     def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
         """These parts of a lease with the checksums of their blocks. Raises Refused if a reply cannot have as

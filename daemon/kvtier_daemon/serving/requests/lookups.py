@@ -35,7 +35,7 @@ LIMIT_COUNTED = 2048
 LookupName = tuple[int, int, bytes]
 
 
-class CountedLookup(msgspec.Struct):
+class CountedLookup(msgspec.Struct, gc=False):
     """A lookup that was counted, and that the client may repeat to ask for progress."""
 
     name: LookupName
@@ -49,7 +49,7 @@ class CountedLookup(msgspec.Struct):
     log_entry: Lookup | None = None
 
 
-class HeldLease(msgspec.Struct):
+class HeldLease(msgspec.Struct, gc=False):
     """A lease whose use is recorded at its release. `number`: its request has one, and waits for more
     blocks."""
 
@@ -82,8 +82,10 @@ class CountedLookups:
                 known.loaded |= loads
                 return False
         if known is not None:
-            self.forget(number)
-        if len(self.of) >= LIMIT_COUNTED:
+            if known.pending:
+                self._set_pending(known, 0)
+            self.of.move_to_end(number)
+        elif len(self.of) >= LIMIT_COUNTED:
             self.forget(next(iter(self.of)))
         self.of[number] = CountedLookup(name, loads)
         return True
@@ -438,7 +440,8 @@ class LookupRequests:
                 tenant.shared.used(space, request.keys[: found.ready * KEY_BYTES])
             lookup.reported = found.ready + found.coming if reads else found.ready
             lookup.block_tokens = space.spec.block_tokens
-            self.counted.expect(lookup, shared)
+            if shared:
+                self.counted.expect(lookup, shared)
         if lookup.reported > found.ready or lookup.pending:
             self.counted.settle(tenant.catalog, space, found, lookup, is_new, coming, why)
         if is_new:
