@@ -20,7 +20,7 @@ WHY = {
     "in_remote": "it is in the remote store, and a request reads it from there",
     "in_progress": "a client is writing it",
     "incomplete": "some of its groups or shards are here, others are not",
-    "never_stored": "it was never stored, or so long ago that it is not known any more",
+    "never_stored": "it was never stored, or it left so long ago that no record of it is kept",
     "other_identity": "nothing was ever stored under this description; others that are like it have blocks",
     "evicted": "it was evicted for others, and there is no cold tier",
     "expired": "its pin ran out, and then it was evicted",

@@ -102,6 +102,8 @@ def sim(
         raise typer.BadParameter(
             f"--residency: expected one of {', '.join(RESIDENCY)}, got {residency!r}"
         )
+    if residency != "on" and not amount("--hbm", hbm):
+        raise typer.BadParameter(f"--residency {residency}: needs --hbm, the engines' own cache")
     if admission not in ADMISSIONS:
         raise typer.BadParameter(
             f"--admission: expected one of {', '.join(ADMISSIONS)}, got {admission!r}"
