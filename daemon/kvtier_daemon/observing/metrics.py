@@ -200,7 +200,7 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_saved_tokens", "counter", "Tokens saved; a block counts once for each group and shard.",
            lambda f: f["saved_tokens"]),
     Metric("kvtier_refused_tokens", "counter", "Tokens offered and not stored, by reason; present means"
-           " that the block is already stored.", lambda f: f["refused_tokens"], "reason", OUTCOMES[1:]),
+           " that the block is already stored, writing that the client offers the tokens again.", lambda f: f["refused_tokens"], "reason", OUTCOMES[1:]),
     Metric("kvtier_recompute_seconds_avoided", "counter", "Time that computing the found tokens would "
            "have taken, at the speed that clients reported; 0 for clients that reported none.",
            lambda f: f["recompute_avoided_s"]),
