@@ -133,7 +133,9 @@ def messages_in_the_source() -> str:
 def test_log_lines_and_answers_that_the_pages_show_have_the_words_of_the_source() -> None:
     source, shown, foreign = messages_in_the_source(), 0, []
     for page in sorted((ROOT / "docs").glob("*.md")):
-        for block in re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        for block in re.findall(
+            r"^```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+        ):
             told = re.findall(
                 r"^(?:(?:INFO|WARNING|ERROR) kvtier_[\w.]+: |kvtier: |\d+: [\d.]+ s ago)"
                 r"(.*(?:\n[(a-z].*)*)", block, re.MULTILINE,

@@ -110,7 +110,9 @@ def token_keys(
     with Checking("keys of tokens"):
         shape = getattr(token_ids, "shape", ())
         if len(shape) > 1 and prod(shape) != max(shape):
-            text = f"the shape {tuple(shape)} is not that of one prompt; make the keys of each prompt"
+            text = (
+                f"the shape {tuple(shape)} is not that of one prompt; make the keys of each prompt"
+            )
             raise InvalidArgument(f"keys of tokens: {text}")
         root = chain_root(secret, salt)
         return Keys(chain_keys(secret, root, token_ids, block_tokens, extras))

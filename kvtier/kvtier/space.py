@@ -463,7 +463,9 @@ class Space:
 
     def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
         """Send a hint without an answer."""
-        self.link.tell(wire.Hint(0, self.index, Keys.of(keys).packed, share("importance", importance)))
+        self.link.tell(
+            wire.Hint(0, self.index, Keys.of(keys).packed, share("importance", importance))
+        )
 
     def tell_resident(
         self, group: int, entered: Keys | Sequence[bytes] = (), left: Keys | Sequence[bytes] = (),

@@ -87,10 +87,13 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
             f"{lookup['number']}: {lookup['ago_s']:.1f} s ago, {lookup['client']}, space"
             f" {lookup['space']}: {found}; {WHY.get(lookup['why'], lookup['why'])}"
         )
+    from kvtier_daemon.cli.tables import count
+
     for key in told.get("keys", []):
         by = f", by {key['policy']}" if "policy" in key else ""
         ago = f" ({key['ago_s']:.0f} s ago{by})" if "ago_s" in key else ""
-        held = f"; {key['engines']} engines hold it" if "engines" in key else ""
+        engines = key.get("engines", 0)
+        held = f"; {count(engines, 'engine')} hold{'s' * (engines == 1)} it" if engines else ""
         copies = f"; a copy is on GPU {', '.join(key['gpus'])}" if "gpus" in key else ""
         yield f"{key['key']}: {WHY.get(key['why'], key['why'])}{ago}{held}{copies}"
         for near in key.get("near", []):

@@ -91,7 +91,9 @@ class CurrentConfig:
             )
             raise
         found = changes(self.config, loaded.config)
-        self.config = merged(self.config, loaded.config)
+        wanted = merged(self.config, loaded.config)
+        files = await asyncio.to_thread(self._key_files, wanted)  # the swap may end the session
+        self.config = wanted
         self._swap(self.config)
         origins = {one.key: loaded.origins[one.key] for one in found if one.live}
         self._loaded = replace(self._loaded, origins={**self._loaded.origins, **origins})
@@ -105,7 +107,6 @@ class CurrentConfig:
             log.info("reloaded: nothing has changed")
         waits = f"; {', '.join(restart)} need a restart" if restart else ""
         self._notifier.ready(f"reloaded {len(origins)} values{waits}")
-        files = await asyncio.to_thread(self._key_files, self.config)
         return {
             "changes": [asdict(one) for one in found],
             "key_files": [{"ok": one.ok, "text": str(one)} for one in files],
