@@ -301,11 +301,12 @@ def _remote_notes(remote: Mapping[str, Any]) -> dict[str, list[str]]:
     from kvtier.units import format_bytes
 
     moved = [f"{way} {format_bytes(n)}" for way, n in remote.get("bytes", {}).items() if n]
-    measured = f"{format_bytes(remote.get('read_bytes_s', 0))}/s"
-    measured += f", first byte after {1000 * remote.get('latency_s', 0):.1f} ms"
+    if remote.get("bytes", {}).get("read"):  # otherwise the rate is an assumption
+        moved.append(f"{format_bytes(remote.get('read_bytes_s', 0))}/s")
+        moved.append(f"first byte after {1000 * remote.get('latency_s', 0):.1f} ms")
     faults = remote.get("faults", 0)
     return {
-        "remote store": [str(remote.get("store", "")), *moved, measured],
+        "remote store": [str(remote.get("store", "")), *moved],
         "remote loads": [f"{why} {n:,}" for why, n in falling(remote.get("loads", {}))],
         "remote objects known": [f"{remote.get('known_objects', 0):,}"],
         "remote failure": [

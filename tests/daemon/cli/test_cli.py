@@ -512,6 +512,20 @@ def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
     ]
 
 
+def test_the_rate_of_a_store_is_shown_after_it_was_measured():
+    remote = {
+        "store": "s3://b",
+        "on": True,
+        "read_bytes_s": 100 << 20,
+        "latency_s": 0.5,
+        "bytes": {"read": 0},
+    }
+    for read in (0, 1 << 20):
+        tiers = STATS["tiers"] | {"remote": remote | {"bytes": {"read": read}}}
+        text = "\n".join(drawn(STATS | {"tiers": tiers}, width=200))
+        assert ("100 MiB/s" in text and "first byte" in text) == bool(read), text
+
+
 def test_tokens_that_are_offered_again_count_once():
     lines = drawn(STATS | {"refused_tokens": {"no_room": 1000, "writing": 50_000}})
     assert " tokens offered                                      5,000" in lines
