@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 import sys
@@ -17,6 +18,10 @@ from hypothesis import settings
 from kvtier_daemon.tiers.cold import index_process
 from support.daemons import Daemon, start_daemon, start_index
 from support.fake_cuda import FakeCuda, build, toolkit
+
+# Those of the developer's own daemon; they would override what a test configures.
+for _name in ("KVTIER_SOCKET", "KVTIER_STATE"):
+    os.environ.pop(_name, None)
 
 # Files that take long, the longest first. The processes begin with these and share the tests of each file,
 # except for WHOLE, whose module fixtures take most of the time. One process runs all tests of any other file.

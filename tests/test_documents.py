@@ -120,15 +120,36 @@ def test_the_architecture_page_names_only_what_exists() -> None:
     assert [path for path in walked if not (ROOT / path).is_file()] == []
 
 
-def test_messages_that_the_troubleshooting_page_explains_exist_in_the_source() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+def messages_in_the_source() -> str:
     sources = [
         path.read_text()
         for folder in ("kvtier", "daemon", "plugins")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     # The source may contain a message in two pieces, on two lines.
-    text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+
+
+def test_log_lines_and_answers_that_the_pages_show_have_the_words_of_the_source() -> None:
+    source, shown, foreign = messages_in_the_source(), 0, []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for block in re.findall(
+            r"^```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+        ):
+            told = re.findall(
+                r"^(?:(?:INFO|WARNING|ERROR) kvtier_[\w.]+: |kvtier: |\d+: [\d.]+ s ago)"
+                r"(.*(?:\n[(a-z].*)*)", block, re.MULTILINE,
+            )  # fmt: skip
+            shown += len(told)
+            plain = "; ".join(told).replace("\n", " ").replace("default", "%s")  # the tenant
+            words = re.findall(r"[a-z]{2,}(?: [a-z]{2,})+", plain)
+            foreign += [f"{page.name}: {text}" for text in words if text not in source]
+    assert foreign == [] and shown > 8
+
+
+def test_messages_that_the_troubleshooting_page_explains_exist_in_the_source() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    text = messages_in_the_source()
     messages = re.findall(r"^\| (?:LOG |vLLM: )?`([^`]+)`", page, re.MULTILINE)
     assert len(messages) > 20
     assert [message for message in messages if message not in text] == []

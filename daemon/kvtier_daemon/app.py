@@ -54,6 +54,7 @@ from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.kept_arena import KeptArena, clear, owner_of
 from kvtier_daemon.tiers.memory_check import check_memory
 from kvtier_daemon.tiers.remote.tier import RemoteTier
+from kvtier_daemon.tiers.tier_keys import key_files
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Store
 
@@ -140,7 +141,9 @@ class App:
         self.warm = WarmTier(
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages, self._kept
         )
-        self._settings = CurrentConfig(loaded, self._notifier, self._swap, self._count_failure)
+        self._settings = CurrentConfig(
+            loaded, self._notifier, self._swap, self._count_failure, key_files
+        )
         self._audit = AuditLog(time.monotonic, time.time)
         self._audit.open(config.audit.path)
         self._unforeseen = InternalErrors(self._count_failure)

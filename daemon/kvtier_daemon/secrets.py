@@ -88,6 +88,21 @@ def load_accepted(
     return accepted
 
 
+def wrong_secrets(state: Path, tenants: Iterable[str]) -> str:
+    """Return why `load_secrets` would refuse the files that exist; empty if it would not. Creates nothing."""
+    directory = state / DIRECTORY
+    try:
+        if directory.is_symlink() or directory.exists():
+            _refuse_open_directory(directory)
+            for tenant in tenants:
+                _read(directory / tenant)
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}; let uid {os.geteuid()} read {directory}"
+    return ""
+
+
 def _given(environ: Mapping[str, str], tenants: Iterable[str]) -> dict[str, bytes]:
     """Return what the service manager handed over (LoadCredential=kvtier.TENANT:...)."""
     folder = environ.get("CREDENTIALS_DIRECTORY", "")
@@ -118,9 +133,10 @@ def _refuse_open_directory(directory: Path) -> None:
 def _refuse_strangers(path: Path, found: os.stat_result) -> None:
     """Root could read another user's as well, and must not: who owns it knows what is in it."""
     if found.st_uid != os.geteuid():
+        whole = "-R " if stat.S_ISDIR(found.st_mode) else ""
         raise ConfigError(
             f"{path}: belongs to uid {found.st_uid}, not to the daemon's uid {os.geteuid()}; "
-            f"if its contents are yours run `chown {os.geteuid()} {path}`, else remove it"
+            f"if its contents are yours run `chown {whole}{os.geteuid()} {path}`, else remove it"
         )
 
 

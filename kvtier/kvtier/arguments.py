@@ -7,6 +7,7 @@ from types import TracebackType
 from kvtier.errors import InvalidArgument, KvtierError
 
 LONGEST_S = 1e9
+A_WEEK_S = 7 * 24 * 3600
 WRONG = (TypeError, ValueError, OverflowError, BufferError, AttributeError)
 
 
@@ -31,15 +32,26 @@ class Checking:
         _t: TracebackType | None,
     ) -> None:
         if isinstance(error, WRONG) and not isinstance(error, KvtierError):
-            raise InvalidArgument(f"{self._what}: {error}") from error
+            text = str(error)
+            if "incompatible function arguments" in text:  # the signature of a native function
+                text = "has the wrong type"
+            raise InvalidArgument(f"{self._what}: {text}") from error
 
 
-def seconds(name: str, value: object, least: float = 0.0) -> float:
-    """Return the value as seconds. Raises InvalidArgument unless it is from `least` to LONGEST_S."""
+def seconds(name: str, value: object, least: float = 0.0, most: float = LONGEST_S) -> float:
+    """Return the value as seconds. Raises InvalidArgument unless it is from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgument(f"{name}: {value!r} is not a number of seconds")
-    if not least <= value <= LONGEST_S:  # also false for a NaN
-        raise InvalidArgument(f"{name}: {value!r} s is not within {least:g} to {LONGEST_S:g} s")
+    if not least <= value <= most:  # also false for a NaN
+        limit = f"{most:g} s{', a week' if most == A_WEEK_S else ''}"
+        raise InvalidArgument(f"{name}: {value!r} s is not within {least:g} to {limit}")
+    return float(value)
+
+
+def share(name: str, value: object) -> float:
+    """Return the value. Raises InvalidArgument unless it is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InvalidArgument(f"{name}: {value!r} is not a number from 0 to 1")
     return float(value)
 
 

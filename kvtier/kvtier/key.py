@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING, NewType, overload
 
 from kvtier.arguments import Checking
@@ -106,6 +107,8 @@ def space_secret(tenant_secret: bytes, space: bytes) -> bytes:
 
 def chain_root(secret: bytes, salt: bytes) -> bytes:
     """Return the start of a chain. Chains with different salts have no key in common."""
+    if not isinstance(salt, (bytes, bytearray, memoryview)):
+        raise InvalidArgument(f"salt: expected bytes, got {type(salt).__name__}")
     return blake3(SALT_DOMAIN + salt, key=secret)
 
 
@@ -113,9 +116,16 @@ def token_keys(
     secret: bytes, token_ids: TokenIds, block_tokens: int, salt: bytes = b"", extras: bytes = b"",
     accepted: Sequence[bytes] = (),
 ) -> Keys:  # fmt: skip
-    """Return one key per whole block of the tokens: a list, or a buffer of 32- or 64-bit integers. `accepted`
-    are the secrets of `Keys.others`."""
+    """Return one key per whole block of the tokens: a list, or a buffer of 32- or 64-bit integers. A buffer
+    with several axes is the tokens of one prompt only if all axes but one have the size 1. `accepted` are the
+    secrets of `Keys.others`."""
     with Checking("keys of tokens"):
+        shape = getattr(token_ids, "shape", ())
+        if len(shape) > 1 and prod(shape) != max(shape):
+            text = (
+                f"the shape {tuple(shape)} is not that of one prompt; make the keys of each prompt"
+            )
+            raise InvalidArgument(f"keys of tokens: {text}")
         packed, *others = (
             chain_keys(one, chain_root(one, salt), token_ids, block_tokens, extras)
             for one in (secret, *accepted)

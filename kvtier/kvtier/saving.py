@@ -250,7 +250,7 @@ class Saving(Mapping[Key, memoryview]):
 
     def again(self, request_id: int) -> wire.Message | None:
         """The request for the slots that are not committed, in another connection. A save that lost slots
-        asks no more: a later save of the same keys may have others for them."""
+        sends nothing: a later save of the same keys may have other slots."""
         self._lease = 0
         granted = self.granted[self._committed :]
         if self._is_given_back or self.is_lost or not granted:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvtier import wire
-from kvtier.arguments import WRONG, Checking, seconds, whole
+from kvtier.arguments import A_WEEK_S, WRONG, Checking, seconds, share, whole
 from kvtier.errors import InvalidArgument, Refused, StaleLease
 from kvtier.key import KEY_BYTES, Keys, hash_keys, token_keys
 from kvtier.layout import LIMIT_SHARDS, KvSpec
@@ -31,6 +31,7 @@ GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues aft
 LEAST_TTL_S = 0.001
 LOOK_S = 0.001  # between two looks at blocks that come from disk
 LONGEST_WAIT_MS = 24 * 3600 * 1000
+LONGEST_DEADLINE_MS = 10**12
 WAITS = itertools.count(1 << 31)  # numbers of requests, apart from those of callers
 ROOM_WAIT_S = 10.0  # how long a save waits while the daemon's memory grows
 
@@ -391,7 +392,7 @@ class Space:
         time. Blocks that are already stored do not change.
         """
         _check_place(self.spec, group, shard)
-        ttl_ms = 0 if ttl_s is None else int(seconds("ttl_s", ttl_s, LEAST_TTL_S) * 1000)
+        ttl_ms = 0 if ttl_s is None else int(seconds("ttl_s", ttl_s, LEAST_TTL_S, A_WEEK_S) * 1000)
         return Saving(self, Keys.of(keys), group, shard, seconds("wait_s", wait_s), ttl_ms, waits)
 
     def save(
@@ -468,14 +469,16 @@ class Space:
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
         """Set the importance of these blocks, from 0 (evict first) to 1. Returns how many of them are
         stored."""
-        packed = Keys.of(keys).packed
+        packed, value = Keys.of(keys).packed, share("importance", importance)
         return self.link.ask(
-            lambda id_: wire.Hint(id_, self.index, packed, importance), wire.Counted
+            lambda id_: wire.Hint(id_, self.index, packed, value), wire.Counted
         ).blocks
 
     def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
         """Send a hint without an answer."""
-        self.link.tell(wire.Hint(0, self.index, Keys.of(keys).packed, importance))
+        self.link.tell(
+            wire.Hint(0, self.index, Keys.of(keys).packed, share("importance", importance))
+        )
 
     def tell_resident(
         self, group: int, entered: Keys | Sequence[bytes] = (), left: Keys | Sequence[bytes] = (),
@@ -509,6 +512,7 @@ def _lease_request(
     bring: bool = True,
 ) -> Make:
     (packed, others), most = _packed(keys), space._most_shards
+    whole("deadline_ms", deadline_ms, 1, LONGEST_DEADLINE_MS)
     try:
         wanted = list(shards)
     except WRONG as error:
@@ -534,7 +538,8 @@ def _packed(keys: Keys | Sequence[bytes]) -> tuple[bytes, tuple[bytes, int]]:
 
 
 def _pin_request(space: Space, keys: Keys | Sequence[bytes], ttl_s: float) -> Make:
-    ttl_ms, packed = int(seconds("ttl_s", ttl_s) * 1000), Keys.of(keys).packed
+    ttl_ms = int(seconds("ttl_s", ttl_s, LEAST_TTL_S, A_WEEK_S) * 1000)
+    packed = Keys.of(keys).packed
     return lambda id_: wire.Pin(id_, space.index, packed, ttl_ms)
 
 

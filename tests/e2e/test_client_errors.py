@@ -236,9 +236,31 @@ def test_a_bad_request_without_a_reply_fails_in_its_call(world: World) -> None:
     world.client.ping()
 
 
+def test_the_message_for_a_wrong_argument_names_it(world: World) -> None:
+    space, keys = world.space, world.keys
+    batch = memoryview(bytes(2 * 64 * 4)).cast("I", (2, 64))
+    for named, call in {
+        "tokens: has the wrong type": lambda: space.keys(None),  # type: ignore[arg-type]
+        r"tokens: the shape \(2, 64\)": lambda: space.keys(batch),
+        "salt: expected bytes, got str": lambda: space.keys(TOKENS, salt="user"),  # type: ignore[arg-type]
+        "arrays: has the wrong type": lambda: space.save(keys, None),
+        "targets: has the wrong type": lambda: space.load_into(keys, None),  # type: ignore[arg-type]
+        "importance: 'high'": lambda: space.hint(keys, "high"),  # type: ignore[arg-type]
+        "importance: 3": lambda: space.begin_hint(keys, 3),
+        "deadline_ms: 'x'": lambda: space.lease(keys, "x"),  # type: ignore[arg-type]
+        "deadline_ms: -5": lambda: used(space.load(keys, -5)),
+        "ttl_s: 691200 s .* a week": lambda: space.save(keys, world.arrays, ttl_s=8 * 86400),
+    }.items():
+        with pytest.raises(kvtier.InvalidArgument, match=f"^[a-z ]*{named}") as raised:
+            call()
+        assert "\n" not in str(raised.value)
+    row = memoryview(bytes(64 * 4)).cast("I", (1, 64))
+    assert len(space.keys(row)) == len(keys)
+
+
 def test_a_pin_lasts_a_week_at_most(world: World) -> None:
     assert world.space.pin(world.keys, ttl_s=A_WEEK_S) == len(world.keys)
-    with pytest.raises(Refused, match=r"864000 s.*a week"):
+    with pytest.raises(kvtier.InvalidArgument, match=r"864000 s.*a week"):
         world.space.pin(world.keys, ttl_s=864000)
     world.space.unpin(world.keys)
 

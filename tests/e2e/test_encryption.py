@@ -13,6 +13,7 @@ import pytest
 
 from kvtier import Client
 from kvtier.space import Space
+from kvtier_daemon.codec.encryption import key_id
 from support.daemons import Daemon, kvtier
 from support.specs import spec_of
 
@@ -96,7 +97,9 @@ def test_blocks_outlive_a_kill_a_rotated_key_and_the_end_of_encryption(
     daemon.wait_for_disks()
     assert loads(daemon, "first")
     write_keys(tmp_path, KEYS[1], KEYS[0])
-    assert not kvtier("reload", "--socket", daemon.socket).returncode
+    done = kvtier("reload", "--socket", daemon.socket)
+    first = f"{tmp_path / 'keys'}: 2; {key_id(bytes.fromhex(KEYS[1])).hex()} is the first"
+    assert (done.returncode, done.stderr) == (0, "") and first in done.stdout
     daemon.wait_for(lambda _: "2 keys from" in daemon.log.read_text())
     save(daemon, "second")
     assert not daemon.stop()
@@ -134,7 +137,9 @@ def test_without_a_usable_key_file_the_cold_tier_is_off_until_there_is_one(
     assert not is_plain(tmp_path)
     # A reload that finds no keys changes nothing.
     os.unlink(tmp_path / "keys")
-    assert not kvtier("reload", "--socket", daemon.socket).returncode
+    done = kvtier("reload", "--socket", daemon.socket)
+    assert done.returncode == 1 and "no setting has changed" in done.stdout
+    assert "does not exist" in done.stderr and "keeps its earlier keys" in done.stderr
     daemon.wait_for(lambda _: "using the earlier keys" in daemon.log.read_text())
     save(daemon, "again")
     assert not is_plain(tmp_path)

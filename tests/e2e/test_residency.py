@@ -114,7 +114,7 @@ def test_the_row_hot_shows_what_engines_hold(daemon: Daemon, client: Client) -> 
         [*command, "explain", keys[0].hex(), "--socket", daemon.socket],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    assert "; 1 engines hold it" in told
+    assert "; 1 engine holds it" in told
 
 
 def test_too_many_or_wrong_keys_are_refused_and_change_nothing(

@@ -315,8 +315,10 @@ class Catalog:
         if self.growing:
             outcomes = granted.outcomes.replace(bytes((NO_ROOM,)), bytes((GROWING,)))
             granted = replace(granted, outcomes=outcomes)
+        # A client that waits for memory reserves all keys again.
+        again = waits and GROWING in granted.outcomes
         for code, reason in enumerate(OUTCOMES):
-            if code != GRANTED:
+            if code != GRANTED and not again:
                 blocks = granted.outcomes.count(code)
                 self.usage.refused_tokens[reason] += blocks * space.spec.block_tokens
         return granted

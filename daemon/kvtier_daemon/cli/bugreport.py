@@ -49,6 +49,8 @@ def bugreport(
 
     from kvtier_daemon.tools import bug_report
 
+    if config is not None and not config.exists():
+        raise typer.BadParameter(f"--config: {config} does not exist")
     parts = dict(_parts(config, log, socket))
     path = out or Path(f"kvtier-bugreport-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.tar.gz")
     if not dry_run:

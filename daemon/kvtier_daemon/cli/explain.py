@@ -20,7 +20,7 @@ WHY = {
     "in_remote": "it is in the remote store, and a request reads it from there",
     "in_progress": "a client is writing it",
     "incomplete": "some of its groups or shards are here, others are not",
-    "never_stored": "it was never stored, or so long ago that it is not known any more",
+    "never_stored": "it was never stored, or it left so long ago that no record of it is kept",
     "other_identity": "nothing was ever stored under this description; others that are like it have blocks",
     "evicted": "it was evicted for others, and there is no cold tier",
     "expired": "its pin ran out, and then it was evicted",
@@ -87,10 +87,13 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
             f"{lookup['number']}: {lookup['ago_s']:.1f} s ago, {lookup['client']}, space"
             f" {lookup['space']}: {found}; {WHY.get(lookup['why'], lookup['why'])}"
         )
+    from kvtier_daemon.cli.tables import count
+
     for key in told.get("keys", []):
         by = f", by {key['policy']}" if "policy" in key else ""
         ago = f" ({key['ago_s']:.0f} s ago{by})" if "ago_s" in key else ""
-        held = f"; {key['engines']} engines hold it" if "engines" in key else ""
+        engines = key.get("engines", 0)
+        held = f"; {count(engines, 'engine')} hold{'s' * (engines == 1)} it" if engines else ""
         copies = f"; a copy is on GPU {', '.join(key['gpus'])}" if "gpus" in key else ""
         yield f"{key['key']}: {WHY.get(key['why'], key['why'])}{ago}{held}{copies}"
         for near in key.get("near", []):

@@ -102,6 +102,8 @@ def sim(
         raise typer.BadParameter(
             f"--residency: expected one of {', '.join(RESIDENCY)}, got {residency!r}"
         )
+    if residency != "on" and not amount("--hbm", hbm):
+        raise typer.BadParameter(f"--residency {residency}: needs --hbm, the engines' own cache")
     if admission not in ADMISSIONS:
         raise typer.BadParameter(
             f"--admission: expected one of {', '.join(ADMISSIONS)}, got {admission!r}"
@@ -406,10 +408,11 @@ def _show_costs(
         chosen = all(
             run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes")
         )
+        lasts = f"{cost['disk_years']:.1f} y" if run["nvme_bytes"] else ""
         typer.echo(
             f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
             f"{cost['bought']:>11,.0f}{cost['per_million']:>10.4g}{cost['gpu_per_million']:>11.4g}"
-            f"{cost['engines']:>9.1f}{cost['disk_years']:>10.1f} y{' <' if chosen else ''}"
+            f"{cost['engines']:>9.1f}{lasts:>12}{' <' if chosen else ''}"
         )
     if any(run["nvme_bytes_written_a_day"] is None for run in runs):
         typer.echo(

@@ -195,7 +195,7 @@ def _show(report: dict[str, Any], cache: Cache) -> None:
     prefill, even = report["prefill"], report["break_even"]
     line(
         "to compute them",
-        f"{prefill['seconds']:.3f} s, from {prefill['tokens_s']:,.0f} tokens/s on",
+        f"{prefill['seconds']:.3f} s, at {prefill['tokens_s']:,.0f} tokens/s for the first tokens",
     )
     needed = even["bandwidth_bytes_s"]
     line(

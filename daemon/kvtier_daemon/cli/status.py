@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvtier_daemon.cli.flags import Socket, flag, print_json
 from kvtier_daemon.cli.tables import (
+    OFFERED_AGAIN,
     Bar,
     bar_of,
     console_of,
@@ -215,7 +216,10 @@ def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
     shares = hits | used | misses if looked_up else {}
     share_rows(table, "tokens looked up", looked_up, shares, bar)
     saved = stats.get("saved_tokens", 0)
-    refused = {not_taken(why): n for why, n in falling(stats.get("refused_tokens", {}))}
+    refused = {
+        not_taken(why): n
+        for why, n in falling(stats.get("refused_tokens", {})) if why != OFFERED_AGAIN
+    }  # fmt: skip
     offered = saved + sum(refused.values())
     shares = {"saved": saved} | refused if offered else {}
     share_rows(table, "tokens offered", offered, shares, bar)
@@ -245,6 +249,8 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
         if name.endswith("_blocks")
     ]
     lines |= {f"{name} blocks": counts for name, counts in states.items()}
+    again = stats.get("refused_tokens", {}).get(OFFERED_AGAIN, 0)
+    lines["saves waited"] = [f"for the disk; {again:,} tokens were offered again"] if again else []
     if cold := stats.get("tiers", {}).get("cold"):
         lines |= _cold_notes(cold)
     if remote := stats.get("tiers", {}).get("remote"):
@@ -268,7 +274,7 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
     took = scrub.get("last_round_s")
     return {
         "cold written": [format_bytes(new + again), each] if new else [],
-        "  in 24 hours": [format_bytes(day), left if limit else "no limit"],
+        "  in 24 hours": [format_bytes(day), left if limit else "no limit"] if new or limit else [],
         "cold, other codec": [
             f"{count(lost, 'block')} stored with another cold.codecs setting for their model"
         ]
@@ -295,11 +301,12 @@ def _remote_notes(remote: Mapping[str, Any]) -> dict[str, list[str]]:
     from kvtier.units import format_bytes
 
     moved = [f"{way} {format_bytes(n)}" for way, n in remote.get("bytes", {}).items() if n]
-    measured = f"{format_bytes(remote.get('read_bytes_s', 0))}/s"
-    measured += f", first byte after {1000 * remote.get('latency_s', 0):.1f} ms"
+    if remote.get("bytes", {}).get("read"):  # otherwise the rate is an assumption
+        moved.append(f"{format_bytes(remote.get('read_bytes_s', 0))}/s")
+        moved.append(f"first byte after {1000 * remote.get('latency_s', 0):.1f} ms")
     faults = remote.get("faults", 0)
     return {
-        "remote store": [str(remote.get("store", "")), *moved, measured],
+        "remote store": [str(remote.get("store", "")), *moved],
         "remote loads": [f"{why} {n:,}" for why, n in falling(remote.get("loads", {}))],
         "remote objects known": [f"{remote.get('known_objects', 0):,}"],
         "remote failure": [

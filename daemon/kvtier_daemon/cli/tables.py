@@ -154,6 +154,8 @@ def count(number: int, what: str) -> str:
 
 # Outcomes of tokens that were not saved again, but not lost either.
 KEPT_ALREADY = {"present": "already stored", "in_progress": "save in progress"}
+# A client that gets this answer offers the same tokens again, so they do not count as offered twice.
+OFFERED_AGAIN = "writing"
 
 
 def not_taken(why: str) -> str:

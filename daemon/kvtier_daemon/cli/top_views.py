@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier_daemon.cli.tables import (
+    OFFERED_AGAIN,
     bar_of,
     copies_rows,
     count,
@@ -301,7 +302,8 @@ def _hits(history: ScreenHistory, room: ScreenRoom) -> Iterator[RenderableType]:
     yield shares
     bar = bar_of(room.ascii_only)
     saved = history.grown("saved_tokens")["saved_tokens"]
-    refused = history.grown_of_all("refused_tokens")
+    outcomes = history.grown_of_all("refused_tokens")
+    refused = [(why, tokens) for why, tokens in outcomes if why != OFFERED_AGAIN]
     offered = saved + sum(tokens for _, tokens in refused)
     table = table_of("", "", ">", ">", least=SHARES)
     parts = {"saved": saved} | {not_taken(why): n for why, n in refused}

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier_daemon.config import preflight
+from kvtier_daemon.config.preflight import MachineFinding
 from kvtier_daemon.config.reload import changes, merged
 from kvtier_daemon.config.schema import Config, LoadedConfig, settled
 from kvtier_daemon.notify import Notifier
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 
 class CurrentConfig:
     """`config` is in force. `swap` applies another configuration, which differs only in live values;
-    `count_failure` is called for unexpected errors."""
+    `count_failure` is called for unexpected errors; `key_files` checks the files with keys, which a reload
+    reads again."""
 
     def __init__(
         self,
@@ -27,12 +29,14 @@ class CurrentConfig:
         notifier: Notifier,
         swap: Callable[[Config], None],
         count_failure: Callable[[], None],
+        key_files: Callable[[Config], list[MachineFinding]] = lambda _: [],
     ) -> None:
         self.config = loaded.config
         self._loaded = loaded
         self._notifier = notifier
         self._swap = swap
         self._count_failure = count_failure
+        self._key_files = key_files
         self._one_at_a_time = asyncio.Lock()
 
     async def answer(self, order: str) -> dict[str, Any]:
@@ -87,7 +91,9 @@ class CurrentConfig:
             )
             raise
         found = changes(self.config, loaded.config)
-        self.config = merged(self.config, loaded.config)
+        wanted = merged(self.config, loaded.config)
+        files = await asyncio.to_thread(self._key_files, wanted)  # the swap may end the session
+        self.config = wanted
         self._swap(self.config)
         origins = {one.key: loaded.origins[one.key] for one in found if one.live}
         self._loaded = replace(self._loaded, origins={**self._loaded.origins, **origins})
@@ -101,4 +107,7 @@ class CurrentConfig:
             log.info("reloaded: nothing has changed")
         waits = f"; {', '.join(restart)} need a restart" if restart else ""
         self._notifier.ready(f"reloaded {len(origins)} values{waits}")
-        return {"changes": [asdict(one) for one in found]}
+        return {
+            "changes": [asdict(one) for one in found],
+            "key_files": [{"ok": one.ok, "text": str(one)} for one in files],
+        }

@@ -261,7 +261,10 @@ def _matching(pattern: str) -> Callable[[object], str]:
     return parse
 
 
-BUCKET: Final = Key(_matching(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}"), "the name of a bucket")
+BUCKET: Final = Key(
+    _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}"),
+    "the name of a bucket, 2 to 255 letters, digits, '.', '_' and '-'",
+)
 PREFIX: Final = Key(
     _matching(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+){0,15}"), "a prefix such as fleet/a"
 )

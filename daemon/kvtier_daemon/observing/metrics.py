@@ -200,7 +200,8 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_saved_tokens", "counter", "Tokens saved; a block counts once for each group and shard.",
            lambda f: f["saved_tokens"]),
     Metric("kvtier_refused_tokens", "counter", "Tokens offered and not stored, by reason; present means"
-           " that the block is already stored.", lambda f: f["refused_tokens"], "reason", OUTCOMES[1:]),
+           " that the block is already stored, writing that the client offers the tokens again.",
+           lambda f: f["refused_tokens"], "reason", OUTCOMES[1:]),
     Metric("kvtier_recompute_seconds_avoided", "counter", "Time that computing the found tokens would "
            "have taken, at the speed that clients reported; 0 for clients that reported none.",
            lambda f: f["recompute_avoided_s"]),
@@ -222,7 +223,7 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_hot_away_blocks", "gauge", "Blocks that left memory because an engine holds them and the "
            "disk has them.", lambda f: _resident(f)["away_blocks"]),
     Metric("kvtier_hot_resident_moves", "counter", "Blocks that entered and left engines' caches; refused "
-           "means that the daemon notes no more of them, evicted that a block left memory because an engine "
+           "means that the daemon does not note them, evicted that a block left memory because an engine "
            "holds it, returned that it was read back because the engine dropped it.",
            lambda f: {name: _resident(f)[f"{name}_blocks"] for name in RESIDENT_MOVES}, "event",
            RESIDENT_MOVES),

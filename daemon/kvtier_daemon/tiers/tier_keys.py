@@ -57,7 +57,7 @@ class TierKeys:
         ids = [key_id(key) for key in keys]
         if ids != self._ids:
             log.info(
-                "%s: %d keys from %s; %s", tier, len(ids), file,
+                "%s: %d key%s from %s; %s", tier, len(ids), "s" * (len(ids) != 1), file,
                 f"key {ids[0].hex()} encrypts" if encrypts else "new frames are not encrypted",
             )  # fmt: skip
         self._ciphers, self._ids = ciphers, ids
@@ -89,5 +89,6 @@ def key_files(config: Config) -> list[MachineFinding]:
             value, _, fix = str(error).partition("; ")
             found.append(MachineFinding(False, what, value, fix or f"correct {key}"))
         else:
-            found.append(MachineFinding(True, what, f"{place[0]}: {len(keys)}"))
+            first = f"{key_id(keys[0]).hex()} is the first" if keys else "none"
+            found.append(MachineFinding(True, what, f"{place[0]}: {len(keys)}; {first}"))
     return found

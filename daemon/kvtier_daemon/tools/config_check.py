@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier_daemon.config import preflight
 from kvtier_daemon.config.problems import Refusal
 from kvtier_daemon.config.schema import SYSTEM_FILE, SYSTEM_SOCKET, SYSTEM_STATE, LoadedConfig, load
+from kvtier_daemon.secrets import wrong_secrets
 from kvtier_daemon.tiers.tier_keys import key_files
 
 SERVICE_USER: Final = "kvtier"
@@ -78,7 +79,10 @@ def _words(text: str) -> list[str]:
 
 def _wrong(loaded: LoadedConfig, of_service: bool) -> tuple[str, ...]:
     findings = [*preflight.look_before_start(loaded, of_service), *key_files(loaded.config)]
-    return tuple(str(one) for one in findings if not one.ok)
+    wrong = [str(one) for one in findings if not one.ok]
+    if refused := wrong_secrets(loaded.config.state, loaded.config.tenants):
+        wrong.append(f"secrets: {refused}")
+    return tuple(wrong)
 
 
 def _account(user: str) -> pwd.struct_passwd:

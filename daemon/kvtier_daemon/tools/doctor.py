@@ -216,11 +216,11 @@ def remote_store(remote: Mapping[str, Any]) -> Finding:
     name, store = "remote tier", remote.get("store", "")
     if is_switched_off(remote):
         return warn(name, f"{store} is switched off", "kvtier tier on remote")
-    if said := meaning("remote", remote):
-        return warn(name, said, "kvtier tier on remote")
     if not remote.get("on"):
         fix = "check the bucket, the credentials and the network; the daemon retries"
         return warn(name, f"{store} is off: {remote.get('failure')}", fix)
+    if said := meaning("remote", remote):
+        return warn(name, said, "kvtier tier on remote")
     if not remote.get("writable"):
         return warn(name, f"{store} cannot be written", "the daemon's log says why; it retries")
     if " at http://" in str(store):

@@ -160,6 +160,9 @@ def test_a_save_larger_than_the_memory_keeps_its_head() -> None:
     catalog.growing = True
     assert save(catalog, space, keys).outcomes == bytes([PRESENT] * 8 + [GROWING] * 4)
     assert catalog.usage.refused_tokens["growing"] == 4 * 16
+    before = dict(catalog.usage.refused_tokens)
+    assert GROWING in catalog.reserve(ME, space, 0, 0, b"", keys, waits=True).outcomes
+    assert catalog.usage.refused_tokens == before, "the client reserves these keys again"
 
 
 def test_a_longer_chain_never_evicts_its_own_head() -> None:

@@ -512,6 +512,28 @@ def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
     ]
 
 
+def test_the_rate_of_a_store_is_shown_after_it_was_measured():
+    remote = {
+        "store": "s3://b",
+        "on": True,
+        "read_bytes_s": 100 << 20,
+        "latency_s": 0.5,
+        "bytes": {"read": 0},
+    }
+    for read in (0, 1 << 20):
+        tiers = STATS["tiers"] | {"remote": remote | {"bytes": {"read": read}}}
+        text = "\n".join(drawn(STATS | {"tiers": tiers}, width=200))
+        assert ("100 MiB/s" in text and "first byte" in text) == bool(read), text
+
+
+def test_tokens_that_are_offered_again_count_once():
+    lines = drawn(STATS | {"refused_tokens": {"no_room": 1000, "writing": 50_000}})
+    assert " tokens offered                                      5,000" in lines
+    assert any("80%   4,000" in line for line in lines)
+    (told,) = [line for line in lines if "50,000" in line]
+    assert told.split(None, 2)[:2] == ["saves", "waited"] and "offered again" in told
+
+
 COLD = {
     "capacity_bytes": 2048 * GIB,
     "used_bytes": 512 * GIB,
@@ -554,7 +576,7 @@ def test_the_table_shows_disk_writes_and_recovered_blocks():
     nothing = cold_lines(
         states={"written": 1}, bytes={}, not_read={}, day_bytes=0, day_limit_bytes=0, scrub={}
     )
-    assert nothing[1:] == ["   in 24 hours   0 B, no limit", " cold scrub      off"]
+    assert nothing[1:] == [" cold scrub      off"]
     spaces = [
         {"codec": "raw", "ratios": {"r32": 1.01}},
         {"codec": "r32", "ratios": {"r32": 1.5, "fix4": 1.3}},

@@ -109,6 +109,15 @@ def test_costs_follow_from_the_times_that_are_simulated(
     ET.fromstring(picture.read_text())
 
 
+def test_the_life_of_a_disk_is_shown_only_where_there_is_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = told(capsys, "--prices", GIVEN, "--memory", "1GiB", "--nvme", "0,32GiB")
+    assert not code, err
+    without, disk = out[out.index("costs of") :].splitlines()[3:5]
+    assert " y" not in without and " y" in disk
+
+
 def test_a_budget_is_tried_in_several_splits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

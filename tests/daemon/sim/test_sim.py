@@ -195,6 +195,15 @@ def test_the_engines_cache_is_a_level_of_the_simulation(sim: Sim) -> None:
         main(["sim", str(SMALL), "--hbm", "2GiB", "--residency", "perhaps"])
 
 
+def test_a_residency_without_the_engines_cache_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", str(SMALL), "--memory", "4GiB", "--residency", "off"])
+    assert ended.value.code == 2
+    assert "--residency off: needs --hbm" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_codec_increases_the_capacity_of_the_disk(small: TraceRequests) -> None:
     plain, packed = machine(nvme_bytes=8 * GIB), machine(nvme_bytes=8 * GIB, codec_ratio=0.5)
     assert Simulation(small, packed).nvme_blocks == 2 * Simulation(small, plain).nvme_blocks

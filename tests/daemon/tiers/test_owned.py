@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.directory_lock import distrust
-from kvtier_daemon.tools import doctor
+from kvtier_daemon.tools import config_check, doctor
 from kvtier_daemon.tools.fsck import check
 from support.cold_bench import SIZE, Bench, files_of, run
 
@@ -114,6 +114,21 @@ def test_a_planted_segment_is_neither_read_nor_written_to(
     assert lost and len(lost) < 20, "the other segments are used"
     assert not before or planted.read_bytes() == before
     assert harm is make_fifo or str(planted) in caplog.text
+
+
+@as_root
+def test_a_check_of_the_configuration_finds_secrets_that_the_start_refuses(tmp_path: Path) -> None:
+    """Root has run a daemon before the service was installed."""
+    file, state = tmp_path / "kvtier.toml", tmp_path / "state"
+    file.write_text(f'socket = "{tmp_path / "sock"}"\nstate = "{state}"\n[warm]\nsize = "16MiB"\n')
+    assert config_check.problems(file, None) == ()
+    load_secrets(state, ["default"])
+    assert config_check.problems(file, None) == ()
+    for path, whole in ((state / "secrets", "-R "), (state / "secrets" / "default", "")):
+        os.chown(path, STRANGER, -1)
+        (found,) = config_check.problems(file, None)
+        assert f"belongs to uid {STRANGER}" in found and f"`chown {whole}0 {path}`" in found
+        os.chown(path, 0, -1)
 
 
 @as_root

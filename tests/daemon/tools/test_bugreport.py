@@ -161,3 +161,8 @@ def test_an_invalid_configuration_is_not_included(tmp_path: Path) -> None:
     path.write_text(f"password = {TOKEN}")
     text = bug_report.configuration(path, bug_report.Redactor())
     assert "cannot be read" in text and TOKEN not in text
+
+
+def test_a_configuration_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    done = kvtier("bugreport", "--dry-run", "--config", str(tmp_path / "typo.toml"))
+    assert done.returncode == 2 and "typo.toml does not exist" in " ".join(done.stderr.split())

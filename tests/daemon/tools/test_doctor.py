@@ -17,6 +17,7 @@ import pytest
 import kvtier
 from kvtier.units import GIB, MIB
 from kvtier_daemon.config.schema import load
+from kvtier_daemon.tiers.states import REMOTE_SWITCHED_OFF
 from kvtier_daemon.tools import doctor, doctor_vllm
 from kvtier_daemon.tools.doctor import Finding, Severity, World
 
@@ -437,3 +438,12 @@ def test_the_settings_of_running_engines_are_checked(
     assert [one.level for one in doctor_vllm.policies(engines)] == [policy]
     assert [one.level for one in doctor_vllm.hashes(engines, {})] == [hashes]
     assert doctor_vllm.hashes([], {"PYTHONHASHSEED": "0"})[0].level is Severity.warn
+
+
+def test_a_remote_store_that_does_not_answer_is_not_blamed_on_an_order() -> None:
+    off = {"store": "s3://b", "on": False, "failure": "Connection refused", "state": "off"}
+    finding = doctor.remote_store(off)
+    assert finding.level is Severity.warn and "Connection refused" in finding.value
+    assert "the daemon retries" in finding.fix and "kvtier tier on" not in finding.fix
+    ordered = doctor.remote_store(off | {"failure": REMOTE_SWITCHED_OFF})
+    assert ordered.fix == "kvtier tier on remote"
