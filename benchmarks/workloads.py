@@ -287,7 +287,10 @@ def evaluation(requests: int, seed: int) -> list[Timed]:
     suites = [
         (
             [next(new) for _ in range(chance.randint(4, 30))],
-            [[next(new) for _ in range(chance.randint(1, 6))] for _ in range(chance.randint(20, 90))],
+            [
+                [next(new) for _ in range(chance.randint(1, 6))]
+                for _ in range(chance.randint(20, 90))
+            ],
         )
         for _ in range(14)
     ]
@@ -346,9 +349,9 @@ def weekdays(requests: int, seed: int) -> list[Timed]:
             for at, chain in enumerate(chance.sample(asked, min(len(asked), requests // 25))):
                 later.add(now + at * 2.0, ([*chain, next(new)], 0.0))
             asked = []
-        working = [
-            one for one in range(30) if (now / 3600 + 8 * (one % 3)) % 24 < 8 + one % 4
-        ] or [0]
+        working = [one for one in range(30) if (now / 3600 + 8 * (one % 3)) % 24 < 8 + one % 4] or [
+            0
+        ]
         prompt = prompts[chance.choice(working)][min(5, int(chance.paretovariate(0.9)) - 1)]
         later.add(now, ([*prompt, *(next(new) for _ in range(chance.randint(1, 9)))], 0.65))
         for when, (chain, goes_on) in later.due(now):

@@ -28,6 +28,7 @@ from kvtier_kernels import Pieces
 from kvtier_plugins.keeper import TIMEOUT_S, SpaceKeeper
 
 LEASE_MS = 10_000
+SAVE_WAIT_S = 1.0  # of a thread that saves, for the daemon's disk
 LARGE_COPY_BYTES = 32 << 20
 NICE = 10  # of threads that save: the server's own go first
 LOOK_S = 0.005  # another thread may have received the answer
@@ -236,8 +237,11 @@ class PageStore:
                 poll.poll(LOOK_S * 1000)
 
     def _save(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> bytes:
-        pages = self._cache.pools[pool]
-        with space.reserve(keys, self._groups[pool], self._cache.shard, wait_s=0) as saving:
+        pages, until = self._cache.pools[pool], time.monotonic() + SAVE_WAIT_S
+        with space.reserve(
+            keys, self._groups[pool], self._cache.shard, wait_s=0,
+            waits=lambda: time.monotonic() < until,
+        ) as saving:  # fmt: skip
             if saving.slots:
                 began = time.monotonic()
                 saving.gather(pages.pieces, numbers, nice=NICE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 
 from kvtier.space import Space
+from kvtier.units import MIB
 from kvtier.wire import SLOT
+from kvtier_daemon.codec.frame import PAGE
 from kvtier_plugins import page_store as store_module
 from kvtier_plugins.page_store import PageStore, RankCache
 from kvtier_sglang.identity import INDEXER, KV, ModelFacts, RankPlace, describe, server_run
 from kvtier_sglang.options import StorageOptions
 from kvtier_sglang.pages import find_pages
 from support.daemons import Daemon
+from support.gated import gated_daemon, unwritten
 from support.host_pools import HostPool, IndexerPool, hashes, indices_of
 
 LOG = logging.getLogger("sglang.kvtier")
@@ -96,6 +100,30 @@ def test_a_part_of_a_chain_is_found_alone_and_ends_at_the_first_missing_page(
     monkeypatch.setattr(Space, "most_keys", lambda _: 2)  # of one request
     assert store.exists(keys) == 6 and store.exists([*keys[:3], *hashes(2, "other")]) == 3
     assert store.exists([]) == 0 and store.load(KV, [], indices_of([])) == []
+
+
+def test_a_backup_beyond_the_memory_waits_for_the_disk_and_loses_no_page(
+    daemon_of: Callable[..., Daemon], store_of: Callable[..., PageStore], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(store_module, "SAVE_WAIT_S", 60.0)
+    daemon, gate = gated_daemon(daemon_of, tmp_path, MIB)
+    store, indices = store_of(daemon.socket, {KV: HostPool()}), indices_of(range(16))
+
+    def save(number: int) -> bool:
+        return all(store.save(KV, hashes(16, str(number)), indices))
+
+    saved = [save(0)]
+    page = daemon.stats()["tiers"]["warm"]["used_bytes"] // 16
+    full = MIB // (16 * -(-page // PAGE) * PAGE)
+    saved += [save(number) for number in range(1, full)]
+    later = threading.Thread(target=lambda: saved.append(save(full)))
+    later.start()
+    daemon.wait_for(lambda stats: stats["refused_tokens"]["writing"])
+    gate.touch()
+    later.join(60)
+    assert saved == [True] * (full + 1) and unwritten(daemon.stats()) == 0
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 16 * (full + 1))
 
 
 def test_a_page_is_found_only_with_its_indexer_page(

@@ -189,6 +189,7 @@ class Flusher:
         self._clock = clock
         self._tended_at = clock()
         self._saved_blocks = 0  # since then
+        self._opened = 0  # segments
         self._saves = Average(SAVES_S)  # blocks for seconds
         self._sizes = Average(SIZES_BLOCKS)  # bytes for blocks
 
@@ -218,6 +219,11 @@ class Flusher:
         if self._cold.writer.is_on and left > 0 and self._catalog.demotions.in_memory_alone:
             self.waiting.wake_idle()
 
+    def segment_opened(self) -> None:
+        """There is a place again: wake a writer, and let those that are about to pause go on."""
+        self._opened += 1
+        self.waiting.wake()
+
     async def run(self) -> None:
         """Write until the task is cancelled."""
         try:
@@ -239,10 +245,11 @@ class Flusher:
             # There may be more blocks. Do not wake writers that pause: those that cannot write would wake
             # each other forever.
             self.waiting.wake_idle()
+            opened = self._opened
             left, wrote = await self._write(plan)
             self._catalog.blocks.writes_go_on = wrote or bool(left)
             self._saved[:0] = left
-            if left or not wrote:
+            if (left or not wrote) and opened == self._opened:
                 await self.waiting.wait(PAUSE_S)
 
     def _plan(self) -> Demotion | None:

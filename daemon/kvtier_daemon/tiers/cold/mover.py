@@ -321,7 +321,7 @@ class Mover:
             self.writes.waiting.wake, clock, cipher,
         )  # fmt: skip
         self.writes.is_disk_short = self.reads.declined_lately
-        cold.table.opened[tenant] = self.writes.waiting.wake
+        cold.table.opened[tenant] = self.writes.segment_opened
 
     def reconfigure(
         self, *, through: bool, daily_bytes: int, admission: str, codec: str,
