@@ -202,6 +202,18 @@ def forked(request: list[Any], descriptors: list[int], server: Server) -> tuple[
     return list(words), str(program)
 
 
+def end(error: SystemExit) -> None:
+    """End this process as Python does, but free no objects: that would copy the memory that it shares with
+    the process that forked, and take as long as all that most commands do."""
+    if not isinstance(error.code, int | None):
+        raise error  # a message
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((error.code or 0) & 0xFF)
+
+
 if __name__ == "__main__":
     for name in (
         "uvloop",
@@ -222,7 +234,11 @@ if __name__ == "__main__":
     sys.path.pop(0)  # this file's folder, which a daemon does not have
     words, program = serve()
     sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *words]
-    if program:
-        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102
-    else:
-        cli.main()
+    try:
+        if program:
+            exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102
+        else:
+            cli.main()
+    except SystemExit as error:
+        end(error)
+    end(SystemExit(0))
