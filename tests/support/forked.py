@@ -66,19 +66,23 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, timeout: float | None) -> int | None:
-        if self.returncode is not None:
-            return self.returncode
-        looking = select.poll()
-        looking.register(self._ended, select.POLLIN)
-        if looking.poll(None if timeout is None else timeout * 1000):
-            with self._lock:
-                if self.returncode is None:
-                    status = self._server.ask([WAIT, self.pid])
-                    self.returncode = os.waitstatus_to_exitcode(status)
+        with self._lock:
+            if self.returncode is not None:
+                return self.returncode
+            ended = os.dup(self._ended)  # another thread may close the first one meanwhile
+        try:
+            looking = select.poll()
+            looking.register(ended, select.POLLIN)
+            if not looking.poll(None if timeout is None else timeout * 1000):
+                return None
+        finally:
+            os.close(ended)
+        with self._lock:
+            if self.returncode is None:
+                status = self._server.ask([WAIT, self.pid])
+                os.close(self._ended)
+                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-    def __del__(self) -> None:
-        os.close(self._ended)  # not before: another thread may wait for it
 
 
 class Server:
