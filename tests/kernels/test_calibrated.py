@@ -20,7 +20,7 @@ import kvtier_kernels as kernels
 from models.codecs import inverses, steps
 from models.kernels import lossy
 from models.kernels.lossy import DamagedError, Quantizer, Rope, Shape
-from support.effort import ALL
+from support.effort import ALL, effort
 
 ECSQ, CACHEGEN = 7, 8
 CODECS = [ECSQ, CACHEGEN]
@@ -285,7 +285,7 @@ def test_each_part_of_a_block_can_be_decoded_alone(level) -> None:
     chance = random.Random(7)
     rope = rope_of(16)
     for codec in CODECS:
-        for round_ in range(8):
+        for round_ in range(effort(4, 8, 8)):
             shapes = [
                 chance.choice([s for _, s in SHAPES[:8]]) for _ in range(chance.randrange(1, 9))
             ]
