@@ -25,7 +25,11 @@ for _name in ("KVTIER_SOCKET", "KVTIER_STATE"):
 
 # Files that take long, the longest first. The processes begin with these and share the tests of each file,
 # except for WHOLE, whose module fixtures take most of the time. One process runs all tests of any other file.
-WHOLE = ("tests/faults/test_daemon_crash.py", "tests/kernels/test_fuzz_codecs.py")
+WHOLE = (
+    "tests/kernels/test_cuda_lanes.py",
+    "tests/kernels/test_fuzz_codecs.py",
+    "tests/faults/test_daemon_crash.py",
+)
 LONGEST = (
     *WHOLE,
     "tests/faults/test_hostile_clients.py",

@@ -54,11 +54,14 @@ def test_an_interrupt_frees_the_memory(folder: Path) -> None:
 def test_new_blocks_go_beside_those_that_were_taken_over_until_the_oldest_are_evicted(
     folder: Path,
 ) -> None:
-    daemon = start(folder, warm="16MiB")
+    config = (
+        '[warm]\nsize = "16MiB"\npolicy = "lru"\n'  # another policy may keep what is used often
+    )
+    daemon = start(folder, config=config)
     with daemon.connect() as client:
         first = save(client)
     end(daemon, signal.SIGKILL)
-    daemon = start(folder, warm="16MiB")
+    daemon = start(folder, config=config)
     with daemon.connect() as client:
         second = save(client, first=1000)
         assert loaded(client) == first and loaded(client, first=1000) == second

@@ -29,7 +29,9 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 _PREFIX = "KVTIER_"
 # Variables of other parts of kvtier, and therefore not keys of the daemon.
-_ELSEWHERE = frozenset({"KVTIER_ALL", "KVTIER_CPU", "KVTIER_DEVICE", "KVTIER_FAULTS"})
+_ELSEWHERE = frozenset(
+    {"KVTIER_ALL", "KVTIER_CPU", "KVTIER_DEVICE", "KVTIER_FAULTS", "KVTIER_TEST_CACHE"}
+)
 # Kubernetes sets these in every pod if there is a service called kvtier (KVTIER_PORT=tcp://...).
 _SERVICE_LINK = re.compile(r"KVTIER_(SERVICE_|PORT$|PORT_)")
 

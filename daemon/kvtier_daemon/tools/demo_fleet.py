@@ -33,7 +33,7 @@ from kvtier_daemon.tools.workload import SPEC
 PROMPTS: Final = 6
 BLOCKS: Final = 8  # of a prompt; a block has 2 MiB
 START_S: Final = 20.0
-SHARE_S: Final = 20.0
+SHARE_S: Final = 60.0  # the daemon retries a write that failed after 15 s
 LEFT_S: Final = 10.0  # for a load
 LOOK_S: Final = 0.005
 LENT_BYTES: Final = 256 * MIB

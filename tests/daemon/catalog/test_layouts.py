@@ -6,6 +6,7 @@ import ast
 import re
 import struct
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 CALLS = {"Struct", "pack", "pack_into", "unpack", "unpack_from", "iter_unpack", "calcsize"}
 
 
+@cache
 def spelled() -> dict[str, set[str]]:
     """The modules that contain each struct format, without byte order and padding at the end."""
     found = defaultdict(set)

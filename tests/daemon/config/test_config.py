@@ -259,6 +259,7 @@ def test_variables_of_other_parts_and_of_kubernetes_are_not_keys(read):
         environ={
             "KVTIER_CPU": "scalar",
             "KVTIER_DEVICE": "gpu",
+            "KVTIER_TEST_CACHE": "/tmp/cache",
             "KVTIER_PORT": "tcp://10.0.0.1:80",
             "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",
             "KVTIER_SERVICE_HOST": "10.0.0.1",
