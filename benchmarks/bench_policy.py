@@ -34,7 +34,7 @@ BATCH = 1024
 ROUNDS = 3
 # Of `value`: kernels/include/policy_selector.h has what each means.
 CONSTANTS: dict[str, float] = {
-    "to_leave": 0.7, "fading": 0.98, "judgements": 8.0,
+    "to_leave": 1.0, "back": 0.7, "fading": 0.98, "judgements": 8.0,
     "few": 20.0, "memory": 1 << 17, "more_seen": 8,
 }  # fmt: skip
 

@@ -106,13 +106,14 @@ void bind_policy(nb::module_& m) {
     m.attr("POLICIES") = nb::tuple(names);
     m.def(
         "value_policy",
-        [](double to_leave, double fading, double judgements, double few, std::uint64_t memory,
-           std::uint64_t more_seen) -> std::unique_ptr<Policy> {
+        [](double to_leave, double back, double fading, double judgements, double few,
+           std::uint64_t memory, std::uint64_t more_seen) -> std::unique_ptr<Policy> {
             return std::make_unique<Value>(
-                Constants{to_leave, fading, judgements, few, memory, more_seen});
+                Constants{to_leave, back, fading, judgements, few, memory, more_seen});
         },
-        nb::kw_only(), "to_leave"_a = Constants{}.to_leave, "fading"_a = Constants{}.fading,
-        "judgements"_a = Constants{}.judgements, "few"_a = Constants{}.few,
-        "memory"_a = Constants{}.memory, "more_seen"_a = Constants{}.more_seen,
+        nb::kw_only(), "to_leave"_a = Constants{}.to_leave, "back"_a = Constants{}.back,
+        "fading"_a = Constants{}.fading, "judgements"_a = Constants{}.judgements,
+        "few"_a = Constants{}.few, "memory"_a = Constants{}.memory,
+        "more_seen"_a = Constants{}.more_seen,
         "The value policy with other constants, for measurements.");
 }

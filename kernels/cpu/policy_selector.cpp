@@ -149,8 +149,9 @@ void PolicySelector::judge() {
     for (unsigned order = 0; order < orders; ++order) {
         const double more = hits_[order] - hits_[best_];
         if (more <= 0) continue;
+        const double needed = order == 0 ? constants_.back : constants_.to_leave;
         const double times = more * more / (variance_[pair(order, best_)] + 1e-9);
-        if (times <= constants_.to_leave * constants_.to_leave || times <= most) continue;
+        if (times <= needed * needed || times <= most) continue;
         most = times;
         top = order;
     }

@@ -14,7 +14,8 @@ namespace kvtier {
 
 // Tunable constants; docs/decisions/0025 and 0051 measure their effects.
 struct Constants {
-    double to_leave = 0.7;  // the lead of another order, in standard deviations, to leave one
+    // Lead in standard deviations to leave an order, to return to the first.
+    double to_leave = 1, back = 0.7;
     double fading = 0.98;   // per judgement, of hits: half of it in four fillings
     double judgements = 8;  // at most, while the caches are filled once
     double few = 20;        // the number of runs that weigh as much as those of related kinds

@@ -526,6 +526,7 @@ def make_policy(name: str) -> Policy: ...
 def value_policy(
     *,
     to_leave: float = ...,
+    back: float = ...,
     fading: float = ...,
     judgements: float = ...,
     few: float = ...,

@@ -193,7 +193,8 @@ def test_value_and_its_model_agree_in_a_tier_where_orders_are_compared_on_a_samp
 def test_value_and_its_model_agree_while_orders_change_often(seed, pace, monkeypatch):
     """Also if the clock stands still, and if it is faster than the requests."""
     monkeypatch.setattr("models.policies.value.TO_LEAVE", 0.0)
-    cache = Cache([Value(to_leave=0.0), ValueModel()], 80)
+    monkeypatch.setattr("models.policies.value.BACK", 0.0)
+    cache = Cache([Value(to_leave=0.0, back=0.0), ValueModel()], 80)
     rnd = random.Random(seed)
     now = 0.0
     orders = set()

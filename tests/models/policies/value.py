@@ -60,7 +60,7 @@ JUDGEMENTS = 8  # at most, while the caches are filled once
 FEW_BLOCKS, SOME_BATCHES = 64, 4
 BATCHES = 64
 FADING = 0.98  # per judgement: half of it in four fillings
-TO_LEAVE = 0.7  # standard deviations
+TO_LEAVE, BACK = 1.0, 0.7  # standard deviations
 
 Row = list[float]
 
@@ -217,8 +217,9 @@ class PolicySelector:
         top, most = self.best, 0.0
         for order in ORDERS:
             more = self._hits[order] - self._hits[self.best]
+            needed = BACK if order == LEARNED else TO_LEAVE
             times = more * more / (self._variance[order, self.best] + 1e-9)
-            if more > 0 and times > TO_LEAVE**2 and times > most:
+            if more > 0 and times > needed * needed and times > most:
                 top, most = order, times
         self.best = top
         self._hits = [one * FADING for one in self._hits]
