@@ -1,8 +1,8 @@
 """Requests of six kinds of services, each in two variants: one to tune policies with, one that stays unseen.
 
 Tune with TUNED, the seeds TUNED_SEEDS and the first half of a recorded trace. UNSEEN, with the seeds
-UNSEEN_SEEDS, and the second half are for results only: whoever tunes does not look at them. Half of the kinds
-of `traces.KINDS` belongs to each part.
+UNSEEN_SEEDS, and the second half are for results only: no constant is chosen by them. Each part has half of
+the kinds of `traces.KINDS`.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def long_documents(requests: int, seed: int) -> list[Timed]:
 
 
 def batch_jobs(requests: int, seed: int) -> list[Timed]:
-    """Jobs that read thousands of texts once below one instruction, or ask three questions about each text, at
-    the same time as a chat."""
+    """Jobs that read thousands of texts once below one instruction, or ask three questions about each text,
+    at the same time as a chat."""
     chance, new, later = random.Random(seed), itertools.count(1), Later()
     prompts = [[next(new) for _ in range(chance.randint(2, 10))] for _ in range(8)]
     found, now, job = [], 0.0, [next(new) for _ in range(8)]
@@ -143,8 +143,8 @@ def batch_jobs(requests: int, seed: int) -> list[Timed]:
 
 
 def completion(requests: int, seed: int) -> list[Timed]:
-    """Editors that ask each second for the rest of a line: the file up to the cursor. An edit makes the blocks
-    after it new; users change between their files, and pause."""
+    """Editors that ask each second for the rest of a line: the file up to the cursor. An edit makes the
+    blocks after it new; users change between their files, and pause."""
     chance, new, later = random.Random(seed), itertools.count(1), Later()
     found, now = [], 0.0
     for user in range(40):
@@ -168,8 +168,8 @@ def completion(requests: int, seed: int) -> list[Timed]:
 
 
 def day_and_night(requests: int, seed: int) -> list[Timed]:
-    """Two days: chat by day, with other popular prompts in the evening; at night a job that reads a corpus, the
-    same one each night."""
+    """Two days: chat by day, with other popular prompts in the evening; at night a job that reads a corpus,
+    the same one each night."""
     chance, new, later = random.Random(seed), itertools.count(1), Later()
     prompts = [[next(new) for _ in range(chance.randint(1, 12))] for _ in range(60)]
     corpus = [[next(new) for _ in range(chance.randint(2, 12))] for _ in range(requests // 8)]
@@ -199,8 +199,8 @@ def day_and_night(requests: int, seed: int) -> list[Timed]:
 
 
 def tool_agents(requests: int, seed: int) -> list[Timed]:
-    """Short runs of 200 kinds of agents by Zipf's law, with equal beginnings in families, long inputs that are
-    unique, and calls that are made again because they failed."""
+    """Short runs of 200 kinds of agents by Zipf's law, with equal beginnings in families, long inputs that
+    are unique, and calls that are made again because they failed."""
     chance, new, later = random.Random(seed), itertools.count(1), Later()
     families = [[next(new) for _ in range(chance.randint(1, 10))] for _ in range(12)]
     kinds = [
@@ -310,8 +310,8 @@ def evaluation(requests: int, seed: int) -> list[Timed]:
 
 
 def fill_in(requests: int, seed: int) -> list[Timed]:
-    """Completion with text of the project first, which its users share and which changes with each commit, then
-    of other files, then of the file at the cursor."""
+    """Completion with text of the project first, which its users share and which changes with each commit,
+    then of other files, then of the file at the cursor."""
     chance, new, later = random.Random(seed), itertools.count(1), Later()
     heads = [[next(new) for _ in range(chance.randint(4, 25))] for _ in range(10)]
     found, now = [], 0.0
@@ -335,8 +335,8 @@ def fill_in(requests: int, seed: int) -> list[Timed]:
 
 
 def weekdays(requests: int, seed: int) -> list[Timed]:
-    """Thirty customers in three time zones, each with prompts and users of its own, that work eight hours a day;
-    reports at night read what was asked by day."""
+    """Thirty customers in three time zones, each with prompts and users of its own, that work eight hours a
+    day; reports at night read what was asked by day."""
     chance, new, later = random.Random(seed), itertools.count(1), Later()
     prompts = [
         [[next(new) for _ in range(chance.randint(2, 20))] for _ in range(6)] for _ in range(30)
