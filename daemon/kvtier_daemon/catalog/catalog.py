@@ -211,6 +211,11 @@ class Catalog:
         self._reading.note_use(space, parts, keys, is_new)
         return Found(ready, coming)
 
+    def located(self, space: KnownSpace, keys: bytes) -> Found:
+        """Find the same prefix, and mark nothing as used."""
+        ready, coming, _ = self._reading.find(space, keys)
+        return Found(ready, coming)
+
     def load(
         self,
         session: SessionId,
