@@ -48,6 +48,15 @@ class Match(msgspec.Struct, frozen=True):
     why: str = ""
 
 
+class Located(NamedTuple):
+    """Where the leading blocks of a prefix are: `memory` blocks, after these `disk` blocks, and after these
+    `store` blocks that are known to be in the store that hosts share."""
+
+    memory: int
+    disk: int
+    store: int
+
+
 class Pinned(msgspec.Struct, frozen=True):
     """The result of a pin: the number of leading `blocks` that are pinned. `refused` is the reason if the
     daemon refused it."""
@@ -150,37 +159,42 @@ class Space:
         request: int = 0,
         within_ms: int = 0,
         queued_ms: int = 0,
+        awaits: bool = False,
     ) -> Match:
         """Look up how many leading blocks are stored. Starts to read blocks from disk if that is expected
         to be faster than recomputing them.
 
         `request` is a number for the waiting request: further calls with it ask about the same lookup,
         and `cancel` ends it. `within_ms` is the longest time that the request waits, `queued_ms` the time
-        that it waits for the engine in any case.
+        that it waits for the engine in any case. With `awaits` and a number, blocks that another client is
+        writing are `coming` too, until they could have been recomputed or `within_ms` has passed.
         """
         packed, others = _packed(keys)
         reply = self.link.ask(
             lambda id_: wire.MatchPrefix(
-                id_, self.index, packed, request, within_ms, queued_ms, *others
+                id_, self.index, packed, request, within_ms, queued_ms, *others, awaits
             ),
             wire.Matched,
         )
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
     def wait(
-        self, keys: Keys | Sequence[bytes], within_ms: int = 1000, *, request: int = 0
-    ) -> Match:
+        self, keys: Keys | Sequence[bytes], within_ms: int = 1000, *, request: int = 0,
+        awaits: bool = False,
+    ) -> Match:  # fmt: skip
         """Look up as `match` does, and wait until the blocks that are read from disk are in memory, for at
         most `within_ms`. Reads that have not ended by then are cancelled, unless another request waits for
         them. Returns the last answer: `ready` blocks can be loaded.
 
         The daemon holds what it has read for some seconds. With a number of the caller, `request`, the caller
-        ends that with `cancel` once it has a lease; then nothing is cancelled here.
+        ends that with `cancel` once it has a lease; then nothing is cancelled here. `awaits`: as in `match`.
         """
         whole("within_ms", within_ms, 0, LONGEST_WAIT_MS)
         until = self.link.connection.clock() + within_ms / 1000
         number = request or next(WAITS)
-        while (found := self.match(keys, request=number, within_ms=within_ms)).coming:
+        while (
+            found := self.match(keys, request=number, within_ms=within_ms, awaits=awaits)
+        ).coming:
             left_s = until - self.link.connection.clock()
             if left_s <= 0:
                 if not request:
@@ -188,6 +202,16 @@ class Space:
                 break
             time.sleep(min(LOOK_S, left_s))
         return found
+
+    def locate(self, chains: Sequence[Keys | Sequence[bytes]]) -> list[Located]:
+        """Find out where the leading blocks of each of these prefixes are, for a router. Starts no reads, and
+        counts as no lookup. At most wire.LIMIT_LOCATED prefixes."""
+        packed = [Keys.of(keys).packed for keys in chains]
+        lengths = b"".join((len(one) // KEY_BYTES).to_bytes(4, "little") for one in packed)
+        reply = self.link.ask(
+            lambda id_: wire.Locate(id_, self.index, b"".join(packed), lengths), wire.Locations
+        )
+        return [Located(*row) for row in wire.LOCATED.iter_unpack(reply.rows)]
 
     def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
         """Read these blocks from disk, because a request will need them soon."""
@@ -349,16 +373,27 @@ class Space:
         wait_ms: int = 0,
         first: int = 0,
         bring: bool = True,
+        awaits: bool = False,
     ) -> int:
         """Send a lease request and return its ticket at once. `client.poll()` returns the Lease later.
 
-        `request`, `within_ms` and `queued_ms` are as in `match`. `wait_ms`: for a request that asked before,
-        delay the answer until its blocks are in memory, at most for this time. `first`: the caller has the
-        blocks before this one itself; they are not read from disk, and the lease may not contain them. With
-        `bring=False` nothing is read from disk.
+        `request`, `within_ms`, `queued_ms` and `awaits` are as in `match`. `wait_ms`: for a request that
+        asked before, delay the answer until its blocks are in memory, at most for this time. `first`: the
+        caller has the blocks before this one itself; they are not read from disk, and the lease may not
+        contain them. With `bring=False` nothing is read from disk.
         """
         asked = _lease_request(
-            self, keys, deadline_ms, shards, request, within_ms, queued_ms, wait_ms, first, bring
+            self,
+            keys,
+            deadline_ms,
+            shards,
+            request,
+            within_ms,
+            queued_ms,
+            wait_ms,
+            first,
+            bring,
+            awaits,
         )
         return self.link.tell(asked)
 
@@ -510,6 +545,7 @@ def _lease_request(
     wait_ms: int = 0,
     first: int = 0,
     bring: bool = True,
+    awaits: bool = False,
 ) -> Make:
     (packed, others), most = _packed(keys), space._most_shards
     whole("deadline_ms", deadline_ms, 1, LONGEST_DEADLINE_MS)
@@ -523,7 +559,7 @@ def _lease_request(
             raise InvalidArgument(text)
     return lambda id_: wire.Load(
         id_, space.index, packed, deadline_ms, wanted, request, within_ms, queued_ms, wait_ms, first,
-        bring, *others,
+        bring, *others, awaits,
     )  # fmt: skip
 
 

@@ -49,9 +49,12 @@ MEMORY, DISK = 0, 1
 LIMIT_CHANGES = 512  # in one Changed: fits the buffer of a socket, so the daemon does not wait
 # space, blocks in memory, on disk, neither, bytes in memory, on disk
 TALLY = struct.Struct("<IIIIQQ")
+# leading blocks in memory, after these on disk, after these in the store that hosts share
+LOCATED = struct.Struct("<III")
 # id, group, shard, payload bytes, leases, state, on disk, codec, rounds, key
 LISTED = struct.Struct("<IIIIHBBBB2x32s")
 LIMIT_LISTED = 4096  # in one Listed
+LIMIT_LOCATED = 1024  # chains in one Locate
 LIMIT_EVENTS = 256  # in one Events
 # at, file, page, payload bytes, codec, header pages, epoch of the segment, digest of the payload
 DIRECT_ROW = struct.Struct("<IIIIBB2xQ16s")
@@ -115,7 +118,8 @@ class MatchPrefix(Message, tag=3):
     `request`: the client's number for the waiting request, for later lookups and `Cancel`; 0: no number.
     `within_ms`: the longest time that the request waits, `queued_ms`: the time that it waits in the engine's
     queue in any case; 0: unknown. `others`: keys of the first `other_blocks` under each other accepted
-    secret, one chain after the other: a store that hosts share may have blocks under these.
+    secret, one chain after the other: a store that hosts share may have blocks under these. `awaits`: blocks
+    that a client is writing count as coming, for a while; needs `request`.
     """
 
     space: int
@@ -125,6 +129,7 @@ class MatchPrefix(Message, tag=3):
     queued_ms: int = 0
     others: bytes = b""
     other_blocks: int = 0
+    awaits: bool = False
 
 
 class Load(Message, tag=4):
@@ -148,6 +153,7 @@ class Load(Message, tag=4):
     bring: bool = True
     others: bytes = b""
     other_blocks: int = 0
+    awaits: bool = False
 
 
 class Adopt(Message, tag=5):
@@ -235,6 +241,15 @@ class Forget(Message, tag=13):
     keys: bytes
     others: bytes = b""
     other_blocks: int = 0
+
+
+class Locate(Message, tag=97):
+    """Find out how many leading blocks of each of several chains are in which tier. `keys` has the chains one
+    after the other, `lengths` the number of keys of each in 4 bytes, little-endian. Starts no reads."""
+
+    space: int
+    keys: bytes
+    lengths: bytes
 
 
 class Stats(Message, tag=14):
@@ -475,6 +490,12 @@ class Opened(Message, tag=33):
     accepted: list[bytes] = []
 
 
+class Locations(Message, tag=51):
+    """A row of LOCATED for each chain."""
+
+    rows: bytes
+
+
 class Matched(Message, tag=34):
     """`why` is the planner's reason to read the blocks on disk or not (see planning.WHY)."""
 
@@ -646,12 +667,12 @@ Request = (
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
     | HotOffer | HotGrant | HotJoin | HotReserve | HotEnd
-    | DirectRead | DirectReadEnd | DirectReadCodec | Resident
+    | DirectRead | DirectReadEnd | DirectReadCodec | Resident | Locate
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
-    | HotShares | HotAdded | HotGone
+    | HotShares | HotAdded | HotGone | Locations
     | DirectReadGranted | DirectReadChecked | DirectReadCalibrated | DirectReadFile
 )  # fmt: skip
 
@@ -695,6 +716,7 @@ _LARGE = frozenset(
         Explain,
         DirectRead,
         Resident,
+        Locate,
     )
 )
 _encoder = msgspec.msgpack.Encoder()
@@ -856,7 +878,7 @@ def schema_digest() -> bytes:
     limits = (
         f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
     )
-    limits += f" {LIMIT_OTHERS}"
+    limits += f" {LIMIT_OTHERS} {LIMIT_LOCATED} {LOCATED.format}"
     limits += f" {LIMIT_TOLD_SLOTS} {DIRECT_ROW.format} {LIMIT_DIRECT_BLOCKS} {LIMIT_DIRECT_FILES}"
     lines = [
         f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format} {TALLY.format} {LISTED.format}"

@@ -90,6 +90,7 @@ class PromptLookups:
                 request=prompt.number, within_ms=self._options.patience_ms,
                 wait_ms=int(state.answer_within_s * 1000), first=min(state.query.first, count),
                 bring=state.query.read_disk,
+                awaits=prompt.options.awaits or not self._options.save,
             )  # fmt: skip
         except KvtierError as error:
             self._daemon.lost(session, error)

@@ -19,7 +19,9 @@ from kvtier.wire import LIMIT_SOCKET_PATH
 log = logging.getLogger("vllm.kvtier")
 
 PARAMETER = "kvtier"
-NAMES = ("load", "save", "pin", "warm", "ttl", "priority")
+NAMES = ("load", "save", "pin", "warm", "ttl", "priority", "await")
+# Of a response, which a router may pass on to the engine that decodes.
+RESULTS = ("warm_tokens", "cold_tokens", "pinned_blocks", "memory_blocks", "coming_blocks")
 HINT_VERSION = "1"  # of actions in a request's KV hints
 LIMIT_PIN_S = LIMIT_TTL_S = 7 * 24 * 3600.0
 LEAST_TTL_S = 0.001
@@ -117,7 +119,8 @@ class RequestOptions:
     """`pin_s`: how long the prompt is pinned, 0: not at all. `ttl_s`: how long the request's saved blocks
     can be found; None: no limit. `priority`: the importance of the prompt to eviction, from 0 (evicted
     first) to 1. `warm`: read the prompt's blocks from disk, even if this request does not load them.
-    `given`: the request has options, so its response contains the outcome."""
+    `awaits`: wait for blocks that another engine is saving. `given`: the request has options, so its
+    response contains the outcome."""
 
     load: bool = True
     save: bool = True
@@ -125,6 +128,7 @@ class RequestOptions:
     ttl_s: float | None = None
     priority: float | None = None
     warm: bool = False
+    awaits: bool = False
     given: bool = field(default=False, compare=False)
 
     @property
@@ -148,7 +152,7 @@ def read_request_options(parameters: Any, hints: Any = None) -> RequestOptions:
             "kvtier: kv_transfer_params: ignoring %r under %r: not an object", given, PARAMETER
         )
         return RequestOptions()
-    for name in given.keys() - NAMES:
+    for name in given.keys() - NAMES - set(RESULTS):
         log.warning(
             "kvtier: kv_transfer_params: ignoring unknown %r; known are %s", name, ", ".join(NAMES)
         )
@@ -161,7 +165,7 @@ def read_request_options(parameters: Any, hints: Any = None) -> RequestOptions:
         ttl_s = min(ttl_s, LIMIT_TTL_S) if save and ttl_s is not None else None
     return RequestOptions(
         _flag(given, "load"), save, min(pin_s or 0.0, LIMIT_PIN_S), ttl_s, priority,
-        _flag(given, "warm", False), True,
+        _flag(given, "warm", False), _flag(given, "await", False), True,
     )  # fmt: skip
 
 

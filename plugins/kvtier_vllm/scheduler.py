@@ -29,7 +29,7 @@ from kvtier_vllm.layout import Layout
 from kvtier_vllm.loads import Loads
 from kvtier_vllm.lookups import EngineLimits, LoadDecisions, PromptLookups
 from kvtier_vllm.messages import RankReport, Save, Step
-from kvtier_vllm.options import Options, RequestOptions, read_request_options
+from kvtier_vllm.options import PARAMETER, Options, RequestOptions, read_request_options
 from kvtier_vllm.pins import Pins
 from kvtier_vllm.prompt import Prompt
 from kvtier_vllm.saves import LazySaves, Saves, fresh_pages, savable_tokens
@@ -215,7 +215,11 @@ class SchedulerSide:
         self.timelines.finished(request.request_id)
         if self._lazy is None or not self._lazy.takes(prompt):
             self._saves.finished(prompt)
-        return prompt.response()
+        response = prompt.response()
+        if not self._may_load and prompt.options.save:
+            # For the engine that decodes: the last saves may not have ended.
+            response = {PARAMETER: {**(response or {PARAMETER: {}})[PARAMETER], "await": True}}
+        return response
 
     def _prompt(self, request: Any) -> Prompt:
         prompt = self._prompts.get(request.request_id)

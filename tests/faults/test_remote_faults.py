@@ -120,6 +120,33 @@ def test_a_transfer_that_breaks_once_does_not_make_its_object_absent(
             assert remote_of(b.stats())["states"]["spoilt"] == 0
 
 
+def test_a_transfer_that_times_out_does_not_make_its_object_absent(
+    host: Hosts, tmp_path: Path
+) -> None:
+    with FaultyStore(tmp_path) as store:
+        slow = store.config.replace("deadline_s = 30", "deadline_s = 1")
+        a, b = host("a", store.config), host("b", slow)
+        with a.connect() as first, b.connect() as second:
+            ours, theirs = first.open(spec_of("slow")), second.open(spec_of("slow"))
+            wait_until_on(a)
+            wait_until_on(b)
+            keys = share(a, ours, 1)
+            store.pauses_s = 2.5
+            until = time.monotonic() + 30
+            while remote_of(b.stats())["states"]["not_read"] < 3 * PROMPT:
+                assert time.monotonic() < until, str(remote_of(b.stats()))
+                theirs.match(keys)
+                time.sleep(0.05)
+            assert remote_of(b.stats())["states"]["spoilt"] == 0
+            store.pauses_s = 0.0
+            wait_until_on(b)
+            began = time.monotonic()
+            while theirs.match(keys).ready < PROMPT:
+                assert time.monotonic() < began + 30, remote_of(b.stats())
+                time.sleep(0.01)
+            assert loaded(b, theirs, keys) == PROMPT
+
+
 def test_objects_that_lie_are_misses_and_are_replaced(store: ObjectStore, host: Hosts) -> None:
     a, b = host("a", store.config()), host("b", store.config())
     chance = random.Random(1)

@@ -257,7 +257,7 @@ def storm(
             fleet.wait_until_on()
             until = time.monotonic() + BUSY * BACK_S
             while fault not in LIES and fleet.load(fleet.theirs, fleet.keys) < PROMPT:
-                assert time.monotonic() < until, (number, fault.__name__, remote_of(fleet.b))
+                assert time.monotonic() < until, str((number, fault.__name__, remote_of(fleet.b)))
                 time.sleep(0.01)
             fleet.load(fleet.theirs, fleet.keys)
         for daemon in (fleet.a, fleet.b):

@@ -62,7 +62,7 @@ def test_framer_returns_frames_before_a_bad_length() -> None:
 
 def test_messages_are_plain_msgpack_arrays() -> None:
     (body,) = bodies(wire.encode(wire.MatchPrefix(7, 3, b"k" * 32)))
-    assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32, 0, 0, 0, b"", 0]
+    assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32, 0, 0, 0, b"", 0, False]
 
 
 EXAMPLES = [
@@ -74,6 +74,7 @@ EXAMPLES = [
     wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30, 50, 1, False),
     wire.Cancel(0, 17),
     wire.Prefill(0, 2, 1e-5, 2.5e-9),
+    wire.Locate(4, 1, b"k" * 64, b"\2\0\0\0"),
     wire.Unpin(4, 1, b"k" * 32),
     wire.Explain(4, 0, b"k" * 32),
     wire.Spaces(4, "somebody", 64),

@@ -617,3 +617,58 @@ def test_the_first_request_after_a_restart_of_the_daemon_is_a_hit(
         assert engine.serve(PROMPT).cached == 8 * BLOCK
     counts = engine.scheduler.counts
     assert counts["lost"] == 1 and not counts["miss:no_daemon"] and not counts["miss:rank_away"]
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_decoder_waits_for_blocks_that_a_prefill_engine_saves(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
+    awaits: bool,
+) -> None:  # fmt: skip
+    """The router passes the parameters of the first response on to the second engine."""
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
+    # The engines compute in no time: then the decoder would rightly not wait.
+    monkeypatch.setattr(lookups.PromptLookups, "_send_prefill", lambda *_: None)
+    monkeypatch.setattr(lookups, "UNKNOWN_WAIT_S", 60.0)
+    daemon = daemon_of()
+    options = {"patience_ms": 60_000}
+    tokens = range(5000 + awaits, 5000 + awaits + len(PROMPT))
+    prefill = engine_of(daemon, loads=False, **options)
+    decode = engine_of(daemon, **options)
+    prefill.until(lambda: prefill.scheduler._daemon.session is not None)
+    let, begun = threading.Event(), threading.Event()
+    plain = Saving.gather
+
+    def gather(self: Saving, *args: Any, **more: Any) -> Any:
+        begun.set()
+        assert let.wait(60)
+        return plain(self, *args, **more)
+
+    monkeypatch.setattr(Saving, "gather", gather)
+    told: list[Any] = []
+
+    def prefills() -> None:
+        first = prefill.add(tokens)
+        prefill.run(first)
+        prefill.until(begun.is_set)
+        told.append(prefill.scheduler.finished(first))
+        prefill.until(lambda: not prefill.scheduler.in_flight["saves"])
+
+    saving = threading.Thread(target=prefills)
+    saving.start()
+    try:
+        until = time.monotonic() + 60
+        while not told and time.monotonic() < until:
+            time.sleep(0.01)
+        assert told == [{"kvtier": {"await": True}}]
+        given = told[0] if awaits else {"kvtier": {}}
+        second = decode.add(tokens, kv_transfer_params=given)
+        decode.until(lambda: not decode.scheduler.in_flight["tickets"])
+        if awaits:
+            for _ in range(5):
+                assert decode.scheduler.matched(second, 0) == (None, False)
+                decode.carry_out({}, {}, [])
+            let.set()
+        assert decode.run(second).cached == (8 * BLOCK if awaits else 0)
+    finally:
+        let.set()
+        saving.join()

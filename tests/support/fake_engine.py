@@ -102,11 +102,12 @@ class FakeEngine:
     ) -> None:
         self.layout = layout or layout_of()
         events = options.pop("events", False)
+        loads = options.pop("loads", True)  # False: the role of a producer
         self.by_layers = options.pop("by_layers", False)  # each layer waits for its loads
         self.options = Options(socket=socket, **options)
         shape = (len(self.layout.groups), LAYERS, pages, PAGE_BYTES)
         self.memory = [np.zeros(shape, np.uint8) for _ in range(self.layout.shards.ranks)]
-        self.scheduler = SchedulerSide(self.layout, self.options, events=events)
+        self.scheduler = SchedulerSide(self.layout, self.options, events=events, loads=loads)
         self.workers = [self.worker(rank, self._pages(pages)) for rank in range(len(self.memory))]
         self.scheduler.open(spec_for(self.layout))
         self.free = list(range(1, pages))

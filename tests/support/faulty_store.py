@@ -30,6 +30,7 @@ class FaultyStore:
         self.cuts_answers = False
         self.waits_s = 0.0
         self.put_s = 0.0
+        self.pauses_s = 0.0  # in the middle of an object
         self.delete_s = 0.0
         faulty = self
 
@@ -47,7 +48,10 @@ class FaultyStore:
                 with contextlib.suppress(ConnectionError):  # the client may have ended
                     self.end_headers()
                     if self.command != "HEAD":
-                        self.wfile.write(body[:sent])
+                        half = len(body) // 2 if faulty.pauses_s and len(body) > 4096 else 0
+                        self.wfile.write(body[:half])
+                        time.sleep(faulty.pauses_s if half else 0.0)
+                        self.wfile.write(body[half:sent])
                 if sent is not None:
                     self.close_connection = True
 

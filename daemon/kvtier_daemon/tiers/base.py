@@ -238,10 +238,11 @@ class SharedTier(Protocol):
     def pending(self) -> PendingReads: ...
 
     def beyond(
-        self, space: KnownSpace, keys: bytes, first: int, others: Sequence[bytes] = ()
-    ) -> int:
+        self, space: KnownSpace, keys: bytes, first: int, others: Sequence[bytes] = (), asks: bool = True
+    ) -> int:  # fmt: skip
         """Return how many blocks of this prefix from `first` on can be read, or are being read. `others`: the
-        keys of its first blocks under each other secret that the tenant accepts."""
+        keys of its first blocks under each other secret that the tenant accepts. `asks`: a request needs
+        them, so find out later what is not known of them."""
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
@@ -289,7 +290,7 @@ class NullTier:
 
     fetch = promote
 
-    def beyond(self, *_: Any) -> int:
+    def beyond(self, *_: Any, **__: Any) -> int:
         return 0
 
     def stats(self) -> TierStats:

@@ -31,6 +31,9 @@ from kvtier_daemon.tiers.memory_check import check_memory
 
 LIMIT_NOTED = 4096  # leases, and waiting requests, of one session; above this the oldest is dropped
 LIMIT_COUNTED = 2048
+AWAITED_BLOCKS = 1024  # that are looked for among those that are being written
+WRITE_MS = 5.0  # a guess: how long a write to memory takes
+THERE = bytes([wire.PRESENT, wire.IN_PROGRESS])
 
 LookupName = tuple[int, int, bytes]
 
@@ -47,6 +50,7 @@ class CountedLookup(msgspec.Struct, gc=False):
     shared: int = 0  # of these, the last ones: from the remote store
     block_tokens: int = 0
     log_entry: Lookup | None = None
+    awaits_until: float = 0.0  # for blocks that others are writing; 0: it has not seen any
 
 
 class HeldLease(msgspec.Struct, gc=False):
@@ -151,13 +155,17 @@ class LookupRequests:
         space = catalog.space(request.space)
         found, held = catalog.find(space, request.keys)
         beyond, on_disk = _beyond(tenant, space, request, found, self._session), found.coming
-        if not (on_disk or beyond):
+        if not (on_disk or beyond or request.awaits):
             self._later.append(partial(self._matched, tenant, space, request, found, held))
             return wire.Matched(request.id, found.ready, 0, 0.0)
         is_new = self._note_use(tenant, space, request, held)
-        coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
+        coming, eta_ms, why = 0, 0.0, ""
+        if on_disk or beyond:
+            coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
         shared, reads = found.coming - on_disk, why != "off"
         self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
+        if request.awaits and coming == found.coming:
+            coming, eta_ms, why = self._awaited(tenant, space, request, found, coming, eta_ms, why)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -248,28 +256,20 @@ class LookupRequests:
         if not coming and catalog.holds.of:
             catalog.holds.end(self._name(request))
         shared = found.coming - on_disk
+        counted = reads, coming, why, shared
+        if request.awaits and coming == found.coming:
+            coming, eta_ms, why = self._awaited(tenant, space, request, found, coming, eta_ms, why)
         self._later.append(
-            partial(
-                self._load_answered,
-                tenant,
-                space,
-                request,
-                found,
-                is_new,
-                reads,
-                coming,
-                why,
-                shared,
-            )
+            partial(self._load_answered, tenant, space, request, found, is_new, counted, coming)
         )
         return self._loaded(tenant, request.id, found, coming, eta_ms, why)
 
     def _load_answered(
         self, tenant: Tenant, space: KnownSpace, request: wire.Load, found: Found, is_new: bool,
-        reads: bool, coming: int, why: str, shared: int,
+        counted: tuple[bool, int, str, int], coming: int,
     ) -> None:  # fmt: skip
-        """Count the answer of a load, and note its lease."""
-        self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
+        """Count the answer of a load, and note its lease. `coming` includes blocks that others are writing."""
+        self._answered(tenant, space, request, found, is_new, *counted)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         if found.lease:
@@ -398,6 +398,24 @@ class LookupRequests:
             found = msgspec.structs.replace(found, coming=found.coming + more)
         return coming, eta_ms, why, found
 
+    def _awaited(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
+        coming: int, eta_ms: float, why: str,
+    ) -> tuple[int, float, str]:  # fmt: skip
+        """Add the blocks that clients are writing to those that come, until they could have been computed,
+        or the request has waited for `within_ms`. It waits once."""
+        lookup, now = self.counted.of[request.request], self._server.clock()
+        first = found.ready + coming
+        count = being_written(tenant, space, request.keys, first) if request.request else 0
+        if count and not lookup.awaits_until:
+            within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
+            lookup.awaits_until = now + min(
+                within_s, LONGEST_WAIT_S, space.recompute_s(count, first)
+            )
+        if not count or now >= lookup.awaits_until:
+            return coming, eta_ms, why
+        return coming + count, max(eta_ms, WRITE_MS), why or "written"
+
     def _name(self, request: wire.MatchPrefix | wire.Load) -> Request:
         """The name of this request, the same each time it asks."""
         return self._session.id, request.request or lookup_name(request)
@@ -466,6 +484,25 @@ class LookupRequests:
                 ready=found.ready, coming=coming, why=reason, key=missing.hex()[:KEY_DIGITS],
             )  # fmt: skip
         return entry
+
+
+def being_written(tenant: Tenant, space: KnownSpace, keys: bytes, first: int) -> int:
+    """How many blocks of this prefix from `first` on are in memory or being written, in all their parts."""
+    rest = keys[first * KEY_BYTES : (first + AWAITED_BLOCKS) * KEY_BYTES]
+    count = len(rest) // KEY_BYTES
+    if space.index < 0 or not count:
+        return 0
+    store = tenant.catalog.blocks.store
+    for group, kind in enumerate(space.spec.cache_groups):
+        for shard in range(kind.shards):
+            try:
+                codes = store.probe(space.index, group, shard, rest[: count * KEY_BYTES])
+            except ValueError:  # a key is given twice
+                return 0
+            run = len(codes) - len(codes.lstrip(THERE))
+            if not (count := min(count, run)):
+                return 0
+    return count
 
 
 def lookup_name(request: wire.MatchPrefix | wire.Load | wire.Prefetch) -> LookupName:

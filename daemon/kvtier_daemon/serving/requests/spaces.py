@@ -32,6 +32,7 @@ class SpaceRequests:
             wire.Hint: self.hint,
             wire.Forget: self.forget,
             wire.Resident: self.resident,
+            wire.Locate: self.locate,
         }
 
     def open(self, tenant: Tenant, request: wire.Open) -> wire.Reply:
@@ -101,6 +102,28 @@ class SpaceRequests:
             if back:
                 tenant.tier.reads.bring_back(space, back)
         return wire.Done(request.id)
+
+    def locate(self, tenant: Tenant, request: wire.Locate) -> wire.Reply:
+        space, keys = tenant.catalog.space(request.space), request.keys
+        space.check_keys(keys)
+        if len(request.lengths) % 4 or len(request.lengths) // 4 > wire.LIMIT_LOCATED:
+            text = (
+                f"lengths: {len(request.lengths)} bytes for at most {wire.LIMIT_LOCATED} prefixes"
+            )
+            raise Refused("bad_request", text)
+        lengths = memoryview(request.lengths).cast("I")
+        if sum(lengths) * KEY_BYTES != len(keys):
+            raise Refused("bad_request", f"{len(keys)} bytes of keys for {sum(lengths)} blocks")
+        rows, at = bytearray(), 0
+        for length in lengths:
+            chain, at = keys[at : at + length * KEY_BYTES], at + length * KEY_BYTES
+            found = tenant.catalog.located(space, chain)
+            on_disk = found.coming if tenant.tier.reads.is_on else 0
+            beyond = 0
+            if on_disk == found.coming:
+                beyond = tenant.shared.beyond(space, chain, found.ready + on_disk, asks=False)
+            rows += wire.LOCATED.pack(found.ready, on_disk, beyond)
+        return wire.Locations(request.id, bytes(rows))
 
     def forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
         space = tenant.catalog.space(request.space)

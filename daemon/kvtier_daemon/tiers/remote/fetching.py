@@ -243,8 +243,8 @@ class Fetcher:
     # --- what is there -------------------------------------------------------------------------
 
     def beyond(
-        self, space: KnownSpace, keys: bytes, first: int, others: Sequence[bytes] = ()
-    ) -> int:
+        self, space: KnownSpace, keys: bytes, first: int, others: Sequence[bytes] = (), asks: bool = True
+    ) -> int:  # fmt: skip
         """Return how many blocks of this prefix from `first` on are known to be in the store, or are being
         read from it. Asks in the background about those of which nothing is known."""
         rest, *more = (
@@ -260,12 +260,12 @@ class Fetcher:
             head = names_of(rest[:KEY_BYTES], places[0].mask)
             is_present = self._queue.known.is_present(head)
             if not (is_present or self._is_reading(head)):
-                if is_present is None:
+                if is_present is None and asks:
                     self._questions.ask(space, rest)
                 return 0
         has = [self._has(space, place, rest, more) for place in places]
         count = restorable(space, places, has, first)
-        for chain in (rest, *more):
+        for chain in (rest, *more) if asks else ():
             self._ask(space, places[0], chain[count * KEY_BYTES :])
         return count
 

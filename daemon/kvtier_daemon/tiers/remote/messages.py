@@ -22,7 +22,8 @@ LOST: Final = "lost"
 CONNECT_S: Final = 3.0
 STATUS: Final = re.compile(r"status code: (\d+ [A-Za-z ]+?)(?::|$)", re.MULTILINE)
 CODE: Final = re.compile(r"<Code>([A-Za-z]+)</Code>")
-WORDS: Final = ("timed out", "dns error", "certificate", "Connection refused", "Connection reset")
+TIMED_OUT: Final = "timed out"
+WORDS: Final = (TIMED_OUT, "dns error", "certificate", "Connection refused", "Connection reset")
 
 
 class StoreFailedError(Exception):

@@ -14,6 +14,8 @@ from obstore.store import S3Store
 from kvtier_daemon.tiers.remote.messages import (
     BROKEN,
     CONNECT_S,
+    FAILED,
+    TIMED_OUT,
     TOO_LARGE,
     Answer,
     GetObject,
@@ -25,6 +27,7 @@ from kvtier_daemon.tiers.remote.messages import (
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
+LATE_SHARE: Final = 0.95  # of the deadline, after which a transfer that fails was too slow
 HEADS_AT_ONCE: Final = 32
 PAGE_NAMES: Final = 500  # half a millisecond of the daemon's loop
 
@@ -38,6 +41,7 @@ class S3Objects:
         if request.endpoint:
             options["endpoint"] = request.endpoint
         self._buffer = buffer
+        self._timeout_s = request.timeout_s
         self._heads = asyncio.Semaphore(HEADS_AT_ONCE)
         self._store = S3Store(
             request.bucket,
@@ -74,7 +78,10 @@ class S3Objects:
                 self._buffer[at:end] = memoryview(piece)
                 at = end
         except Exception as error:  # noqa: BLE001  # the library's errors have no common base
-            return Answer(request.id, BROKEN, short_reason(error))
+            # An object that is slow is not a damaged one. The library's error does not tell.
+            is_late = time.monotonic() - began > LATE_SHARE * self._timeout_s
+            outcome = FAILED if is_late else BROKEN
+            return Answer(request.id, outcome, TIMED_OUT if is_late else short_reason(error))
         return Answer(request.id, nbytes=at - request.at, first_s=first_s)
 
     async def has(self, names: list[str]) -> bytes:

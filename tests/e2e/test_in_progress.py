@@ -1,0 +1,124 @@
+"""A lookup waits for blocks that another client is writing, and a router finds out where prefixes are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier import Refused, wire
+from kvtier.space import Located
+from kvtier_kernels import Buffers
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
+
+Daemons = Callable[..., Daemon]
+PROMPT = 4  # blocks
+
+
+@pytest.fixture
+def daemon(daemon_of: Daemons) -> Daemon:
+    return daemon_of()
+
+
+def test_a_decoder_waits_for_the_blocks_that_a_prefill_writes(daemon: Daemon) -> None:
+    with daemon.connect() as prefill, daemon.connect() as decode:
+        ours, theirs = prefill.open(spec_of("roles")), decode.open(spec_of("roles"))
+        keys = ours.keys([1] * PROMPT * 16)
+        nbytes = ours.spec.block_bytes
+
+        def found(request: int, awaits: bool) -> tuple[int, int]:
+            match = theirs.match(keys, request=request, within_ms=60_000, awaits=awaits)
+            return match.ready, match.coming
+
+        with ours.reserve(keys) as saving:
+            assert found(1, awaits=False) == (0, 0)
+            assert found(2, awaits=True) == (0, PROMPT)
+            results = []
+
+            def decoding() -> None:
+                with daemon.connect() as client:
+                    space = client.open(spec_of("roles"))
+                    results.append(space.wait(keys, 60_000, awaits=True).ready)
+
+            decoder = threading.Thread(target=decoding)
+            decoder.start()
+            time.sleep(0.2)
+            assert decoder.is_alive()
+            blocks = [pattern(key, nbytes) for key in keys]
+            saving.copy(Buffers(blocks, 0, PROMPT, nbytes), 1, True)
+        decoder.join()
+        assert results == [PROMPT]
+        assert found(2, awaits=True) == (PROMPT, 0)
+        with theirs.load(keys) as blocks:
+            for key, block in zip(keys, blocks, strict=True):
+                assert bytes(block) == pattern(key, nbytes)
+
+
+def test_a_decoder_waits_no_longer_than_it_says_or_than_computing_takes(daemon: Daemon) -> None:
+    with daemon.connect() as prefill, daemon.connect() as decode:
+        ours, theirs = prefill.open(spec_of("slow")), decode.open(spec_of("slow"))
+        keys = ours.keys([1] * PROMPT * 16)
+        with ours.reserve(keys):
+            began = time.monotonic()
+            assert theirs.wait(keys, 200, request=7, awaits=True).ready == 0
+            assert 0.15 < time.monotonic() - began < 5
+            assert theirs.match(keys, request=7, within_ms=60_000, awaits=True).coming == 0, "once"
+            theirs.prefill(1e-3 / (PROMPT * 16), 0.0)  # a millisecond for all of it
+            theirs.match(keys, request=8, within_ms=60_000, awaits=True)
+            time.sleep(0.01)
+            assert theirs.match(keys, request=8, within_ms=60_000, awaits=True).coming == 0
+
+
+def test_a_writer_that_dies_or_gives_up_is_not_awaited(daemon: Daemon) -> None:
+    with daemon.connect() as decode:
+        theirs = decode.open(spec_of("dies"))
+        keys = theirs.keys([1] * PROMPT * 16)
+        with daemon.connect() as prefill:
+            with prefill.open(spec_of("dies")).reserve(keys):
+                assert theirs.match(keys, request=1, within_ms=60_000, awaits=True).coming == PROMPT
+            # It wrote nothing, so its slots were given back.
+            assert theirs.match(keys, request=2, within_ms=60_000, awaits=True).coming == 0
+
+
+def test_a_router_finds_out_where_the_leading_blocks_of_many_prefixes_are(
+    daemon_of: Daemons, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    daemon = daemon_of(
+        config=f'[warm]\nsize = "4MiB"\n[cold]\ndirectories = ["{tmp_path}/disk"]\nsize = "128MiB"\n'
+    )
+    daemon.wait_for_disks()
+    with daemon.connect() as client:
+        space = client.open(spec_of("located"))
+        chains = [space.keys([number] * PROMPT * 16) for number in range(30)]
+        for keys in chains:
+            space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 30 * PROMPT)
+        before = client.stats()
+        absent = space.keys([99] * PROMPT * 16)
+        longer = space.keys([29] * PROMPT * 16 + [5] * 16)
+        found = space.locate([*chains, absent, longer, absent[:0]])
+        assert found[-3:] == [Located(0, 0, 0), Located(PROMPT, 0, 0), Located(0, 0, 0)]
+        assert {sum(one) for one in found[:30]} == {PROMPT}
+        assert found[0] == Located(0, PROMPT, 0), "the oldest is only on disk"
+        after = client.stats()
+        for name in ("lookup_tokens", "hit_tokens", "miss_tokens"):
+            assert after[name] == before[name]
+        assert after["tiers"]["cold"]["blocks"] == 30 * PROMPT
+        assert space.locate(chains) == found[:30], "nothing was read"
+        for keys, lengths in (
+            (bytes(64), b"\1\0\0\0"),
+            (bytes(32), b"\1\0\0"),
+            (b"", bytes(4 * 1025)),
+        ):
+            with pytest.raises(Refused):
+                client.link.ask(
+                    lambda id_, keys=keys, lengths=lengths: wire.Locate(
+                        id_, space.index, keys, lengths
+                    ),
+                    wire.Locations,
+                )
