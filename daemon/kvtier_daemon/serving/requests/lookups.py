@@ -38,6 +38,9 @@ THERE = bytes([wire.PRESENT, wire.IN_PROGRESS])
 LookupName = tuple[int, int, bytes]
 
 
+Answered = tuple[int, float, str]  # blocks that come, in how many milliseconds, and why
+
+
 class CountedLookup(msgspec.Struct, gc=False):
     """A lookup that was counted, and that the client may repeat to ask for progress."""
 
@@ -104,6 +107,26 @@ class CountedLookups:
         self.pending_shared_tokens += (shared - lookup.shared) * lookup.block_tokens
         lookup.shared = shared
 
+    def awaited(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
+        answer: Answered, now: float,
+    ) -> Answered:  # fmt: skip
+        """Add the blocks that clients are writing to those that come, until they could have been computed,
+        or the request has waited for `within_ms`. It waits once."""
+        coming, eta_ms, why = answer
+        if not request.awaits or coming != found.coming or not request.request:
+            return answer
+        lookup, first = self.of[request.request], found.ready + coming
+        count = being_written(tenant, space, request.keys, first)
+        if count and not lookup.awaits_until:
+            within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
+            lookup.awaits_until = now + min(
+                within_s, LONGEST_WAIT_S, space.recompute_s(count, first)
+            )
+        if not count or now >= lookup.awaits_until:
+            return answer
+        return coming + count, max(eta_ms, WRITE_MS), why or "written"
+
     def _set_pending(self, lookup: CountedLookup, blocks: int) -> None:
         self.expect(lookup, min(lookup.shared, blocks))
         self.waiting += (blocks > 0) - (lookup.pending > 0)
@@ -164,8 +187,9 @@ class LookupRequests:
             coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
         shared, reads = found.coming - on_disk, why != "off"
         self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
-        if request.awaits and coming == found.coming:
-            coming, eta_ms, why = self._awaited(tenant, space, request, found, coming, eta_ms, why)
+        coming, eta_ms, why = self.counted.awaited(
+            tenant, space, request, found, (coming, eta_ms, why), self._server.clock()
+        )
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -257,8 +281,9 @@ class LookupRequests:
             catalog.holds.end(self._name(request))
         shared = found.coming - on_disk
         counted = reads, coming, why, shared
-        if request.awaits and coming == found.coming:
-            coming, eta_ms, why = self._awaited(tenant, space, request, found, coming, eta_ms, why)
+        coming, eta_ms, why = self.counted.awaited(
+            tenant, space, request, found, (coming, eta_ms, why), self._server.clock()
+        )
         self._later.append(
             partial(self._load_answered, tenant, space, request, found, is_new, counted, coming)
         )
@@ -268,7 +293,7 @@ class LookupRequests:
         self, tenant: Tenant, space: KnownSpace, request: wire.Load, found: Found, is_new: bool,
         counted: tuple[bool, int, str, int], coming: int,
     ) -> None:  # fmt: skip
-        """Count the answer of a load, and note its lease. `coming` includes blocks that others are writing."""
+        """Count the answer of a load, and note its lease. `coming` includes blocks that others write."""
         self._answered(tenant, space, request, found, is_new, *counted)
         if coming or self._waits:
             self._note_wait(request, coming > 0)
@@ -397,24 +422,6 @@ class LookupRequests:
             coming, eta_ms, why = coming + more, max(eta_ms, shared_ms), why or shared_why
             found = msgspec.structs.replace(found, coming=found.coming + more)
         return coming, eta_ms, why, found
-
-    def _awaited(
-        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
-        coming: int, eta_ms: float, why: str,
-    ) -> tuple[int, float, str]:  # fmt: skip
-        """Add the blocks that clients are writing to those that come, until they could have been computed,
-        or the request has waited for `within_ms`. It waits once."""
-        lookup, now = self.counted.of[request.request], self._server.clock()
-        first = found.ready + coming
-        count = being_written(tenant, space, request.keys, first) if request.request else 0
-        if count and not lookup.awaits_until:
-            within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
-            lookup.awaits_until = now + min(
-                within_s, LONGEST_WAIT_S, space.recompute_s(count, first)
-            )
-        if not count or now >= lookup.awaits_until:
-            return coming, eta_ms, why
-        return coming + count, max(eta_ms, WRITE_MS), why or "written"
 
     def _name(self, request: wire.MatchPrefix | wire.Load) -> Request:
         """The name of this request, the same each time it asks."""
