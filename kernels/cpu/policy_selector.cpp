@@ -10,15 +10,13 @@ constexpr std::size_t slack = 16;  // the margin of room, one in this many block
 constexpr std::size_t few = 64;    // blocks
 constexpr std::size_t some = 4;    // batches: a single request can fill the whole room
 
-// Each pair of orders has a sum of its own.
-constexpr unsigned pair(unsigned a, unsigned b) {
-    return a < b ? b * (b - 1) / 2 + a : a * (a - 1) / 2 + b;
-}
+constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
 
 }  // namespace
 
 PolicySelector::PolicySelector(Rank rank, const Constants& constants)
     : rank_(std::move(rank)), constants_(constants), index_(slots) {
+    static_assert(orders == 3, "each pair of orders has a sum of its own");
     entries_.reserve(most_entries);
 }
 
@@ -30,7 +28,7 @@ void PolicySelector::start_batch(std::uint32_t name, std::size_t held) {
 }
 
 void PolicySelector::add_entry(std::size_t slot, std::uint32_t name) {
-    entries_.push_back({name, 0, 0, 0, 0, 0, 0});
+    entries_.push_back({name, 0, 0, 0, 0, 0});
     index_[slot] = static_cast<std::uint16_t>(entries_.size());
 }
 
@@ -61,46 +59,32 @@ void PolicySelector::thin() {
 }
 
 // Evicts after the whole request: blocks that are used together hit together, even if they exceed
-// the room. All orders evict at the same time, because they share the sorting by turns.
+// the room.
 void PolicySelector::trim_all() {
-    if (std::ranges::max(inside_) <= room_ + room_ / slack) return;
-    std::vector<std::uint64_t> by_turn(entries_.size());  // the turn, and which
-    std::vector<std::uint32_t> above(entries_.size());    // 1 + the index of the entry before, or 0
-    for (std::size_t i = 0; i < entries_.size(); ++i) {
-        by_turn[i] = std::uint64_t{entries_[i].turn} << 32 | i;
-        above[i] = index_[find(entries_[i].before)];
-    }
-    std::ranges::sort(by_turn);
-    const std::size_t room = room_ - room_ / slack;
     for (unsigned order = 0; order < orders; ++order)
-        if (inside_[order] > room) trim(order, room, by_turn, above);
-    if (std::erase_if(entries_, [](const Entry& entry) { return entry.in == 0; }) != 0) index();
+        if (inside_[order] > room_ + room_ / slack) trim(order, room_ - room_ / slack);
 }
 
-void PolicySelector::trim(unsigned order, std::size_t room,
-                          const std::vector<std::uint64_t>& by_turn,
-                          const std::vector<std::uint32_t>& above) {
-    struct Inside {
-        std::uint64_t by;  // rank and turn
-        std::uint32_t which;
-        bool operator<(const Inside& other) const { return by < other.by; }
-    };
-    std::vector<Inside> inside;
+void PolicySelector::trim(unsigned order, std::size_t room) {
+    std::vector<std::pair<std::uint64_t, std::size_t>> inside;  // rank and turn, and which
     inside.reserve(inside_[order]);
+    for (std::size_t i = 0; i < entries_.size(); ++i)
+        if (entries_[i].in >> order & 1) inside.emplace_back(entries_[i].turn, i);
+    std::ranges::sort(inside);
     // The block behind was used before.
     std::vector<std::uint32_t> least(entries_.size());
-    for (std::uint64_t turn : by_turn) {
-        const auto i = static_cast<std::uint32_t>(turn);
-        if (!(entries_[i].in >> order & 1)) continue;
+    for (auto& [by, i] : inside) {
         const std::uint32_t rank = std::max(least[i], rank_(order, entries_[i]));
-        inside.push_back({std::uint64_t{rank} << 32 | turn >> 32, i});
-        if (above[i] != 0) least[above[i] - 1] = std::max(least[above[i] - 1], rank);
+        by |= std::uint64_t{rank} << 32;
+        if (const std::uint16_t at = index_[find(entries_[i].before)]; at != 0)
+            least[at - 1] = std::max(least[at - 1], rank);
     }
     const auto kept = inside.begin() + static_cast<std::ptrdiff_t>(inside.size() - room);
-    std::nth_element(inside.begin(), kept, inside.end());
+    std::ranges::nth_element(inside, kept);
     for (auto one = inside.begin(); one != kept; ++one)
-        entries_[one->which].in &= static_cast<std::uint8_t>(~(1U << order));
+        entries_[one->second].in &= static_cast<std::uint8_t>(~(1U << order));
     inside_[order] = room;
+    if (std::erase_if(entries_, [](const Entry& entry) { return entry.in == 0; }) != 0) index();
 }
 
 void PolicySelector::end_batch() {

@@ -63,13 +63,6 @@ unsigned age_kind(std::uint64_t quarters) {
     return quarters <= ends_of_ages()[below + 1] ? below + 1 : std::min(below + 2, all_ages - 1);
 }
 
-// The logarithm of n + 1, in eighths of a doubling, linear within a doubling.
-constexpr unsigned log_steps = 8;
-constexpr unsigned steps_of_log(std::uint64_t n) {
-    const auto whole = static_cast<unsigned>(std::bit_width(n + 1)) - 1;
-    return whole * log_steps + static_cast<unsigned>(((n + 1) * log_steps >> whole) - log_steps);
-}
-
 }  // namespace
 
 Value::Value(const Constants& constants)
@@ -79,8 +72,7 @@ Value::Value(const Constants& constants)
       sketch_(counters),
       selector_(
           [this](unsigned order, const PolicySelector::Entry& entry) {
-              return worth(order, entry.kind, quarters() - entry.at,
-                           static_cast<std::uint32_t>(ticks_) - entry.tick);
+              return worth(order, entry.kind, quarters() - entry.at);
           },
           constants) {
     static_assert(ages == all_ages && kinds <= 256);
@@ -93,23 +85,16 @@ void Value::now(double seconds) {
     if (news_ >= enough_news_) refit();
 }
 
-std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age,
-                           std::uint64_t ticks) const {
+std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) const {
     if (order == learned) return ranks_[kind][age_kind(age)];
-    if (order == oldest) return 0;
+    if (order != least_wanted) return 0;
     const unsigned family = kind / (2 * parts);
-    const unsigned uses =
-        family < seldom ? family : seldom + (family - seldom) * parts + kind % parts;
-    if (order == least_wanted) return uses;
-    constexpr unsigned oldest_steps = steps_of_log(~0U), once_brief = 8 * log_steps;
-    const unsigned longer = order == aged_by_use ? steps_of_log(uses) : uses > 0 ? once_brief : 0;
-    return oldest_steps + longer - steps_of_log(std::min<std::uint64_t>(ticks, ~0U));
+    return family * parts + (family < seldom ? 0 : kind % parts);
 }
 
 // Among equals the oldest is evicted first.
 std::uint64_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
-    return 1 +
-           ((worth(selector_.best(), kind, age, ticks_since(place)) * epochs + place) * 256 + kind);
+    return 1 + ((worth(selector_.best(), kind, age) * epochs + place) * 256 + kind);
 }
 
 // ---- blocks ----
@@ -212,8 +197,7 @@ class Value::Watch {
     if (last) lasts_[requests_ % lasts_.size()] = {id, called};
     const unsigned kind = kind_of(own);
     watch(called, kind);
-    selector_.used(called, static_cast<std::uint32_t>(quarters()),
-                   static_cast<std::uint32_t>(ticks_), kind, in_memory(), last);
+    selector_.used(called, static_cast<std::uint32_t>(quarters()), kind, in_memory(), last);
 }
 
 // A forgotten block has the count that the sketch remembers.

@@ -21,7 +21,6 @@ class Ages : public Chains {
     // `place` counts from 0, the oldest epoch, and is less than `epochs`.
     virtual std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const = 0;
     std::uint64_t quarters() const { return quarters_; }
-    std::uint64_t ticks_since(unsigned place) const { return ticks_ - epochs_[place].start; }
 
  private:
     // A period of time, with one list of blocks for each kind.

@@ -3,7 +3,7 @@
 //
 // A sample of single blocks is sufficient: each order keeps a block at least as long as the next
 // sampled block behind it in its chain, so that each block in a cache can be reached. At most about
-// 16,000 names, 500 kB. Hits of a request are counted before anything is evicted for it.
+// 16,000 names, 400 kB. Hits of a request are counted before anything is evicted for it.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kvtier {
 
-// Tunable constants; docs/decisions/0025 and 0051 measure their effects.
+// Tunable constants; docs/decisions/0016 and 0025 measure their effects.
 struct Constants {
     // Lead in standard deviations to leave an order, to return to the first.
     double to_leave = 1, back = 0.7;
@@ -26,12 +26,11 @@ struct Constants {
 
 class PolicySelector {
  public:
-    static constexpr unsigned orders = 5;
+    static constexpr unsigned orders = 3;
     struct Entry {
         std::uint32_t name, before;  // the previous sampled name of its chain, or 0
-        // the last use, in quarters and in ticks, and its sequence number
-        std::uint32_t at, tick, turn;
-        std::uint8_t kind, in;  // a bit for each cache that contains it
+        std::uint32_t at, turn;      // the last use, in quarters, and its sequence number
+        std::uint8_t kind, in;       // a bit for each cache that contains it
     };
     // Lower ranks are evicted first; among equals the least recently used.
     using Rank = std::function<std::uint32_t(unsigned order, const Entry& entry)>;
@@ -39,10 +38,10 @@ class PolicySelector {
     PolicySelector(Rank rank, const Constants& constants);
     // A request used a block; the tier has `held` blocks. The last block of a batch is reported
     // `first`, and the others follow from there to the head.
-    void used(std::uint32_t name, std::uint32_t quarters, std::uint32_t tick, unsigned kind,
-              std::size_t held, bool first) {
+    void used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
+              bool first) {
         if (first) start_batch(name, held);
-        if (samples(name)) note(name, quarters, tick, kind);
+        if (samples(name)) note(name, quarters, kind);
     }
     void prefetch(std::uint32_t name) const {
         if (samples(name)) __builtin_prefetch(&index_[home(name)]);
@@ -67,14 +66,12 @@ class PolicySelector {
     bool samples(std::uint32_t name) const { return std::uint64_t{name} >> (32 - shift_) == 0; }
     void start_batch(std::uint32_t name, std::size_t held);
     // Inline: a policy calls it for each block of a request.
-    [[gnu::always_inline]] void note(std::uint32_t name, std::uint32_t quarters, std::uint32_t tick,
-                                     unsigned kind) {
+    [[gnu::always_inline]] void note(std::uint32_t name, std::uint32_t quarters, unsigned kind) {
         const std::size_t slot = find(name);
         if (index_[slot] == 0) add_entry(slot, name);
         const std::size_t at = index_[slot] - 1U;
         Entry& entry = entries_[at];
         entry.at = quarters;
-        entry.tick = tick;
         entry.turn = turn_++;
         entry.kind = static_cast<std::uint8_t>(kind);
         if (entry.in == everywhere) {
@@ -109,8 +106,7 @@ class PolicySelector {
     void index();
     void thin();
     void trim_all();
-    void trim(unsigned order, std::size_t room, const std::vector<std::uint64_t>& by_turn,
-              const std::vector<std::uint32_t>& above);
+    void trim(unsigned order, std::size_t room);
     void judge();
 
     Rank rank_;

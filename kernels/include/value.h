@@ -1,6 +1,5 @@
 // Expected reuse, learned from use: a block is worth as much as earlier blocks of its kind and age
-// were. If an order by use counts, by recency, or by both would have hit more, the policy uses
-// that.
+// were. If use counts or recency would have hit more, the policy uses that order instead.
 //
 // It needs 12 bytes per block in its chain, and two mebibytes for what is learned.
 #pragma once
@@ -34,10 +33,8 @@ class Value final : public Ages {
     // number of blocks of the same batch; whether it was the last.
     static constexpr unsigned wanted_bits = 255, last_bit = 256;
 
-    // Orders: learned; least used first, then oldest; oldest first; the same, but the age of blocks
-    // used once counts more, as in caches that keep them in a small queue; age by the use count.
-    static constexpr unsigned learned = 0, least_wanted = 1, oldest = 2, once_first = 3,
-                              aged_by_use = 4;
+    // Orders: learned; least used first, then oldest; oldest first.
+    static constexpr unsigned learned = 0, least_wanted = 1;
 
     using Row = std::array<double, ages>;
     using Table = std::array<Row, kinds>;
@@ -50,8 +47,7 @@ class Value final : public Ages {
     unsigned kind_of(std::uint32_t own) const override;
     std::uint64_t rank_of(unsigned kind, std::uint64_t aged, unsigned place) const override;
 
-    std::uint32_t worth(unsigned order, unsigned kind, std::uint64_t age,
-                        std::uint64_t ticks) const;
+    std::uint32_t worth(unsigned order, unsigned kind, std::uint64_t age) const;
     std::uint32_t waited(const Seen& seen) const;
     class Watch;
     void use(Watch& watch, Id id, Name name, std::uint32_t called, bool last);

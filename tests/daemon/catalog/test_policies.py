@@ -190,25 +190,6 @@ def test_value_and_its_model_agree_in_a_tier_where_orders_are_compared_on_a_samp
     assert cache.hits > 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("pace", [0.0, 1.0, 30.0])
-def test_value_and_its_model_agree_while_orders_change_often(seed, pace, monkeypatch):
-    """Also if the clock stands still, and if it is faster than the requests."""
-    monkeypatch.setattr("models.policies.value.TO_LEAVE", 0.0)
-    monkeypatch.setattr("models.policies.value.BACK", 0.0)
-    cache = Cache([Value(to_leave=0.0, back=0.0), ValueModel()], 80)
-    rnd = random.Random(seed)
-    now = 0.0
-    orders = set()
-    for at, chain in enumerate(conversations(rnd, 400)):
-        now += pace * rnd.expovariate(1)
-        if at % 3 == 0:
-            chain = [1000 + int(rnd.paretovariate(0.5)) % 60 * 4 + part for part in range(4)]
-        cache.request(now, chain)
-        orders.add(cache.policies[1]._selector.best)
-    assert len(orders) >= 3
-
-
 @pytest.mark.parametrize("kind", [Lru, Lfu])
 def test_value_hits_about_as_much_as_the_best_policy_for_a_workload(kind):
     """Prompts by popularity only, mixed with unique prompts; and conversations that continue soon."""

@@ -471,9 +471,6 @@ class Ages(Chains):
         place is 0."""
         raise NotImplementedError
 
-    def ticks_since(self, place: int) -> int:
-        return self.ticks - self._epochs[place][0]
-
     @property
     def quarters(self) -> int:
         return int(self.seconds * 4)

@@ -1,7 +1,7 @@
 """Expected reuse: a block is worth its expected hits per second of its space, at the best horizon.
 The policy learns this for blocks with a kind and an age from watched blocks. It also watches blocks
-that left memory, so that its own size does not bias it. If an order by use counts, by recency or by
-both would have hit more, it uses that order instead. Tails are evicted before heads.
+that left memory, so that its own size does not bias it. If use counts or recency would have hit
+more, it uses that order instead. Tails are evicted before heads.
 
 N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI
 2018; the best horizon is J. C. Gittins' index ("Bandit processes and dynamic allocation indices",
@@ -49,10 +49,7 @@ TIMES_MORE: list[int] = []
 while len(TIMES_MORE) < LAST_LEVEL:
     TIMES_MORE.append(max(1, sum(TIMES_MORE) // 20))
 
-ORDERS = range(5)
-LEARNED, LEAST_WANTED, OLDEST, ONCE_FIRST, AGED_BY_USE = ORDERS
-LOG_STEPS = 8  # of a doubling
-ONCE_BRIEF = 8 * LOG_STEPS  # the age of blocks used once counts 256 times
+LEARNED, LEAST_WANTED, OLDEST = range(3)  # orders
 MOST_ROOM = 1 << 12  # of a cache
 MOST_ENTRIES = 4 * MOST_ROOM
 SLACK = 16  # the margin of room, one in this many blocks
@@ -72,7 +69,6 @@ class Entry:
 
     before: int = 0
     at: int = 0
-    tick: int = 0
     turn: int = 0
     kind: int = 0
     inside: set[int] = field(default_factory=set)
@@ -101,14 +97,14 @@ class PolicySelector:
         self._batch = Batch()
         self._batches = [Batch() for _ in range(BATCHES)]  # the latest ones
         self._batches_at = 0
-        self._inside = [0] * len(ORDERS)
-        self._hits = [0.0] * len(ORDERS)
-        self._of_request = [0] * len(ORDERS)
-        self._variance = {(a, b): 0.0 for a in ORDERS for b in ORDERS}
+        self._inside = [0] * 3
+        self._hits = [0.0] * 3
+        self._of_request = [0] * 3
+        self._variance = {(a, b): 0.0 for a in range(3) for b in range(3)}
 
-    def used(self, name: int, times: tuple[int, int], kind: int, held: int, first: bool) -> None:
-        """A request used a block, at these quarters and ticks; the tier has `held` blocks. The last
-        block of a batch is reported `first`, and the others follow from there to the head."""
+    def used(self, name: int, quarters: int, kind: int, held: int, first: bool) -> None:
+        """A request used a block; the tier has `held` blocks. The last block of a batch is
+        reported `first`, and the others follow from there to the head."""
         if first:
             self._end_batch()
             self._batch.last = name
@@ -118,14 +114,14 @@ class PolicySelector:
         if not self._samples(name):
             return
         entry = self._entries.setdefault(name, Entry())
-        (entry.at, entry.tick), entry.turn, entry.kind = times, self._turn, kind
+        entry.at, entry.turn, entry.kind = quarters, self._turn, kind
         self._turn += 1
-        for order in ORDERS:
+        for order in range(3):
             hit = order in entry.inside
             self._hits[order] += hit
             self._of_request[order] += hit
             self._inside[order] += not hit
-        entry.inside = set(ORDERS)
+        entry.inside = {LEARNED, LEAST_WANTED, OLDEST}
         if self._head in self._entries:
             self._entries[self._head].before = name
         self._head = name
@@ -149,19 +145,15 @@ class PolicySelector:
     def _thin(self) -> None:
         self._shift += 1
         self._entries = {one: at for one, at in self._entries.items() if self._samples(one)}
-        for order in ORDERS:
+        for order in range(3):
             self._inside[order] = sum(order in one.inside for one in self._entries.values())
 
     def _trim_all(self) -> None:
         """Evict after the whole request: blocks that are used together hit together, even if they
-        exceed the room. All caches evict at the same time."""
-        if max(self._inside) <= self._room + self._room // SLACK:
-            return
-        room = self._room - self._room // SLACK
-        for order in ORDERS:
-            if self._inside[order] > room:
-                self._trim(order, room)
-        self._entries = {name: one for name, one in self._entries.items() if one.inside}
+        exceed the room."""
+        for order in range(3):
+            if self._inside[order] > self._room + self._room // SLACK:
+                self._trim(order, self._room - self._room // SLACK)
 
     def _trim(self, order: int, room: int) -> None:
         """A block stays as long as the one behind it, which was used before it."""
@@ -177,11 +169,12 @@ class PolicySelector:
         for _, _, one in ranked[: len(inside) - room]:
             one.inside.remove(order)
         self._inside[order] = room
+        self._entries = {name: one for name, one in self._entries.items() if one.inside}
 
     def _end_batch(self) -> None:
         for a, b in self._variance:
             self._variance[a, b] += (self._of_request[a] - self._of_request[b]) ** 2
-        self._of_request = [0] * len(ORDERS)
+        self._of_request = [0] * 3
         self._unjudged_batches += 1
         enough = self._unjudged * JUDGEMENTS >= max(self._room, FEW_BLOCKS)
         if enough and self._unjudged_batches >= SOME_BATCHES:
@@ -215,7 +208,7 @@ class PolicySelector:
         """Judge only requests in which two orders differ, and only complete requests."""
         self._unjudged = self._unjudged_batches = 0
         top, most = self.best, 0.0
-        for order in ORDERS:
+        for order in range(3):
             more = self._hits[order] - self._hits[self.best]
             needed = BACK if order == LEARNED else TO_LEAVE
             times = more * more / (self._variance[order, self.best] + 1e-9)
@@ -254,9 +247,7 @@ class ValueModel(Ages):
         self._sketched = 0
         self._requests = 0
         self._selector = PolicySelector(
-            lambda order, one: self._worth(
-                order, one.kind, self.quarters - one.at, self.ticks - one.tick
-            )
+            lambda order, one: self._worth(order, one.kind, self.quarters - one.at)
         )
 
     def now(self, seconds: float) -> None:
@@ -265,19 +256,16 @@ class ValueModel(Ages):
             self._refit()
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
-        """Among equals the oldest is evicted first."""
-        worth = self._worth(self._selector.best, kind, age, self.ticks_since(place))
-        return 1 + ((worth * 128 + place) * 256 + kind)
+        return 1 + ((self._worth(self._selector.best, kind, age) * 128 + place) * 256 + kind)
 
-    def _worth(self, order: int, kind: int, age: int, ticks: int) -> int:
+    def _worth(self, order: int, kind: int, age: int) -> int:
+        """Among equals the oldest is evicted first."""
         if order == LEARNED:
             return self._ranks[kind][age_kind(age)]
+        if order != LEAST_WANTED:
+            return 0
         family = kind // (2 * PARTS)
-        uses = family if family < SELDOM else SELDOM + (family - SELDOM) * PARTS + kind % PARTS
-        if order in (LEAST_WANTED, OLDEST):
-            return uses if order == LEAST_WANTED else 0
-        longer = steps_of_log(uses) if order == AGED_BY_USE else ONCE_BRIEF * bool(uses)
-        return 32 * LOG_STEPS + longer - steps_of_log(ticks)
+        return family * PARTS + (0 if family < SELDOM else kind % PARTS)
 
     # Blocks.
 
@@ -318,7 +306,7 @@ class ValueModel(Ages):
         if last:
             self._lasts.appendleft((number, called))
         self._watch(called, kind)
-        self._selector.used(called, (self.quarters, self.ticks), kind, self.inside, last)
+        self._selector.used(called, self.quarters, kind, self.inside, last)
 
     def _more(self, level: int) -> int:
         """A level that stands for several uses rises randomly, with the same random number for a
@@ -483,12 +471,6 @@ def level_of(own: int) -> int:
 def step_of(level: int) -> int:
     """For blocks that are used often: two levels in one from 24 on."""
     return level - 4 if level < 24 else 20 + (level - 24) // 2
-
-
-def steps_of_log(n: int) -> int:
-    """The logarithm of n + 1, in eighths of a doubling, linear within a doubling."""
-    whole = (n + 1).bit_length() - 1
-    return whole * LOG_STEPS + ((n + 1) * LOG_STEPS >> whole) - LOG_STEPS
 
 
 def new_kind(batch: int) -> int:
