@@ -45,8 +45,11 @@ class Gated:
     def add_rest(self):
         while not os.path.exists(gate):
             time.sleep(0.001)
-        for file in self.files[8:]:
-            self.plain.add(*file)
+        try:
+            for file in self.files[8:]:
+                self.plain.add(*file)
+        except ValueError:  # the daemon stops
+            pass
 
     def progress(self):
         known = list(self.plain.progress())

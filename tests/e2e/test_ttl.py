@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import InvalidArgument, Refused
+from kvtier import InvalidArgument, Refused, wire
 from kvtier.space import Space
 from support.daemons import Daemon
 from support.specs import spec_of
@@ -84,6 +84,11 @@ def test_a_ttl_of_more_than_a_week_is_refused(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         space = client.open(SPEC)
         keys = space.keys([10] * SPEC.block_tokens)
-        with pytest.raises(Refused, match="a week"):
+        with pytest.raises(InvalidArgument, match="a week"):
             space.save(keys, bytes(space.block_bytes), ttl_s=604_801.0)
+        longer = wire.Reserve(
+            client.link.new_id(), space.index, 0, 0, b"", keys.packed, ttl_ms=604_801_000
+        )
+        with pytest.raises(Refused, match="a week"):
+            client.link.ask(longer, wire.Reserved)
         assert space.match(keys).ready == 0

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvtier import wire
+import pytest
+
+from kvtier import InvalidArgument, Refused, wire
 from kvtier.client import Changes, Client, Match, Pinned, Space
 from support.daemons import Daemon
 from support.specs import pattern, spec_of
@@ -108,8 +110,12 @@ def test_a_begun_pin_keeps_its_blocks(daemon_of: Callable[..., Daemon]) -> None:
         keys = filled(space, 0, 20)
         pinned = answer(client, space.begin_pin(keys, 60.0))
         assert pinned == Pinned(20)
-        refused = answer(client, space.begin_pin(keys, 0.0))
-        assert isinstance(refused, Pinned) and "a pin of 0 s" in refused.refused
+        with pytest.raises(InvalidArgument, match="ttl_s"):
+            space.begin_pin(keys, 0.0)
+        with pytest.raises(Refused, match="a pin of 0 s"):
+            client.link.ask(
+                wire.Pin(client.link.new_id(), space.index, keys.packed, 0), wire.Counted
+            )
         for round_ in range(1, 4):
             filled(space, round_ * 100_000, 200)
         assert space.match(keys) == Match(20, 0, 0.0)

@@ -148,8 +148,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.unuse(i)
         self.rounds.pop(i, None)
         died = self.frames.pop(i, None)
-        if died and died[3]:
-            self.summed.pop(i, None)
         return FRAME.pack(*died)[:8] if died else b""
 
     def evicted(self, ids):
@@ -483,6 +481,8 @@ class StoreMachine(RuleBasedStateMachine):
         for i, slot in zip(taken, struct.iter_unpack("<IIQQ", slots), strict=True):
             self.states[i] = "promoting"
             self.filling.add(i)
+            if self.frames[i][3]:  # the bytes will be those that are decoded
+                self.summed.pop(i, None)
             space, group, _, _ = self.names[i]
             extent, _, offset, generation = slot
             self.places[i] = extent, offset, generation, self.spaces[space][0][group][2]
@@ -688,10 +688,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.sum(i, frame[3], sha256(self.names[i][3]).digest()[:16])
 
     def sum(self, i, codec, digest):
-        """Record a frame with this digest of its payload. None keeps the previous digest."""
-        if codec:
-            self.summed.pop(i, None)
-        elif digest is not None:
+        """Record a frame with this digest of its payload: that of the block if it is raw. None keeps the
+        previous digest, as does an encoded frame."""
+        if not codec and digest is not None:
             self.summed[i] = digest
 
     @rule(leaf=leaves)
