@@ -110,13 +110,15 @@ def crowd_out(daemon: Daemon, engine: DeviceEngine) -> None:
 
 
 def start(engine: DeviceEngine, on: bool = True) -> None:
-    """Serve until the scheduler knows that all ranks read directly, or that they do not."""
+    """Serve until the scheduler is connected and knows that all ranks read directly, or that they do not."""
     first = [10_000]
 
     def served() -> bool:
         first[0] += BLOCK
         engine.serve(range(first[0], first[0] + BLOCK))
         known = engine.scheduler._decisions.ranks
+        if engine.scheduler._daemon.session is None:
+            return False
         return all(map(_is_open, engine.workers)) and known.reported and known.read_directly == on
 
     engine.until(served)
