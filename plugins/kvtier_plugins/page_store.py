@@ -114,6 +114,18 @@ class PageStore:
         self._count("away", 0 if space is not None else len(keys))
         return found
 
+    def stored(self, keys: Sequence[str]) -> list[bool]:
+        """For each page: whether it is stored. After one that is not, the questions begin with one page: the
+        daemon counts each page of a question as looked up."""
+        found: list[bool] = []
+        size = len(keys)
+        while len(found) < len(keys):
+            piece = keys[len(found) : len(found) + size]
+            there = self.exists(piece)
+            found += [True] * there + [False] * (there < len(piece))
+            size = 2 * size if there == len(piece) else 1
+        return found
+
     def load(self, pool: str, keys: Sequence[str], indices: Any) -> list[bool]:
         """Copy the leading stored pages to these places of a pool. For each page: whether it is there."""
         good, space = 0, self.keeper.space

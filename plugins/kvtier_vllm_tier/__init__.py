@@ -158,18 +158,10 @@ class KvtierTier(SecondaryTierManager):
             self._finder.submit(self._find, asked)
 
     def _find(self, keys: list[OffloadKey]) -> None:
-        """Answer the questions of a step. They are in the order of a prompt, so one request of the daemon
-        answers all of those that are stored."""
-        at = 0
-        while at < len(keys):
-            there = self._store.exists([key.hex() for key in keys[at:]])
-            with self._lock:
-                for key in keys[at : at + there]:
-                    self._found[key] = True
-                for key in keys[at + there : at + there + 1]:
-                    self._found[key] = False
-            at += there + 1
+        """Answer the questions of a step, which are in the order of a prompt."""
+        found = self._store.stored([key.hex() for key in keys])
         with self._lock:
+            self._found.update(zip(keys, found, strict=True))
             self._looking.difference_update(keys)
 
     def _warn_of_hashes(self) -> None:

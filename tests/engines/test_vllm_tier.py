@@ -173,6 +173,17 @@ def test_groups_are_apart(engine: Callable[..., Engine]) -> None:
     assert other.found(window[2:]) == 2
 
 
+def test_questions_look_up_each_chunk_about_once(engine: Callable[..., Engine]) -> None:
+    keys = keys_of("a", 12)
+    engine().save(keys[:3] + keys[6:9])
+    other = engine()
+    daemon: Daemon = engine.daemon  # type: ignore[attr-defined]
+    before = daemon.stats()["lookup_tokens"]
+    found = other.tier._store.stored([key.hex() for key in keys])
+    assert found == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3
+    assert daemon.stats()["lookup_tokens"] - before <= (12 + 12) * 16
+
+
 def test_other_weights_or_another_layout_find_nothing(engine: Callable[..., Engine]) -> None:
     keys = keys_of("a", 4)
     engine().save(keys)

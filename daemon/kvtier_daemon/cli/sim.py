@@ -349,6 +349,10 @@ def _recommended(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: first[name] for name in ("policy", "memory_bytes", "nvme_bytes", "hit_rate")}
 
 
+def _is_recommended(run: dict[str, Any], recommended: dict[str, Any]) -> bool:
+    return all(run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes"))
+
+
 def _plot_sizes(requests: TraceRequests, runs: list[dict[str, Any]], plot: Path) -> None:
     from kvtier.units import format_bytes
     from kvtier_daemon.sim.plot import draw
@@ -405,9 +409,7 @@ def _show_costs(
     )
     for run in runs:
         cost = run["cost"]
-        chosen = all(
-            run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes")
-        )
+        chosen = _is_recommended(run, recommended)
         lasts = f"{cost['disk_years']:.1f} y" if run["nvme_bytes"] else ""
         typer.echo(
             f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
@@ -444,9 +446,7 @@ def _show_sizes(
     for run in runs:
         by = run["hit_rate_by_tier"]
         own = f"{by.get('hbm', 0):>7.1%}" if hbm_title else ""
-        chosen = all(
-            run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes")
-        )
+        chosen = _is_recommended(run, recommended)
         typer.echo(
             f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
             f"{run['hit_rate']:>7.1%}{own}{by['memory']:>8.1%}{by['nvme']:>7.1%}"

@@ -35,7 +35,7 @@ class Prices:
         return (memory_bytes * self.memory_gib + nvme_bytes * self.nvme_gib) / GIB
 
     def disk_years(self, nvme_bytes: int, written_a_day: int) -> float:
-        """How long a disk is used that gets so many bytes per day."""
+        """How long a disk with this number of bytes written per day is used."""
         if not written_a_day or not nvme_bytes:
             return self.years
         rated_bytes = nvme_bytes * self.writes_per_day * RATED_YEARS * YEAR_H / DAY_H
