@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -259,17 +259,11 @@ class KvtierTier(SecondaryTierManager):
         return good
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        done = []
-        while self._finished:
-            done.append(self._finished.popleft())
-        return done
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def drain_jobs(self) -> None:
         for future in list(self._running):
             future.exception()
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing: a load is a use, and the daemon counts it."""
 
     def shutdown(self) -> None:
         self.drain_jobs()
