@@ -9,9 +9,11 @@ from typing import Any
 
 from support.daemons import Daemon
 
+WRITE_BLOCKS = 16  # of one write
+
 SERVE_WITHOUT_WRITES = """
 import asyncio, os, sys
-folders, gate, full = sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1) == "True"
+folders, gate, full, held, blocks = (sys.argv.pop(1) for _ in range(5))
 sys.path[:0] = folders.split(":")
 from kvtier_daemon.tiers.cold import flusher
 
@@ -20,11 +22,20 @@ has_place = flusher.Flusher._has_place_soon
 async def when_open(self):
     while not os.path.exists(gate):
         await asyncio.sleep(0.001)
-        if full:
+        if full == "True":
             return False
     return await has_place(self)
 
-flusher.WRITE_BLOCKS = 16
+in_time = flusher.in_time
+
+async def ended(write):
+    in_its_time = await in_time(write)
+    while held == "True" and not os.path.exists(gate + ".ends"):
+        await asyncio.sleep(0.001)
+    return in_its_time
+
+flusher.in_time = ended
+flusher.WRITE_BLOCKS = int(blocks)
 flusher.Flusher._has_place_soon = when_open
 from kvtier_daemon.cli import main
 main()
@@ -32,10 +43,15 @@ main()
 
 
 def gated_daemon(
-    daemon_of: Callable[..., Daemon], folder: Path, memory_bytes: int, full: bool = False
+    daemon_of: Callable[..., Daemon],
+    folder: Path,
+    memory_bytes: int,
+    full: bool = False,
+    held: bool = False,
 ) -> tuple[Daemon, Path]:
     """Return the daemon, and the file that lets it write. `full`: there is no segment for the next write, so
-    the flusher pauses."""
+    the flusher pauses. `held`: the first write of each writer ends when the file with the suffix `.ends`
+    exists."""
     gate = folder / "gate"
     config = (
         f"[warm]\nsize = {memory_bytes}\n"
@@ -43,7 +59,8 @@ def gated_daemon(
     )
     (folder / "disk").mkdir()
     folders = ":".join(sys.path)
-    command = (sys.executable, "-c", SERVE_WITHOUT_WRITES, folders, str(gate), str(full), "serve")
+    flags = (str(full), str(held), str(WRITE_BLOCKS))
+    command = (sys.executable, "-c", SERVE_WITHOUT_WRITES, folders, str(gate), *flags, "serve")
     daemon = daemon_of(config=config, command=command)
     daemon.wait_for_disks()
     return daemon, gate

@@ -422,6 +422,8 @@ class Flusher:
         self.drain.wrote(count)
         self.counts["written"] += count
         self.bytes["written"] += nbytes
+        if count:
+            self._catalog.blocks.writes_go_on = True  # before the writer plans its next blocks
         self._catalog.demotions.demoted(landed.ids, landed.frames, landed.digests)
         self._catalog.demotions.not_demoted(array("I", failed).tobytes())
 
