@@ -217,9 +217,9 @@ class Saving(Mapping[Key, memoryview]):
         while True:
             link.ask(request, wire.Reserved, self._take)
             if wire.WRITING in self.outcomes:  # never after `until`
+                time.sleep(max(0.0, min(pause_s, left_s()) if self._waits is None else pause_s))
                 if self._waits is not None and not self._waits():
                     return
-                time.sleep(max(0.0, min(pause_s, left_s()) if self._waits is None else pause_s))
                 pause_s = min(2 * pause_s, LAST_PAUSE_S)
                 continue
             if wire.GROWING not in self.outcomes or left_s() <= 0:

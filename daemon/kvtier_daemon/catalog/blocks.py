@@ -181,7 +181,10 @@ class BlockTable:
         self.why_unwritten = EVICTED  # the reason now; EVICTED: there is no disk
         self.spares_unwritten = True  # evict blocks that are on disk first
         self.writes_go_on = False  # the last blocks to write were written, or have no place yet
-        self._writing: set[int] = set()  # held by a write to the disk, unknown to the policy
+        self.planned_writes = 0  # blocks of writes to the disk that have not ended
+        self._writing: set[int] = (
+            set()
+        )  # those of them that only their write holds: the policy knows them
         self.reads = ReadBlocks()
         self.residency = Residency(store, policy)
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
@@ -322,7 +325,7 @@ class BlockTable:
         disk, or with `clean`, evict only blocks that are on it; return whether others were spared and would
         make room."""
         store = self.store
-        spare = spare and (self.writes_go_on or bool(self._writing))
+        spare = spare and (self.writes_go_on or self.planned_writes > 0)
         victims: bytes | None = None
         while (short := wanted - store.room(space, group, wanted)) > 0:
             if victims is None:

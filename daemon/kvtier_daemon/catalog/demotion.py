@@ -109,6 +109,7 @@ class Demotions:
             [array("I", (one for one in array("I", ids) if one not in places)).tobytes()]
         )
         self._writing.update((one, one in places) for one in array("I", ids))
+        self._blocks.planned_writes = len(self._writing)
         return Demotion(ids, tuple(self.described(ids, store.slots(ids), store.lossy(ids))))
 
     def described(self, ids: bytes, slots: bytes = b"", lossy: bytes = b"") -> list[WritePlan]:
@@ -163,6 +164,7 @@ class Demotions:
         others = array("I", (one for one in ended if not self._writing[one]))
         for one in ended:
             del self._writing[one]
+        self._blocks.planned_writes = len(self._writing)
         self._blocks.end_write(victims.tobytes())
         self._blocks.unlease(others.tobytes())
 

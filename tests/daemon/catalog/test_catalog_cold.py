@@ -304,6 +304,22 @@ def test_a_save_that_waits_evicts_no_block_that_is_being_written() -> None:
     tenant.check()
 
 
+def test_a_save_waits_also_for_writes_of_blocks_that_a_reader_holds() -> None:
+    tenant = Tenant(8)
+    keys = chain(8)
+    ids = tenant.save(keys)
+    tenant.catalog.blocks.why_unwritten = SLOW_DISK
+    plan = tenant.catalog.demotions.plan_write_through(ids, 2)
+    tenant.catalog.blocks.lease([plan.ids])
+    granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", chain(4), waits=True)
+    assert granted.outcomes == bytes([WRITING]) * 4
+    tenant.catalog.blocks.unlease(plan.ids)
+    tenant.write(plan)
+    assert tenant.catalog.blocks.planned_writes == 0
+    assert not tenant.catalog.blocks.unwritten["slow_disk"]
+    tenant.check()
+
+
 def test_a_save_that_waits_gets_its_room_at_once_from_blocks_on_disk() -> None:
     tenant = Tenant(16)
     dirty, clean = tenant.save(chain(8)), tenant.save(chain(8))
