@@ -22,6 +22,9 @@ LIMIT_FDS = 64
 LIMIT_BACKLOG_BYTES = 1 << 20
 LONGEST_WAIT_S = 2_000_000.0  # in one poll(), whose timeout is milliseconds in 31 bits
 CONNECT_PAUSE_S = 0.005
+# How long to look for an answer without sleeping, because waking a thread takes as long as a short answer.
+# After an answer that took longer, some requests sleep at once; more after each further one.
+LOOK_S, MOST_RESTS = 100e-6, 64
 FIRST_WAIT_S = 0.002  # in recvmsg(), then in poll(): each signal starts the time of recvmsg() again
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_FDS * 4)
 # Plain integers: operators of the socket module's flags take a microsecond each.
@@ -72,6 +75,7 @@ class Connection:
         self._fds: deque[int] = deque()
         self._replies: dict[int, wire.Reply] = {}
         self._expected: set[int] = set()
+        self._rests = self._next_rests = 0  # requests that sleep at once
         self.broken: str = ""
         self.is_lost = False  # broken by the daemon's end, or because it did not answer
         self.extents: deque[tuple[int, int, int, int]] = deque()
@@ -185,7 +189,7 @@ class Connection:
         """Wait for the reply to this request and return it. Raises Refused if the daemon refuses it."""
         deadline = self.clock() + self.timeout_s
         try:
-            if request_id not in self._replies:
+            if request_id not in self._replies and not self._came_soon(request_id):
                 self._receive(0)  # usually all of the reply
             while request_id not in self._replies:
                 left_s = deadline - self.clock()
@@ -204,6 +208,20 @@ class Connection:
         if isinstance(reply, wire.Failed):
             raise Refused(reply.code, reply.text)
         return reply
+
+    def _came_soon(self, request_id: int) -> bool:
+        """Look for the answer without sleeping, for a short time; return whether it came."""
+        if self._rests:
+            self._rests -= 1
+            return False
+        until = time.perf_counter() + LOOK_S
+        while not self._receive(DONT_WAIT) or request_id not in self._replies:
+            if time.perf_counter() >= until:
+                self._rests = self._next_rests = min(2 * self._next_rests + 1, MOST_RESTS)
+                return False
+            os.sched_yield()  # the daemon may need this processor
+        self._next_rests = 0
+        return True
 
     def poll(self) -> dict[int, wire.Reply]:
         """Return the replies that have arrived and that `wait` has not taken. Never blocks."""
