@@ -13,7 +13,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
+.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-lmcache test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
@@ -94,6 +94,15 @@ $(SGLANG): $(VLLM)
 
 test-sglang: $(ENGINES)/.ready $(SGLANG)  ## the SGLang plugin with SGLang's own factory, host pools and controller
 	$(ENGINES)/bin/python -m pytest tests/engines/test_sglang_wheel.py
+
+# 17 MB; none of LMCache's own dependencies is needed here.
+LMCACHE := $(ENGINES)/.lmcache-0.5.6
+$(LMCACHE): $(VLLM)
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
+	touch $@
+
+test-lmcache: $(ENGINES)/.ready $(LMCACHE)  ## the LMCache plugin with LMCache's own storage manager and controllers
+	$(ENGINES)/bin/python -m pytest tests/engines/test_lmcache_l2.py
 
 # Another Python with this package in it will do: one that has torch's CUDA build.
 GPU_PYTHON ?= $(BIN)/python

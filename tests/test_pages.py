@@ -30,6 +30,7 @@ ELSEWHERE = {
     ("docs/operations.md", "podman build"): "needs a registry and a cluster; tests/daemon/test_chart.py",
     ("docs/vllm.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
     ("docs/vllm.md", "vllm serve"): "needs a GPU; tests/engines/test_vllm_tier.py",
+    ("docs/lmcache.md", "python -m lmcache"): "needs LMCache; tests/engines/test_lmcache_l2.py",
     ("docs/sglang.md", "pip install ."): "needs SGLang and a model; tests/engines/test_sglang_wheel.py",
     ("docs/transformers.md", "pip install '.[transformers]'"): "needs torch; tests/engines",
     ("docs/transformers.md", "from transformers"): "tests/engines/test_transformers_cache.py",

@@ -189,7 +189,7 @@ class Connection:
         """Wait for the reply to this request and return it. Raises Refused if the daemon refuses it."""
         deadline = self.clock() + self.timeout_s
         try:
-            if request_id not in self._replies and not self._came_soon(request_id):
+            if request_id not in self._replies and not _came_soon(self, request_id):
                 self._receive(0)  # usually all of the reply
             while request_id not in self._replies:
                 left_s = deadline - self.clock()
@@ -208,20 +208,6 @@ class Connection:
         if isinstance(reply, wire.Failed):
             raise Refused(reply.code, reply.text)
         return reply
-
-    def _came_soon(self, request_id: int) -> bool:
-        """Look for the answer without sleeping, for a short time; return whether it came."""
-        if self._rests:
-            self._rests -= 1
-            return False
-        until = time.perf_counter() + LOOK_S
-        while not self._receive(DONT_WAIT) or request_id not in self._replies:
-            if time.perf_counter() >= until:
-                self._rests = self._next_rests = min(2 * self._next_rests + 1, MOST_RESTS)
-                return False
-            os.sched_yield()  # the daemon may need this processor
-        self._next_rests = 0
-        return True
 
     def poll(self) -> dict[int, wire.Reply]:
         """Return the replies that have arrived and that `wait` has not taken. Never blocks."""
@@ -356,6 +342,23 @@ class Connection:
         self.files.clear()
         self._sock.close()
         return said or self.inherited
+
+
+def _came_soon(connection: Connection, request_id: int) -> bool:
+    """Look for the answer without sleeping, for a short time; return whether it came."""
+    if connection._rests:
+        connection._rests -= 1
+        return False
+    until = time.perf_counter() + LOOK_S
+    while not connection._receive(DONT_WAIT) or request_id not in connection._replies:
+        if time.perf_counter() >= until:
+            connection._rests = connection._next_rests = min(
+                2 * connection._next_rests + 1, MOST_RESTS
+            )
+            return False
+        os.sched_yield()  # the daemon may need this processor
+    connection._next_rests = 0
+    return True
 
 
 def connect(path: str, timeout_s: float, clock: Clock) -> socket.socket:

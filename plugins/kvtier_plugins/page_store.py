@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -79,6 +79,28 @@ class PageOptions(Protocol):
     def verify(self) -> bool: ...
 
 
+def keys_alone(space: Space, hashes: Sequence[tuple[bytes, bytes]]) -> Keys:
+    """Keys of blocks that an engine names by a hash of their tokens and of all before, and a salt. Each
+    stands alone."""
+    each = [space.keys_of_hashes([one], salt) for one, salt in hashes]
+    others = tuple(map(b"".join, zip(*(one.others for one in each), strict=False)))
+    return Keys(b"".join(one.packed for one in each), b"", others)
+
+
+def leading_runs(count: int, most: int, leading: Callable[[int, int], int]) -> list[bool]:
+    """For each of these blocks whether `leading` succeeds. It gets the first and the number of some, at most
+    `most`, and returns for how many leading ones it succeeds. After one that fails, it gets one block first:
+    the daemon counts each block of a question as looked up."""
+    good: list[bool] = []
+    size = min(count, most)
+    while len(good) < count:
+        some = min(size, count - len(good))
+        there = leading(len(good), some)
+        good += [True] * there + [False] * (there < some)
+        size = min(2 * size, most) if there == some else 1
+    return good
+
+
 class PageStore:
     """`counts`: pages by what became of them. `loads` and `saves`: the copies since they were last taken."""
 
@@ -117,14 +139,9 @@ class PageStore:
     def stored(self, keys: Sequence[str]) -> list[bool]:
         """For each page: whether it is stored. After one that is not, the questions begin with one page: the
         daemon counts each page of a question as looked up."""
-        found: list[bool] = []
-        size = len(keys)
-        while len(found) < len(keys):
-            piece = keys[len(found) : len(found) + size]
-            there = self.exists(piece)
-            found += [True] * there + [False] * (there < len(piece))
-            size = 2 * size if there == len(piece) else 1
-        return found
+        return leading_runs(
+            len(keys), len(keys), lambda first, count: self.exists(keys[first : first + count])
+        )
 
     def load(self, pool: str, keys: Sequence[str], indices: Any) -> list[bool]:
         """Copy the leading stored pages to these places of a pool. For each page: whether it is there."""
@@ -178,10 +195,7 @@ class PageStore:
             self._cache.log.info("kvtier: pages in this run: %s", ", ".join(parts))
 
     def _keys(self, space: Space, keys: Sequence[str]) -> Keys:
-        """The engine's name of a page is a hash of its tokens and of all before: each stands alone."""
-        each = [space.keys_of_hashes([bytes.fromhex(key)], self._generation) for key in keys]
-        others = tuple(map(b"".join, zip(*(one.others for one in each), strict=False)))
-        return Keys(b"".join(one.packed for one in each), b"", others)
+        return keys_alone(space, [(bytes.fromhex(key), self._generation) for key in keys])
 
     def _load(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> int:
         shard, group = self._cache.shard, self._groups[pool]

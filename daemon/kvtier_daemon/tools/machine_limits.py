@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Final
 
@@ -22,6 +22,7 @@ Step = Callable[[], None]
 COPY_THREADS: Final = (1, 2)
 READ_THREADS: Final = (4, 8, 16, 32)
 TRIALS: Final = 3
+PARTS: Final = 4  # of the work of a thread
 
 
 def huge(nbytes: int) -> memoryview:
@@ -71,11 +72,17 @@ def _copy(
     if threads == 1:
         copy(targets, sources)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(
-            lambda first: copy(targets[first::threads], sources[first::threads]), range(threads)
-        ):
-            pass
+    parts = threads * PARTS  # a thread that is delayed does fewer of them
+    for _ in _pool(threads).map(
+        lambda first: copy(targets[first::parts], sources[first::parts]), range(parts)
+    ):
+        pass
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that are kept: to start them takes as long as copying megabytes."""
+    return ThreadPoolExecutor(threads)
 
 
 def _memcpy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
@@ -92,6 +99,5 @@ def _read(fd: int, blocks: Sequence[memoryview], threads: int) -> None:
     def read(at: int) -> None:
         os.preadv(fd, [blocks[at]], at * len(blocks[at]))
 
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(read, range(len(blocks))):
-            pass
+    for _ in _pool(threads).map(read, range(len(blocks))):
+        pass
