@@ -210,7 +210,8 @@ def engine_of(
         other_connector = changes.pop("beside", None)
         extra = {"socket": socket, "patience_ms": PATIENCE_MS} | changes.pop("extra", {})
         transfer = {
-            "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
+            "kv_connector": changes.pop("connector", "RecordingConnector"),
+            "kv_role": changes.pop("role", "kv_both"),
             "kv_connector_extra_config": extra, "kv_load_failure_policy": "recompute",
         }  # fmt: skip
         if transfer["kv_connector"] in MODULES:

@@ -71,6 +71,7 @@ class Serving:
             logprobs=[probable[token].logprob for token, probable in chosen],
             cached=output.num_cached_tokens,
             reason=one.finish_reason,
+            parameters=output.kv_transfer_params,
         )
 
     # --- orders ------------------------------------------------------------------------------
