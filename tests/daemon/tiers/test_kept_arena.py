@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,12 @@ def test_a_keeper_waits_from_the_end_of_the_last_daemon_on(
     assert len(taken_fds(store)) == 1
     now = 1000.0  # the daemon ran for long
     store.close()
+    deadline = time.perf_counter() + 30
+    while keeping._daemons:
+        assert time.perf_counter() < deadline
+        time.sleep(0.001)
+    thread.join(0.2)  # a keeper that counts from its start ends here
+    assert thread.is_alive()
     store = KeeperStore(tmp_path / "keeper", 0)
     assert len(taken_fds(store)) == 1
     store.remove("one")  # a keeper that holds nothing ends with its daemon
