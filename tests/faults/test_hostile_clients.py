@@ -21,7 +21,7 @@ from support.effort import effort
 from support.raw import Raw
 from support.specs import pattern, spec_of
 
-FRAMES = effort(2_000, 100_000, 1_000_000)
+FRAMES = effort(1_000, 100_000, 1_000_000)
 TOKENS = list(range(64))
 TAKE_S = 1.5  # how long a client may leave answers unread
 
