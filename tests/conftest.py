@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from kvtier_daemon.tiers.cold import index_process
 from support.daemons import Daemon, start_daemon, start_index
+from support.effort import effort
 from support.fake_cuda import FakeCuda, build, toolkit
 
 # Those of the developer's own daemon; they would override what a test configures.
@@ -61,7 +62,7 @@ LEVEL = re.compile(r"\b(scalar|avx\w+|neon|cuda)\b")
 index_process.start_child = start_index  # type: ignore[assignment]
 
 # No deadline for an example: the machine may be busy.
-settings.register_profile("tests", deadline=None)
+settings.register_profile("tests", deadline=None, max_examples=effort(40, 100, 100))
 settings.load_profile("tests")
 
 # Background jobs of a shell and their children ignore SIGINT, with which tests interrupt commands.

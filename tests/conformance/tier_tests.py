@@ -245,7 +245,7 @@ class TierTests:
     capacity_bytes: int  # 16 to 80 blocks
     is_lower = True  # the tier that is tested is the one below memory
     config = ""
-    turns = effort(300, 600, 600)  # of the test of any order
+    turns = effort(150, 600, 600)  # of the test of any order
 
     def make_lower(self) -> MakeLowerTier:
         raise NotImplementedError(type(self).__name__)

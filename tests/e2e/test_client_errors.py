@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import kvtier
 from kvtier import Client, Group, Keys, KvSpec, KvtierError, Refused, Unavailable
 from support.daemons import Daemon
+from support.effort import effort
 from support.specs import spec_of
 
 TOKENS = list(range(64))
@@ -166,7 +167,9 @@ HARMLESS = sorted(name for name in CALLS if not name.startswith(("connect", "wai
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=effort(40, 100, 100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(name=st.sampled_from(HARMLESS), argument=ANYTHING)
 def test_any_argument_raises_at_most_a_kvtier_error(world: World, name: str, argument: Any) -> None:

@@ -92,7 +92,7 @@ def settled(daemon: Daemon) -> None:
                 last, since = now, turns
             elif turns >= since + SETTLED_TURNS:
                 return
-            time.sleep(0.01)
+            time.sleep(0.02)
 
 
 def brought(client: Client, chain: int, seconds: float = 60.0, spec: KvSpec = SPEC) -> Match:

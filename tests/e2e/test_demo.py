@@ -12,7 +12,7 @@ from support.daemons import kvtier
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return kvtier("demo", "--seconds", "3", "--warm", "256MiB", *arguments)
+    return kvtier("demo", "--seconds", "2", "--warm", "256MiB", *arguments)
 
 
 def test_the_demo_shows_a_gain_and_the_next_steps() -> None:

@@ -41,7 +41,7 @@ def test_no_call_fails_while_the_daemon_ends_and_returns(
     """In 16 MiB, so that saves evict all the time."""
     daemon = start_daemon(folder, keep_s=keep_s, warm="16MiB")
     clients = loading(daemon.socket, 3)
-    for round_ in range(effort(3, 30, 300)):
+    for round_ in range(effort(2, 30, 300)):
         for one in clients:
             one.wait_for_turns(20)
         end(daemon, signal.SIGTERM if round_ % 3 == 2 else signal.SIGKILL)

@@ -183,7 +183,7 @@ def at_random(daemon: Daemon, chance: random.Random) -> None:
                 client.tier(which, order)
             return str(client.tier(which)["state"])
 
-        for _ in range(effort(25, 60, 60)):
+        for _ in range(effort(15, 60, 60)):
             ask(*chance.choice(orders))
             if chance.random() < 0.1:
                 daemon.process.send_signal(signal.SIGHUP)

@@ -15,7 +15,7 @@ from support.effort import effort
 from support.oracle import Oracle
 
 MIB = 1 << 20
-STARTS = effort(8, 20, 200)
+STARTS = effort(6, 20, 200)
 SEGMENTS = (MIB, 5 * MIB // 4, 2 * MIB)
 SIZES = (64 * MIB, 80 * MIB, 128 * MIB)
 

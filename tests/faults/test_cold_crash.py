@@ -4,16 +4,16 @@ disk and intact."""
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from pathlib import Path
 
 from support.cold_bench import BLOCK, SIZE, Bench, key, used
 from support.daemons import running
+from support.effort import effort
 from support.specs import pattern
 
-CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 20
+CYCLES = effort(10, 20, 500)
 
 CHILD = """
 import asyncio, sys

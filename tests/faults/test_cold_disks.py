@@ -37,7 +37,7 @@ HASTE = {"OFF_S": 0.3, "LONGEST_OFF_S": 1.0, "RETRY_GROW_S": 0.5, "HANGS_S": 1.0
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 WRITES = ("write", "sync", "allocate")
 LOOKS = 200
-SAMPLE = effort(5, 10, 10)  # the number of tested points at which a call can fail, for each engine
+SAMPLE = effort(3, 10, 10)  # the number of tested points at which a call can fail, for each engine
 STILL_TURNS = (
     60  # of the daemon's own clock, 50 ms each, without a write: nothing more will be written
 )

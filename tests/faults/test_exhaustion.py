@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier import Group, KvSpec, Refused, Unavailable, wire
+from kvtier.units import MIB
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.config.members import Role
@@ -180,16 +181,16 @@ def test_an_idle_client_is_sent_nothing_while_the_arena_grows(
     daemon_of: Callable[..., Daemon],
 ) -> None:
     """The client would not read the message, and must not be regarded as hung."""
-    daemon = daemon_of(config='[warm]\nsize = "1GiB"\nextent = "16MiB"', wait=False)
+    daemon = daemon_of(config='[warm]\nsize = "512MiB"\nextent = "16MiB"', wait=False)
     with daemon.connect() as client:
         mapped = client.link.arena.nbytes
-        assert mapped < 1 << 30
+        assert mapped < 512 * MIB
         while select.select([client.fileno()], [], [], 0)[0]:
             client.poll()
         daemon.wait_for_arena()
         assert not select.select([client.fileno()], [], [], 0.1)[0]
         client.ping()
-        assert client.link.arena.nbytes == 1 << 30
+        assert client.link.arena.nbytes == 512 * MIB
 
 
 def test_a_peer_that_can_not_be_watched_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

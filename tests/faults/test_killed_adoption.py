@@ -39,7 +39,7 @@ def test_no_call_of_a_client_fails_if_the_daemon_is_killed_at_any_system_call(
     daemon = start_daemon(folder, **options)  # type: ignore[arg-type]
     clients = loading(daemon.socket, 3)
     chance, ended = random.Random(7), 0
-    for _ in range(effort(3, 30, 300)):
+    for _ in range(effort(2, 30, 300)):
         for one in clients:
             one.wait_for_turns(5)
         end(daemon, signal.SIGKILL)

@@ -27,7 +27,7 @@ from support.proxy import Proxy
 from support.specs import pattern, spec_of
 
 PROMPT = 3  # blocks
-FAULTS = int(os.environ.get("REMOTE_FAULTS", effort(14, 100, 500)))
+FAULTS = int(os.environ.get("REMOTE_FAULTS", effort(8, 100, 500)))
 BACK_S = 30.0
 BUSY = 2.0  # the limits on a machine with other work, in parts of those on a quiet one
 MATCH_S = 1.0

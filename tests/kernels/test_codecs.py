@@ -12,6 +12,7 @@ import pytest
 import kvtier_kernels as kernels
 from models import kernels as reference
 from models.kernels.codec import FIX4, FORMS, R32, RAW, frequencies
+from support.effort import effort
 
 CODECS = [FIX4, R32]
 ELEMENTS = range(5)
@@ -290,7 +291,7 @@ def damaged(chance: random.Random, text: bytes) -> bytes:
 def test_damaged_parts_are_an_error_or_bytes_and_touch_no_other_memory(level, guarded):
     """Every bit is checked except r32's escapes and rests, which the frame's digest protects."""
     chance = random.Random(11)
-    rounds = int(os.environ.get("KVTIER_CODEC_ROUNDS", 300))
+    rounds = int(os.environ.get("KVTIER_CODEC_ROUNDS", effort(120, 300, 300)))
     refused = 0
     for number in range(rounds):
         codec, element = chance.choice(CODECS), chance.choice(ELEMENTS)

@@ -13,6 +13,7 @@ import pytest
 import kvtier_kernels as kernels
 from models import kernels as reference
 from models.kernels.quantized import BITS, E4M3, FP8, Q2, Q4, Q8, WIDTHS, Grid
+from support.effort import effort
 
 BF16, FP16, FP32 = ELEMENTS = range(3)
 Floats = npt.NDArray[np.float32]
@@ -283,7 +284,7 @@ def test_wrong_headers_are_refused(level):
 
 def test_damage_is_an_error_or_bytes_and_touches_no_other_memory(level, guarded):
     chance = random.Random(5)
-    refused, rounds = 0, int(os.environ.get("KVTIER_CODEC_ROUNDS", 300))
+    refused, rounds = 0, int(os.environ.get("KVTIER_CODEC_ROUNDS", effort(120, 300, 300)))
     for number in range(rounds):
         codec, element = chance.choice(list(BITS)), chance.choice(ELEMENTS)
         grid, matrices = chance.choice(SHAPES[:11])

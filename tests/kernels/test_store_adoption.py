@@ -304,7 +304,7 @@ def test_any_bit_of_a_note_that_changed_is_noticed(memory):
 def test_memory_that_was_taken_over_is_used_like_any_other(memory):
     chance = random.Random(5)
     store, spaces = memory.store()
-    for seed in range(effort(20, 100, 500)):
+    for seed in range(effort(12, 100, 500)):
         act(store, spaces, random.Random(seed), 300, lambda *_: None)
         before = blocks(store, spaces)
         assert Store.damaged_notes(memory.notes) == 0
@@ -368,7 +368,7 @@ def test_a_store_that_was_killed_anywhere_leaves_what_it_said_it_had(memory):
     """A child tells what it committed and what it may give up, until it is killed. Every block that it had
     committed for good must be found, with the checksum of its last commit."""
     chance = random.Random(1)
-    for seed in range(effort(15, 100, 500)):
+    for seed in range(effort(8, 100, 500)):
         read, write = os.pipe()
         child = os.fork()
         if not child:

@@ -61,11 +61,12 @@ class Daemon:
         self, holds: Callable[[dict[str, Any]], bool], seconds: float = 60.0
     ) -> dict[str, Any]:
         """Wait until `holds` is true for a report; return that report."""
-        deadline = time.monotonic() + seconds
+        deadline, pause_s = time.monotonic() + seconds, 0.002
         with self.connect() as client:
             while not holds(stats := checked(client.stats())):
                 assert time.monotonic() < deadline, f"still not so after {seconds} s: {stats}"
-                time.sleep(0.01)
+                time.sleep(pause_s)
+                pause_s = min(1.4 * pause_s, 0.04)
         return stats
 
     def wait_for_start(self) -> None:

@@ -30,6 +30,8 @@ def of_index(values: Mapping[str, float]) -> dict[str, float]:
 
 def hurry_all(values: Mapping[str, float]) -> None:
     """Replace constants of a daemon that has been imported, and of the processes of its indexes."""
+    if not values:
+        return  # each fork would copy the pages of all modules' names
     hurry(**values)
     if needed := of_index(values):
         index_process.COMMAND = (sys.executable, __file__, json.dumps(needed), "index")  # type: ignore[misc]

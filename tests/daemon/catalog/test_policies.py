@@ -26,7 +26,7 @@ PAIRS = [
     (Lru, LruModel), (Lfu, LfuModel), (Arc, ArcModel), (S3Fifo, S3FifoModel),
     (Prefix, PrefixModel), (Attention, AttentionModel), (Value, ValueModel),
 ]  # fmt: skip
-EXAMPLES = effort(6, 15, 15)
+EXAMPLES = effort(4, 15, 15)
 BY_CHAINS = [kind for pair in PAIRS[4:] for kind in pair]
 
 
@@ -173,7 +173,7 @@ def test_value_samples_fewer_names_if_there_are_many_and_stops_watching_in_time(
     rnd = random.Random(3)
     made = iter(range(1, 1 << 40))
     known = [[next(made) for _ in range(8)] for _ in range(40)]
-    for at in range(1500):
+    for at in range(effort(1150, 1500, 1500)):
         chain = [*rnd.choice(known), *(next(made) for _ in range(60 - 8 * (at % 2)))]
         cache.request(at * 4.0, chain[: 8 if at % 5 == 0 else None])
     assert cache.hits > 0
@@ -184,7 +184,7 @@ def test_value_and_its_model_agree_in_a_tier_where_orders_are_compared_on_a_samp
     rnd = random.Random(4)
     made = iter(range(1, 1 << 40))
     known = [[next(made) for _ in range(30)] for _ in range(100)]
-    for at in range(160):
+    for at in range(effort(100, 160, 160)):
         cache.request(at * 2.0, [*known[int(rnd.paretovariate(0.6)) % 100], next(made)])
         cache.request(at * 2.0 + 1, [next(made) for _ in range(40)])
     assert cache.hits > 0
@@ -401,10 +401,11 @@ def test_the_memory_of_a_policy_does_not_grow_with_time(kind, names):
     """With names that are always new, and with repeated names."""
     stream = Stream(kind(), 1024, 64)
     stream.come(1 << 40)
-    for first in range(0, 1 << 18, 64):
+    half = effort(1 << 17, 1 << 18, 1 << 18)
+    for first in range(0, half, 64):
         stream.come(first % names)
     known, before = stream.policy.memory_bytes(), resident_bytes()
-    for first in range(1 << 18, effort(1 << 19, 1 << 20, 1 << 20), 64):
+    for first in range(half, effort(1 << 18, 1 << 20, 1 << 20), 64):
         stream.come(first % names)
     assert stream.policy.memory_bytes() <= known + 1024
     assert resident_bytes() - before < 4 << 20

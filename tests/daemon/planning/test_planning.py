@@ -21,7 +21,7 @@ from models.planning import BLOCK, RATE, Load, World
 from support.effort import effort
 
 NEVER = float("inf")
-WORKLOADS = effort(150, 1000, 1000)
+WORKLOADS = effort(75, 1000, 1000)
 
 
 def blocks(name: str, count: int) -> list[str]:

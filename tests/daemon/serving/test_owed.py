@@ -18,6 +18,7 @@ from kvtier_daemon.planning import WHY
 from kvtier_daemon.serving.requests import Requests
 from kvtier_daemon.tiers.base import NullTier
 from kvtier_kernels import Store
+from support.effort import effort
 from support.specs import spec_of
 
 BLOCKS = 8
@@ -99,7 +100,7 @@ class Asking:
         }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=effort(150, 400, 400), deadline=None)
 @given(st.lists(steps, max_size=12))
 def test_hits_and_misses_add_up_to_lookups_and_never_fall(taken: list[tuple[Any, ...]]) -> None:
     asking = Asking()

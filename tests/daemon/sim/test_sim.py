@@ -21,6 +21,7 @@ from kvtier_daemon.sim.report import percentiles, report, without_tiers
 from kvtier_daemon.sim.tiers import RESIDENCY, SEGMENTS, Machine, Simulation
 from kvtier_daemon.sim.trace import TraceRequests, read
 from kvtier_daemon.tools.sizing import PrefillCost
+from support.effort import effort
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 traces = importlib.import_module("traces")
@@ -224,7 +225,7 @@ def test_writes_stay_within_the_budget_and_prefer_repeated_blocks(small: TraceRe
     assert spare["lost"]["once"] and all_["lost"]["budget"] and "once" not in all_["lost"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=effort(25, 60, 60))
 @given(
     st.integers(1, 400), st.integers(0, 2000), st.sampled_from([1e7, 1e9, 1e11]),
     st.sampled_from([1e7, 1e9, 1e11]), st.integers(0, 3),

@@ -153,6 +153,21 @@ def test_the_newest_blocks_are_kept_if_the_disk_has_no_room_for_all(
     run(work())
 
 
+def test_a_stop_does_not_wait_for_blocks_that_are_larger_than_a_segment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path)
+        desk.save(100, 8, told=False)
+        desk.save_large(200, 2)
+        await last_writes_of(desk).run(60, "lost", ignore)
+        assert on_disk(desk, 100, 8) == 8
+        await desk.end()
+
+    run(work())
+    assert "kept 8 blocks, lost 2: they are larger than a segment" in caplog.text
+
+
 def test_blocks_whose_frames_were_reused_meanwhile_are_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -109,7 +109,7 @@ class Lossy(Tenant):
         await until(lambda: first not in shelf.log.others)
 
 
-HALF = effort(8, 16, 16)  # of the blocks
+HALF = effort(4, 16, 16)  # of the blocks
 
 
 @pytest.mark.parametrize("asked", NAMES)

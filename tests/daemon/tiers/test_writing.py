@@ -21,6 +21,7 @@ from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
 from kvtier_daemon.tiers.cold.mover import DECLINED_S, Mover
 from kvtier_kernels import Store
 from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
+from support.specs import spec_of
 
 SLOTS = 64
 ALL = 4 * SLOTS * BLOCK  # a quota of which the coldest part is the whole arena
@@ -58,6 +59,13 @@ class Desk:
         if told:
             self.mover.writes.saved(ids)
         return ids
+
+    def save_large(self, first: int, count: int) -> None:
+        """Save blocks that are larger than a segment, in memory only."""
+        large = spec_of("large", layers=80)  # 1.25 MiB, in segments of 1 MiB
+        space = self.catalog.open(b"large".ljust(32), large, ME)
+        granted = self.catalog.reserve(ME, space, 0, 0, b"", keys(first, count))
+        self.catalog.commit(ME, granted.lease, 0, count, b"")
 
     async def rest(self) -> None:
         """Wait until all pending work is done."""
@@ -238,6 +246,20 @@ def test_a_drain_wakes_the_flusher(tmp_path: Path) -> None:
         # Blocks that become dirty later are found without a notification.
         desk.save(200, 2, told=False)
         await desk.written(10)
+        await desk.end()
+
+    run(work())
+
+
+def test_a_drain_ends_without_blocks_that_are_larger_than_a_segment(tmp_path: Path) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path)
+        desk.save(100, 8, told=False)
+        desk.save_large(200, 2)
+        desk.mover.writes.drain.begin()
+        await until(lambda: desk.mover.writes.drain.is_done)
+        assert desk.mover.counts["written"] == 8
+        assert not desk.mover.writes.drain.left_blocks
         await desk.end()
 
     run(work())

@@ -98,6 +98,7 @@ class Drain:
         self._order = array("I")  # instead of the sweep, at a stop
         self._unsure: set[int] = set()  # blocks of the sweep that may not be on disk yet
         self._left = 0  # blocks that the drain has yet to write, at least
+        self.unfit = 0  # blocks that no write can put on a disk
 
     def begin(self) -> None:
         if not self.is_on:
@@ -118,6 +119,7 @@ class Drain:
     def _reset(self, is_on: bool) -> None:
         self.is_on, self.is_done = is_on, False
         self._at, self._swept, self._unsure, self._order = 0, False, set(), array("I")
+        self.unfit = 0
         self._left = self._demotions.in_memory_alone
         self._waiting.wake()
 
@@ -131,6 +133,12 @@ class Drain:
 
     def wrote(self, blocks: int) -> None:
         self._left -= blocks
+
+    def leave_out(self, ids: bytes) -> None:
+        """End without these blocks, which cannot be written."""
+        self.unfit += len(ids) // ID_BYTES
+        self.wrote(len(ids) // ID_BYTES)
+        self._unsure.difference_update(array("I", ids))
 
     def plan(self) -> Demotion:
         """Return a portion of the blocks that were only in memory when the drain began. Each id is checked
@@ -350,10 +358,12 @@ class Flusher:
         unfit = [block for block in blocks if not self._cold.writer.fits(block)]
         if unfit:
             text = (
-                "cold: %d blocks are larger than a segment and are not written; raise cold.segment"
+                "cold: %d blocks are not written: they are larger than a segment (raise cold.segment), "
+                "or a client removed pages of their memory"
             )
             log.debug(text, len(unfit))
             catalog.demotions.not_demoted(ids_of(unfit))
+            self.drain.leave_out(ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]
         cipher = self._cipher()
         if cipher is not None and not cipher.encrypts:

@@ -19,6 +19,7 @@ STALLS_S = 10.0
 SPARE_SEGMENTS = 2  # of a tenant in a directory: the open one, and the one that is reused next
 HURRIED = "the daemon was told to end at once"
 FULL = "the cold tier has no room for them"
+UNFIT = "they are larger than a segment, or a client removed pages of their memory"
 STALLED = f"no block was written for {STALLS_S:.0f} s"
 
 
@@ -84,7 +85,8 @@ class LastWrites:
             for name, mover in self._movers.items():
                 mover.writes.drain.begin_last(self._room(name))
             why = await self._round(most_s, told)
-        return why or FULL
+        unfit = any(mover.writes.drain.unfit for mover in self._movers.values())
+        return why or (UNFIT if unfit else FULL)
 
     async def _round(self, most_s: float, told: Callable[[str], None]) -> str:
         told_at, written = -TOLD_S, self._written

@@ -197,13 +197,14 @@ class BlockWriter:
 
     def __init__(
         self, attached: Sequence[AttachedDirectory], table: SegmentTable, schedule: ReadSchedule,
-        segment_bytes: int,
+        segment_bytes: int, mappings: Mapping[int, MappedExtent],
     ) -> None:  # fmt: skip
         self.accepts = True
         self._attached = attached
         self._table = table
         self._schedule = schedule
         self._segment_bytes = segment_bytes
+        self._mappings = mappings
         self._fits: dict[tuple[bytes, int], bool] = {}
         self._turn = 0
 
@@ -266,7 +267,9 @@ class BlockWriter:
         return any(self._schedule.may_write(one.disk.link) for one in self._attached)
 
     def fits(self, block: Outgoing) -> bool:
-        """Whether an empty segment has room for such a block."""
+        """Whether an empty segment has room for such a block, and no client removed pages of its extent."""
+        if self._mappings[block.extent].lost:
+            return False
         kind = (block.space, block.group)
         fits = self._fits.get(kind)
         if fits is None:
@@ -321,7 +324,7 @@ class ColdTier:
         self.reader = FrameReader(attached, self.table, mappings, self.coding)
         self.reads = ReadQueue(loop, self.reader, clock)
         self.writer = BlockWriter(
-            attached, self.table, self.reads.planner.order, options.segment_bytes
+            attached, self.table, self.reads.planner.order, options.segment_bytes, mappings
         )
 
     def inherit(self, other: ColdTier) -> None:
