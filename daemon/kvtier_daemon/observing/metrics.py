@@ -35,7 +35,8 @@ FRAMES: Final = (
 RESIDENT_MOVES = ("entered", "left", "refused", "evicted", "returned")
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
-    "written", "not_written", "dropped", "read", "absent", "spoilt", "unknown_key", "not_read", "cancelled",
+    "written", "not_written", "dropped", "archived", "not_archived", "read", "absent", "spoilt",
+    "unknown_key", "not_read", "cancelled",
 )  # fmt: skip
 COPY_STATES: Final = {"ready": "blocks", "writing": "writing", "quarantined": "quarantined"}
 COPY_LOADS: Final = ("found", "absent")
@@ -316,7 +317,9 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_remote_restarts", "counter", "How often the process that talks to the remote store was "
            "replaced because it or the store failed.", _of_remote("restarts")),
     Metric("kvtier_remote_blocks", "counter", "Blocks written to and read from the remote store, by outcome: "
-           "dropped means that too many blocks waited to be written, absent that the object did not exist, "
+           "dropped means that too many blocks waited to be written, archived that a block was written "
+           "before its place on disk was reused, not_archived that it waited for that when its place was "
+           "reused, absent that the object did not exist, "
            "spoilt that it is damaged, or not encrypted although remote.encryption is on, unknown_key that "
            "it is encrypted with a key that is not in remote.key_file, not_read and cancelled that the read "
            "failed or was too late.",

@@ -21,6 +21,7 @@ from kvtier_daemon.config.schema import RemoteConfig
 from kvtier_daemon.planning import PATIENCE_S
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
+from kvtier_daemon.tiers.remote.archiving import Archiver
 from kvtier_daemon.tiers.remote.deleting import Deleter
 from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
 from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
@@ -29,6 +30,7 @@ from kvtier_daemon.tiers.remote.known import KnownObjects
 from kvtier_daemon.tiers.remote.places import Places
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.sharing import Sharer
+from kvtier_daemon.tiers.remote.writing import ObjectWriter
 from kvtier_daemon.tiers.states import (
     CLOSING,
     DRAINED,
@@ -57,17 +59,37 @@ class SharedBlocks:
         self._places = remote.places
         config = remote.config
         self.fetcher = Fetcher(tenant, remote.queue, remote.places, remote.questions, self.memory)
-        self.sharer = Sharer(
+        self.writer = ObjectWriter(
             tenant, remote.driver, remote.known, remote.places, BY_NAME[config.codec], remote.encoder,
-            self.memory, config.write,
+            self.memory,
         )  # fmt: skip
-        self.handing_over = HandingOver(tenant, remote.places, remote.known, self.sharer)
-        self._deleter = Deleter(remote.driver, remote.known, self.sharer)
+        self.sharer = Sharer(
+            tenant, remote.driver, remote.known, remote.places, self.writer, config.write
+        )
+        self.archiver = Archiver(
+            tenant, remote.driver, remote.known, remote.places, self.writer, config.archive
+        )
+        self.handing_over = HandingOver(tenant, remote.places, remote.known, self.writer)
+        self._deleter = Deleter(remote.driver, remote.known, self.writer)
         self.pending: PendingReads = remote.queue.pending
         self.saved = self.sharer.saved
         self.used = self.sharer.used
         self.fetcher.renamed = self.sharer.renamed
         self.beyond = self.fetcher.beyond
+
+    def reconfigure(self, config: RemoteConfig) -> None:
+        """Use this configuration for what is written from now on."""
+        self.writer.codec = BY_NAME[config.codec]
+        self.sharer.write, self.archiver.archive = config.write, config.archive
+
+    def accept(self, accepts: bool) -> None:
+        """Write what is saved, used or about to leave the disk from now on, or none of it."""
+        self.sharer.accepts = self.archiver.accepts = accepts
+
+    @property
+    def left(self) -> int:
+        """How many blocks and prefixes are not written yet, at least; 0 if none is."""
+        return self.sharer.left + self.handing_over.left
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
@@ -152,8 +174,9 @@ class RemoteTier:
                 tasks.create_task(self._remote.driver.run(), name="remote"),
                 tasks.create_task(self._remote.questions.run(), name="remote questions"),
                 *(
-                    tasks.create_task(one.sharer.run(), name=f"remote writes {name}")
+                    tasks.create_task(run(), name=f"remote writes {name}")
                     for name, one in self._of.items()
+                    for run in (one.sharer.run, one.archiver.run)
                 ),
             ]
 
@@ -171,7 +194,7 @@ class RemoteTier:
             return
         self._remote.reconfigure(config)
         for one in self._of.values():
-            one.sharer.reconfigure(config.write, BY_NAME[config.codec])
+            one.reconfigure(config)
         if self._group is not None and self._remote.driver.is_on:
             reading = asyncio.to_thread(self._remote.driver.keys.reload)
             self._group.create_task(reading, name="remote keys")
@@ -248,12 +271,12 @@ class RemoteTier:
         return ON if driver.is_on else OPENING if driver.is_opening else OFF
 
     def _left(self) -> int:
-        return sum(one.sharer.left + one.handing_over.left for one in self._of.values())
+        return sum(one.left for one in self._of.values())
 
     def _accept(self, accepts: bool) -> None:
         self._accepts = accepts
         for one in self._of.values():
-            one.sharer.accepts = accepts
+            one.accept(accepts)
 
     async def write_last(self) -> None:
         """Write what waits to be written, for at most `remote.stop_s`, and while the store accepts it."""
@@ -310,17 +333,25 @@ class RemoteTier:
             "restarts": driver.restarts,
             "pid": driver.pid,
             "write": remote.config.write,
+            "archive": remote.config.archive,
             "codec": remote.config.codec,
             "states": summed(
-                counter for one in parts for counter in (one.sharer.counts, one.fetcher.counts)
+                counter
+                for one in parts
+                for counter in (
+                    one.writer.counts,
+                    one.sharer.counts,
+                    one.archiver.counts,
+                    one.fetcher.counts,
+                )
             ),
             "bytes": {
-                "written": sum(one.sharer.bytes_written for one in parts),
+                "written": sum(one.writer.bytes_written for one in parts),
                 "read": sum(one.fetcher.bytes_read for one in parts),
             },
             "loads": summed(one.fetcher.verdicts for one in parts),
             "queued": sum(one.sharer.queued for one in parts),
-            "writing": sum(one.sharer.sending for one in parts),
+            "writing": sum(one.writer.sending for one in parts),
             "reading": len(queue.parts),
             "asking": len(remote.questions),
             "known_objects": len(remote.known),
