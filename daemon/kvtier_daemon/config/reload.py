@@ -21,7 +21,8 @@ NOT_NAMED: Final = -1
 LIVE: Final = frozenset({
     "log_level", "max_clients", "audit.path", "cold.codec", "cold.codecs", "cold.write", "cold.admission",
     "cold.daily_writes", "cold.scrub", "remote.credentials", "remote.write", "remote.archive",
-    "remote.stop_s", "remote.codec", "remote.deadline_s", "remote.buffer", "remote.key_file",
+    "remote.warm_up_percent", "remote.stop_s", "remote.codec", "remote.deadline_s", "remote.buffer",
+    "remote.key_file",
 })  # fmt: skip
 
 
@@ -106,8 +107,8 @@ def _merged_remote(
         return running
     return replace(
         running, credentials=wanted.credentials, write=wanted.write, archive=wanted.archive,
-        stop_s=wanted.stop_s, codec=wanted.codec, deadline_s=wanted.deadline_s,
-        buffer_bytes=wanted.buffer_bytes, key_file=wanted.key_file,
+        warm_up_percent=wanted.warm_up_percent, stop_s=wanted.stop_s, codec=wanted.codec,
+        deadline_s=wanted.deadline_s, buffer_bytes=wanted.buffer_bytes, key_file=wanted.key_file,
     )  # fmt: skip
 
 
