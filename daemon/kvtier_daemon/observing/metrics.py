@@ -126,8 +126,9 @@ def lookups(figures: Figures) -> int:
 
 def hits(figures: Figures) -> dict[str, int]:
     hits = dict(figures["hit_tokens"])
-    shared = figures["coming_remote_tokens"]
-    hits["cold"] = hits.get("cold", 0) - (figures["coming_tokens"] - shared)
+    shared, awaited = figures["coming_remote_tokens"], figures["awaited_tokens"]
+    hits["warm"] = hits.get("warm", 0) - awaited
+    hits["cold"] = hits.get("cold", 0) - (figures["coming_tokens"] - shared - awaited)
     hits["remote"] = hits.get("remote", 0) - shared
     return hits
 
@@ -196,8 +197,9 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: f["used_tokens"], "tier", TIERS),
     Metric("kvtier_miss_tokens", "counter", "Tokens not found, by reason.",
            lambda f: f["miss_tokens"], "reason", WHY_MISSED),
-    Metric("kvtier_coming_tokens", "gauge", "Tokens that lookups expect from disk. They are counted as "
-           "a hit or a miss when the read has ended.", lambda f: f["coming_tokens"]),
+    Metric("kvtier_coming_tokens", "gauge", "Tokens that lookups expect from disk, or that other "
+           "clients are writing. They are counted as a hit or a miss when that has ended.",
+           lambda f: f["coming_tokens"]),
     Metric("kvtier_saved_tokens", "counter", "Tokens saved; a block counts once for each group and shard.",
            lambda f: f["saved_tokens"]),
     Metric("kvtier_refused_tokens", "counter", "Tokens offered and not stored, by reason; present means"
