@@ -23,7 +23,7 @@ from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.tier import ColdTier
 
 PAUSE_S: Final = 0.02  # while requests wait for reads
-PATIENCE_S: Final = 2.0  # a disk that is always busy reads a few blocks nevertheless
+PATIENCE_S: Final = 2.0  # a disk that is always busy still reads a few blocks
 
 
 class LeavingSegments:

@@ -33,7 +33,7 @@ class Archiver:
         writer: ObjectWriter, archive: str,
     ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter(archived=0, not_archived=0)
-        self.archive = archive  # what of the blocks that leave the tier
+        self.archive = archive  # which blocks
         self.accepts = True
         self._tenant = tenant
         self._driver = driver

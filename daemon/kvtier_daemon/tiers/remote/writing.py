@@ -62,7 +62,7 @@ class ObjectWriter:
     ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter(written=0, not_written=0)
         self.bytes_written = 0
-        self.codec = codec  # of what is written from now on
+        self.codec = codec  # of later writes
         self._tenant = tenant
         self._driver = driver
         self._known = known
