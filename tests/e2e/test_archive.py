@@ -20,7 +20,7 @@ from support.specs import pattern, spec_of
 PROMPT = 16  # blocks, 1 MiB
 FULL = 20  # prompts: more than the disk has room for
 MEMORY = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
-HASTE = {"ARCHIVE_S": 0.02}
+HASTE = {"ARCHIVE_S": 0.02, "PAUSE_S": 0.05}
 SEALED = 'encryption = "aes-256-gcm"\nkey_file = "{}"\n'
 Hosts = Callable[..., Daemon]
 
@@ -146,27 +146,25 @@ def test_only_blocks_that_were_requested_again_are_archived_as_used(
         assert places(client, keys_of(space, 1)).isdisjoint({"in_remote"})
 
 
-def test_a_reload_starts_and_ends_the_archive(
-    host: Hosts, store: ObjectStore, tmp_path: Path
-) -> None:
+def reload(daemon: Daemon, before: str, after: str) -> None:
+    file = daemon.log.parent / "kvtier.toml"
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
+    done = kvtier("reload", "--socket", daemon.socket)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reload_starts_and_ends_the_archive(host: Hosts, store: ObjectStore) -> None:
     a = host(store.config(more='write = "none"\n'))
-    file = tmp_path / "a" / "kvtier.toml"
-
-    def reload(before: str, after: str) -> None:
-        text = file.read_text()
-        assert before in text
-        file.write_text(text.replace(before, after))
-        done = kvtier("reload", "--socket", a.socket)
-        assert done.returncode == 0, done.stderr
-
     with a.connect() as client:
         space = client.open(spec_of("archive-reload"))
         save_all(a, space, range(FULL))
         assert states(a)["archived"] == 0
-        reload('write = "none"', 'write = "none"\narchive = "all"')
+        reload(a, 'write = "none"', 'write = "none"\narchive = "all"')
         a.wait_for(lambda stats: remote_of(stats)["states"]["archived"] > 0)
         assert remote_of(a.stats())["archive"] == "all"
-        reload('archive = "all"', 'archive = "none"')
+        reload(a, 'archive = "all"', 'archive = "none"')
         time.sleep(0.5)
         archived = states(a)["archived"]
         save_all(a, space, range(FULL, 2 * FULL))
@@ -189,6 +187,19 @@ def test_a_store_that_hangs_does_not_delay_the_reuse_of_a_segment(
             assert states(a)["archived"] == 0
             load(a, space, 3 * FULL - 1)
         store.put_s = 0.0
+
+
+def test_a_block_that_the_store_refused_is_archived_later(host: Hosts, tmp_path: Path) -> None:
+    with FaultyStore(tmp_path) as store:
+        a = host(store.config + 'write = "none"\n')
+        with a.connect() as client:
+            save_all(a, client.open(spec_of("archive-refused")), range(FULL))
+            store.refuses_puts = True
+            reload(a, 'write = "none"', 'write = "none"\narchive = "all"')
+            a.wait_for(lambda _: bool(store.refused))
+            store.refuses_puts = False
+            a.wait_for(lambda _: store.refused[0] in store.objects)
+            assert states(a)["not_written"] > 0
 
 
 def test_a_block_that_was_forgotten_is_not_archived(host: Hosts, tmp_path: Path) -> None:

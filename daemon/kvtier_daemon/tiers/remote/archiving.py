@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -22,7 +23,19 @@ ARCHIVE_S: Final = 1.0
 LIMIT_BLOCKS: Final = 1 << 16  # of one place that wait; the last ones are dropped
 LOOK_BLOCKS: Final = 64  # that are described at once: about a millisecond of the loop
 PORTION: Final = 4  # blocks that are read and encoded at once
+PORTION_BYTES: Final = 8 << 20  # of these, unless it is one block
+AGAIN: Final = 10  # looks until a place that was looked at is looked at again
 TRIES: Final = 3  # to write a block: the store may fail for a moment
+
+
+@dataclass(slots=True)
+class LeavingPlace:
+    """What was done about a place. It gets no new blocks until its next use. `done`: its blocks that the
+    store has or does not take, or that were tried too often."""
+
+    done: set[int] = field(default_factory=set)
+    tries: Counter[int] = field(default_factory=Counter)
+    looks: int = 0
 
 
 class Archiver:
@@ -40,8 +53,7 @@ class Archiver:
         self._known = known
         self._places = places
         self._writer = writer
-        # By place: how often each block was tried. A place holds no new blocks until its next use.
-        self._tries: dict[tuple[int, int], Counter[int]] = {}
+        self._places_of: dict[tuple[int, int], LeavingPlace] = {}
 
     @property
     def _is_on(self) -> bool:
@@ -52,28 +64,35 @@ class Archiver:
         while True:
             await asyncio.sleep(ARCHIVE_S)
             if self._is_on:
-                leaving = self._tenant.tier.leaving.next()
-                tries = self._tries
-                self._tries = {one.name: tries.get(one.name, Counter()) for one in leaving}
+                leaving, before = self._tenant.tier.leaving.next(), self._places_of
+                self._places_of = {
+                    one.name: before.get(one.name, LeavingPlace()) for one in leaving
+                }
                 for one in leaving:
-                    await self._archive(one, self._tries[one.name])
+                    place = self._places_of[one.name]
+                    if place.looks % AGAIN == 0:
+                        await self._archive(one, place)
+                    place.looks += 1
 
-    async def _archive(self, leaving: LeavingBlocks, tries: Counter[int]) -> None:
-        """Write the blocks of this place that the store lacks and that were not tried too often."""
+    async def _archive(self, leaving: LeavingBlocks, place: LeavingPlace) -> None:
+        """Write the blocks of this place that the store lacks."""
+        done, tries = place.done, place.tries
         ids = array("I", leaving.ids(self.archive == USED))
-        left = array("I", islice((one for one in ids if tries[one] < TRIES), LIMIT_BLOCKS))
+        left = array("I", islice((one for one in ids if one not in done), LIMIT_BLOCKS))
 
         def ended(number: int, is_there: bool) -> None:
             self.counts["archived"] += is_there
-            if is_there:
-                tries[number] = TRIES
+            if is_there or tries[number] >= TRIES:
+                done.add(number)
 
         for at in range(0, len(left), LOOK_BLOCKS):
             plans = leaving.plans(left[at : at + LOOK_BLOCKS].tobytes())
             wanted = [one for one, plan in plans.items() if self._lacks(plan)]
-            tries.update(dict.fromkeys(plans.keys() - set(wanted), TRIES))
-            for begin in range(0, len(wanted), PORTION):
-                some = wanted[begin : begin + PORTION]
+            done.update(plans.keys() - set(wanted))
+            largest = max((max(plan.space.block_bytes) for plan in plans.values()), default=1)
+            portion = max(1, min(PORTION, PORTION_BYTES // largest))
+            for begin in range(0, len(wanted), portion):
+                some = wanted[begin : begin + portion]
                 if not self._is_on:
                     return
                 if not leaving.is_there:
