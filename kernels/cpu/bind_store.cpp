@@ -326,8 +326,9 @@ class PyStore {
         IdList ids = store_.in_segment(segment);
         auto flags = [&](Id id, char* row) {
             const Record& record = store_.block(id);
+            const bool before = !look && store_.frame(id).rounds;
             const bool wanted = look ? store_.earns_second_chance(id) : record.used;
-            *row = static_cast<char>(wanted | (record.tier != memory) << 1);
+            *row = static_cast<char>(wanted | (record.tier != memory) << 1 | before << 2);
         };
         return {ids_out(ids), rows(ids, 1, flags)};
     }

@@ -194,7 +194,8 @@ class Client:
 
     def tier(self, tier: str, order: str = "status") -> dict[str, Any]:
         """Drain a tier ("warm", "cold" or "remote"), switch it "off" or "on", or return its "status". Or let
-        the remote tier write all blocks in memory and on disk to the store ("hand-over").
+        the remote tier write all blocks in memory and on disk to the store ("hand-over"), or read what other
+        hosts want ("warm-up").
         Returns the status at once; call again with "status" to follow the progress.
 
         Only root and the daemon's user may call this.

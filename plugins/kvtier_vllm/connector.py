@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import vllm
 from prometheus_client import Counter, Histogram
-from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -32,14 +32,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import SpecError
-from kvtier.wire import MEMORY
 from kvtier_plugins import Unsupported
 from kvtier_vllm.device import open_device
-from kvtier_vllm.events import Event, Removed
+from kvtier_vllm.events import Event, Removed, SpecKind, fields_of
 from kvtier_vllm.identity import describe
 from kvtier_vllm.layout import Layout, backends_of, check_hashes, find_pages, read_layout
 from kvtier_vllm.lookups import EngineLimits
@@ -85,21 +90,30 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.report.add(other.report))
 
 
-def published(event: Event, layout: Layout) -> BlockStored | BlockRemoved:
+def published(
+    event: Event, layout: Layout, kinds: Mapping[int, SpecKind]
+) -> BlockStored | BlockRemoved:
     """vLLM's event for an event of this plugin."""
-    medium = MEDIUM_CPU if event.tier == MEMORY else MEDIUM_STORAGE
-    group = layout.groups[event.group].group_id
-    hashes = [maybe_convert_block_hash(BlockHash(one)) for one in event.hashes]
-    if isinstance(event, Removed):
-        return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group)
-    parent = event.parent
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
-        token_ids=event.tokens.tolist(), block_size=layout.block_tokens, medium=medium,
-        lora_id=event.lora.adapter_id if event.lora else None,
-        lora_name=event.lora.name if event.lora else None, group_idx=group,
+    fields = fields_of(
+        event, layout, kinds, lambda one: maybe_convert_block_hash(BlockHash(one))
     )  # fmt: skip
+    return BlockRemoved(**fields) if isinstance(event, Removed) else BlockStored(**fields)
+
+
+def extra_keys(request: Any, begin: int, end: int) -> Any:
+    """What else determines the hash of these tokens, as vLLM publishes it."""
+    keys, _ = generate_block_hash_extra_keys(request, begin, end, 0)
+    (published,) = to_event_extra_keys([keys]) or [None]
+    return published
+
+
+def kinds_of(kv_cache_config: Any) -> dict[int, SpecKind]:
+    """What each of the engine's groups caches."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return {
+        number: SpecKind(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
+        for number, spec in enumerate(specs)
+    }
 
 
 def next_pages(pool: Any, count: int) -> Iterator[int]:
@@ -174,6 +188,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._kv_transfer_config.is_kv_producer:
             self._options = msgspec.structs.replace(self._options, save=False)
         self._layout: Layout | None = None
+        self._kinds: dict[int, SpecKind] = {}
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._pages = RankPages("", "the engine registered no caches")
@@ -191,8 +206,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             config = vllm_config.kv_events_config
             events = config is not None and config.enable_kv_cache_events
+            self._kinds = kinds_of(kv_cache_config) if events else {}
             self._scheduler = SchedulerSide(
-                self._layout, self._options, events=events,
+                self._layout, self._options, events=extra_keys if events else None,
                 loads=self._kv_transfer_config.is_kv_consumer,
             )  # fmt: skip
             if note:
@@ -314,7 +330,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert self._layout is not None
         for event in self._scheduler.take_events():
-            yield published(event, self._layout)
+            yield published(event, self._layout, self._kinds)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The scheduler returns all statistics; the ranks report to it."""

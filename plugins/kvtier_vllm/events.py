@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier import KvtierError, wire
 from kvtier.client import Change, Changes, Lease
@@ -22,12 +22,16 @@ from kvtier_vllm.layout import Layout
 
 log = logging.getLogger("vllm.kvtier")
 
+# A router knows these names. Blocks that are only in the store of several hosts are not published.
+MEDIA = {wire.MEMORY: "CPU", wire.DISK: "STORAGE"}
+LOCAL = "LOCAL"  # a router ignores other localities
 LIMIT_KNOWN = 1 << 17  # blocks: at most 100 MB, including their tokens
 
 
 @dataclass(slots=True)
 class Stored:
-    """Consecutive blocks of a prompt were stored in a tier."""
+    """Consecutive blocks of a prompt were stored in a tier: one hash for each of the engine's blocks in this
+    group. `extra_keys` has what else determines each hash, or is empty."""
 
     group: int
     tier: int
@@ -35,6 +39,8 @@ class Stored:
     parent: bytes | None
     tokens: array[int]
     lora: Any
+    extra_keys: list[Any]
+    session: str | None
 
 
 @dataclass(slots=True)
@@ -51,21 +57,35 @@ Event = Stored | Removed
 
 @dataclass(slots=True)
 class KnownBlock:
-    """A block, and the shards that each group and tier contains of it: one bit per shard."""
+    """A block, and the shards that each group and tier contains of it: one bit per shard. `hashes`: the
+    engine's, as many as it has for these tokens; `extra_keys`: by how many of the engine's blocks the group
+    has, if there are any."""
 
-    hash: bytes
+    hashes: tuple[bytes, ...]
     parent: bytes | None
     tokens: array[int]
     lora: Any
+    extra_keys: dict[int, list[Any]]
+    session: str | None
     shards: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+# What determines the hash of a request's tokens from one place to another, besides the tokens.
+ExtraKeys = Callable[[Any, int, int], Any]
+
+
+def no_extra_keys(request: Any, begin: int, end: int) -> None:
+    pass
 
 
 class KvEvents:
     """Turns the daemon's changes into events. Knows `LIMIT_KNOWN` blocks of this engine's requests."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, extra_keys: ExtraKeys = no_extra_keys) -> None:
         self._block_tokens = layout.block_tokens
         self._ratio = layout.block_tokens // layout.hash_tokens
+        self._parts = [group.parts for group in layout.groups]
+        self._extra_keys = extra_keys
         self._all_shards = (1 << layout.shards.count) - 1
         self._known: dict[bytes, KnownBlock] = {}
         self._events: list[Event] = []
@@ -82,8 +102,27 @@ class KvEvents:
             tokens = array("I", request.all_token_ids[at * size : (at + 1) * size])
             parent = hashes[at * ratio - 1] if at else None
             self._known[keys[at]] = KnownBlock(
-                hashes[(at + 1) * ratio - 1], parent, tokens, request.lora_request
-            )
+                tuple(hashes[at * ratio : (at + 1) * ratio]), parent, tokens, request.lora_request,
+                self._extra_keys_of(request, at), getattr(request, "session_id", None),
+            )  # fmt: skip
+
+    def _extra_keys_of(self, request: Any, at: int) -> dict[int, list[Any]]:
+        """The additional keys of this block, for each size of the engine's blocks."""
+        if not has_extra_keys(request):
+            return {}
+        found, size = {}, self._block_tokens
+        for parts in set(self._parts):
+            step = size // parts
+            found[parts] = [
+                self._extra_keys(request, begin, begin + step)
+                for begin in range(at * size, (at + 1) * size, step)
+            ]
+        return found
+
+    def _hashes(self, known: KnownBlock, group: int) -> list[bytes]:
+        """The hashes of the engine's blocks in this group."""
+        step = self._ratio // self._parts[group]
+        return list(known.hashes[step - 1 :: step])
 
     def found(self, keys: Keys, lease: Lease) -> None:
         """The lease holds these blocks, so they are in memory."""
@@ -123,33 +162,84 @@ class KvEvents:
         before = known.shards.get((group, tier), 0)
         known.shards[group, tier] = before & ~(1 << shard)
         if before == self._all_shards:
-            self._add_removed(known.hash, group, tier)
+            self._add_removed(known, group, tier)
 
     def _add_stored(self, known: KnownBlock, group: int, tier: int) -> None:
         last = self._events[-1] if self._events else None
+        hashes, extra = self._hashes(known, group), known.extra_keys.get(self._parts[group], [])
         if (
             isinstance(last, Stored)
             and (last.group, last.tier, last.lora) == (group, tier, known.lora)
+            and (last.session, bool(last.extra_keys)) == (known.session, bool(extra))
             and last.hashes[-1] == known.parent
         ):
-            last.hashes.append(known.hash)
+            last.hashes += hashes
             last.tokens += known.tokens
+            last.extra_keys += extra
             return
-        stored = Stored(group, tier, [known.hash], known.parent, known.tokens[:], known.lora)
+        stored = Stored(
+            group, tier, hashes, known.parent, known.tokens[:], known.lora, extra[:], known.session
+        )
         self._events.append(stored)
 
     def _remove(self, known: KnownBlock) -> None:
         for (group, tier), shards in known.shards.items():
             if shards == self._all_shards:
-                self._add_removed(known.hash, group, tier)
+                self._add_removed(known, group, tier)
         known.shards.clear()
 
-    def _add_removed(self, name: bytes, group: int, tier: int) -> None:
+    def _add_removed(self, known: KnownBlock, group: int, tier: int) -> None:
         last = self._events[-1] if self._events else None
         if isinstance(last, Removed) and (last.group, last.tier) == (group, tier):
-            last.hashes.append(name)
+            last.hashes += self._hashes(known, group)
         else:
-            self._events.append(Removed(group, tier, [name]))
+            self._events.append(Removed(group, tier, self._hashes(known, group)))
+
+
+def has_extra_keys(request: Any) -> bool:
+    """Whether more than tokens determines this request's hashes."""
+    names = ("lora_request", "mm_features", "cache_salt", "prompt_embeds")
+    return any(
+        getattr(request, name, None) is not None and getattr(request, name) != [] for name in names
+    )
+
+
+class SpecKind(NamedTuple):
+    """What a group caches, in vLLM's words."""
+
+    kind: str
+    window_tokens: int | None
+
+
+NO_KIND = SpecKind("", None)
+
+
+def fields_of(
+    event: Event, layout: Layout, kinds: Mapping[int, SpecKind], name: Callable[[bytes], Any]
+) -> dict[str, Any]:
+    """The fields of vLLM's event for an event of this plugin: `BlockStored`, or `BlockRemoved` for `Removed`.
+    `kinds`: by the engine's number of a group; `name` converts a hash."""
+    group = layout.groups[event.group]
+    fields = {
+        "block_hashes": [name(one) for one in event.hashes],
+        "medium": MEDIA[event.tier],
+        "group_idx": group.group_id,
+        "locality": LOCAL,
+    }
+    if isinstance(event, Removed):
+        return fields
+    kind, window = kinds.get(group.group_id, NO_KIND)
+    return fields | {
+        "parent_block_hash": None if event.parent is None else name(event.parent),
+        "token_ids": event.tokens.tolist(),
+        "block_size": layout.block_tokens // group.parts,
+        "lora_id": event.lora.adapter_id if event.lora else None,
+        "lora_name": event.lora.name if event.lora else None,
+        "extra_keys": event.extra_keys or None,
+        "kv_cache_spec_kind": kind or None,
+        "kv_cache_spec_sliding_window": window,
+        "session_id": event.session,
+    }
 
 
 class TierWatch:

@@ -22,7 +22,7 @@ from kvtier import KvSpec
 from kvtier.client import Changes, Lease, Match, Pinned
 from kvtier_plugins.residency import EngineBlocks, ResidencyReports
 from kvtier_vllm.daemon import Daemon, DaemonSession
-from kvtier_vllm.events import Event, KvEvents, TierWatch
+from kvtier_vllm.events import Event, ExtraKeys, KvEvents, TierWatch
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.identity import Adapters, BlockKeys
 from kvtier_vllm.layout import Layout
@@ -104,7 +104,7 @@ class SchedulerSide:
         layout: Layout,
         options: Options,
         clock: Callable[[], float] = time.monotonic,
-        events: bool = False,
+        events: ExtraKeys | None = None,
         loads: bool = True,
     ) -> None:
         self.stats = PluginStats()
@@ -123,7 +123,7 @@ class SchedulerSide:
         self._forecast = Forecast()
         patience_s = options.patience_ms / 1000
         self._daemon = daemon = Daemon(options.socket, self.counts, options.verify, patience_s)
-        self._events = KvEvents(layout) if events else None
+        self._events = KvEvents(layout, events) if events else None
         self._watch = TierWatch(self._events, daemon, self.counts) if self._events else None
         self._keys = BlockKeys(layout, self._events)
         self._lookups = PromptLookups(layout, options, daemon, self._keys, self._forecast, clock)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvtier import Refused, wire
+from kvtier.key import Keys
 from kvtier.space import Located
+from kvtier_daemon.observing.metrics import hits
 from kvtier_kernels import Buffers
 from support.daemons import Daemon
 from support.specs import pattern, spec_of
@@ -84,6 +86,76 @@ def test_a_writer_that_dies_or_gives_up_is_not_awaited(daemon: Daemon) -> None:
                 assert theirs.match(keys, request=1, within_ms=60_000, awaits=True).coming == PROMPT
             # It wrote nothing, so its slots were given back.
             assert theirs.match(keys, request=2, within_ms=60_000, awaits=True).coming == 0
+
+
+class Counting:
+    """The counters of lookups, as metrics show them: hits in memory, misses by reason, and what comes."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._last = 0
+
+    def __call__(self) -> tuple[int, dict[str, int], int]:
+        """In blocks. Counters never fall, and each token is one of these."""
+        stats = self._daemon.stats()
+        found, missed = hits(stats), {k: v // 16 for k, v in stats["miss_tokens"].items() if v}
+        assert stats["lookup_tokens"] == (
+            sum(found.values()) + 16 * sum(missed.values()) + stats["coming_tokens"]
+        )
+        assert found["warm"] >= self._last and not found.get("cold")
+        self._last = found["warm"]
+        return found["warm"] // 16, missed, stats["coming_tokens"] // 16
+
+
+def test_awaited_blocks_are_counted_as_what_they_become(daemon: Daemon) -> None:
+    counted = Counting(daemon)
+    with daemon.connect() as prefill, daemon.connect() as decode:
+        ours, theirs = prefill.open(spec_of("counted")), decode.open(spec_of("counted"))
+        nbytes = ours.spec.block_bytes
+
+        def asked(number: int, keys: Keys, blocks: int = PROMPT) -> None:
+            found = theirs.match(keys, request=number, within_ms=60_000, awaits=True)
+            assert found.ready + found.coming == blocks
+
+        keys = ours.keys([1] * (PROMPT + 2) * 16)
+        blocks = [pattern(key, nbytes) for key in keys]
+        with ours.reserve(keys[:PROMPT]) as saving:
+            asked(1, keys)
+            assert counted() == (0, {"absent": 2}, PROMPT)
+            asked(1, keys)
+            assert counted() == (0, {"absent": 2}, PROMPT)
+            for key, block in zip(keys, blocks[:PROMPT], strict=False):
+                saving[key][:] = block
+            saving.commit(1)
+            asked(1, keys)
+            assert counted() == (1, {"absent": 2}, PROMPT - 1)
+            saving.commit(PROMPT - 1)
+        asked(1, keys)
+        assert counted() == (PROMPT, {"absent": 2}, 0)
+        asked(1, keys)
+        assert counted() == (PROMPT, {"absent": 2}, 0)
+
+        other = ours.keys([2] * PROMPT * 16)
+        with ours.reserve(other):  # and gives up
+            asked(2, other)
+        asked(2, other, 0)
+        assert counted() == (PROMPT, {"absent": 2, "in_progress": PROMPT}, 0)
+
+        with ours.reserve(other):
+            asked(3, other)
+            assert counted()[2] == PROMPT
+            theirs.cancel(3)
+            assert counted() == (PROMPT, {"absent": 2, "in_progress": 2 * PROMPT}, 0)
+            assert theirs.wait(other, 100, request=4, awaits=True).ready == 0
+            while theirs.match(other, request=4, awaits=True).coming:
+                time.sleep(0.01)
+            assert counted() == (PROMPT, {"absent": 2, "in_progress": 3 * PROMPT}, 0)
+
+        with ours.reserve(other):
+            theirs.begin_lease(other, request=5, awaits=True, within_ms=60_000)
+            while not decode.poll():
+                time.sleep(0.001)
+            assert counted() == (PROMPT, {"absent": 2, "in_progress": 3 * PROMPT}, PROMPT)
 
 
 def test_a_router_finds_out_where_the_leading_blocks_of_many_prefixes_are(

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from support.daemons import Daemon, start_daemon
 from support.prompts import BLOCK, prompt
+from support.routers import Dynamo, Llmd, batch, pod_of
 
 TOKENS = 10 * BLOCK
 
@@ -46,14 +46,22 @@ class Listener:
         self.parents: dict[Any, Any] = {}
         self.tokens: dict[str, dict[Any, list[int]]] = {medium: {} for medium in self.there}
         self.batches = self.evicted = 0
+        self.dynamo, self.llmd = Dynamo(BLOCK), Llmd()
+        self.kinds: set[tuple[Any, ...]] = set()
         self.seed = 10_000
 
     def listen(self) -> None:
         while self.socket.poll(20):
-            _, _, body = self.socket.recv_multipart()
+            topic, number, body = self.socket.recv_multipart()
+            assert pod_of(topic) == ("pod-1", "llama") and len(number) == 8
             self.batches += 1
-            _, events, *_ = msgspec.msgpack.decode(body)
+            events, _ = batch(body)
             for event in events:
+                self.dynamo.take(event)
+                self.llmd.take(event)
+                names = ("type", "locality", "ownership", "kv_cache_spec_kind", "group_idx")
+                if event.get("medium") in ("CPU", "STORAGE"):
+                    self.kinds.add(tuple(event.get(name) for name in names))
                 if event["type"] == "AllBlocksCleared":
                     self.there["GPU"].clear()
                     continue
@@ -84,6 +92,7 @@ def engine(daemon: Daemon, engine_of: Callable[..., Any], folder: Path) -> Any:
         "llama", daemon.socket, disable_log_stats=False,
         kv_events_config={
             "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder}/events",
+            "topic": "kv@pod-1@llama",
         },
         extra={"patience_ms": 20_000, "load": "sync", "timeline": str(folder / "hits.json")},
     )  # fmt: skip
@@ -178,6 +187,13 @@ def test_metrics_sources_and_events_follow_a_block(
     hashes = chain(listener, "CPU", prompt(1))
     assert chain(listener, "GPU", prompt(1)) == hashes, "the engine calls them so"
     listener.until(engine, lambda: chain(listener, "STORAGE", prompt(1)) == hashes)
+    for tier, medium in (("device", "gpu"), ("host", "cpu"), ("disk", "storage")):
+        assert listener.dynamo.prefix(tier, prompt(1)) == 10
+        assert listener.llmd.prefix(medium, prompt(1), BLOCK) == 10
+    assert not listener.dynamo.dropped and not listener.llmd.skipped
+    stored = "BlockStored", "LOCAL", None, "full_attention", 0
+    assert stored in listener.kinds
+    assert listener.kinds <= {stored, ("BlockRemoved", "LOCAL", None, None, 0)}
     saved = engine.metrics()
     assert saved["vllm:kvtier_saved_tokens"] >= TOKENS
     assert saved["vllm:kvtier_saved_bytes"] >= 10 * BLOCK * 4096
@@ -193,6 +209,7 @@ def test_metrics_sources_and_events_follow_a_block(
     assert not cached["vllm:prompt_tokens_cached_by_source:disk"]
 
     listener.until(engine, lambda: not set(hashes) & listener.there["CPU"], 20)
+    assert listener.dynamo.prefix("host", prompt(1)) == 0
     assert set(hashes) <= listener.there["STORAGE"]
     engine.reset()
     # The engine waits for the disk if that is expected to be faster than recompute.

@@ -1,6 +1,9 @@
-"""Many faults of a real store, one after the other, in random order: no wrong block, no failed request, no
-match that waits, and the remote tier returns by itself. `REMOTE_FAULTS=500` sets how many, `REMOTE_SEED` the
-order."""
+"""Many faults of a real store in random order: no wrong block, no failed request, no match that waits, and
+the remote tier returns by itself. `REMOTE_FAULTS=500` sets how many, `REMOTE_SEED` the order.
+
+A busy machine delays everything, so nothing is awaited for a fixed time: a wait fails if the daemons have
+done nothing for `STILL_S`, or have tried to open the store more often than `ATTEMPTS` times. The longest
+recovery is printed."""
 
 from __future__ import annotations
 
@@ -28,9 +31,12 @@ from support.specs import pattern, spec_of
 
 PROMPT = 3  # blocks
 FAULTS = int(os.environ.get("REMOTE_FAULTS", effort(8, 100, 500)))
-BACK_S = 30.0
-BUSY = 2.0  # the limits on a machine with other work, in parts of those on a quiet one
-MATCH_S = 1.0
+STILL_S = 60.0  # the daemons try again after 15 s at most
+ATTEMPTS = 10  # to open the store, until it works again
+MATCH_S = 2.0  # a match that waited for the store would take longer
+LOOK_S = 0.05
+# A block whose transfer broke twice is asked about again after one to two minutes: here, sooner.
+HASTE = {"ABSENT_S": 3.0}
 MOST_LOOKS = 30
 Fault = Callable[["Fleet"], Iterator[None]]
 
@@ -50,7 +56,26 @@ class Fleet:
     other: Keys = field(default_factory=lambda: Keys(b""))
     longest_match_s: float = 0.0
     longest_back_s: float = 0.0
+    most_attempts: int = 0
     blocks: Counter[str] = field(default_factory=Counter)
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until this holds, while the daemons do something about it."""
+        last, since, tried = self.progress(), time.monotonic(), set[int]()
+        while not holds():
+            now = self.progress()
+            if now != last:
+                last, since = now, time.monotonic()
+            tried |= {one["pid"] for one in now} - {0}
+            is_tried = len(tried) <= 2 * ATTEMPTS
+            assert is_tried and time.monotonic() - since < STILL_S, f"{what}: {now}"
+            self.most_attempts = max(self.most_attempts, (len(tried) + 1) // 2)
+            time.sleep(LOOK_S)
+
+    def progress(self) -> list[dict[str, Any]]:
+        """What the daemons have done with the store."""
+        names = ("on", "writable", "pid", "restarts", "faults", "states")
+        return [{name: remote_of(one)[name] for name in names} for one in (self.a, self.b)]
 
     def files(self, keys: Keys) -> list[Path]:
         found = self.store.objects()
@@ -79,22 +104,18 @@ class Fleet:
     def share(self, number: int) -> Keys:
         before = remote_of(self.a)["states"]["written"]
         keys = self.save(self.ours, number)
-        until = time.monotonic() + BUSY * BACK_S
-        while remote_of(self.a)["states"]["written"] < before + PROMPT:
+
+        def is_shared() -> bool:
             assert self.ours.match(keys).ready == PROMPT
-            assert time.monotonic() < until, remote_of(self.a)
-            time.sleep(0.01)
+            written: int = remote_of(self.a)["states"]["written"]
+            return written >= before + PROMPT
+
+        self.until(is_shared, "not shared")
         return keys
 
     def wait_until_on(self) -> None:
         began = time.monotonic()
-        for daemon in (self.a, self.b):
-            daemon.wait_for(
-                lambda stats: (
-                    stats["tiers"]["remote"]["on"] and stats["tiers"]["remote"]["writable"]
-                ),
-                BUSY * BACK_S,
-            )
+        self.until(lambda: all(one["on"] and one["writable"] for one in self.progress()), "not on")
         self.longest_back_s = max(self.longest_back_s, time.monotonic() - began)
 
 
@@ -205,7 +226,7 @@ def fleet_of(folder: Path, daemon_of: Callable[..., Daemon]) -> Iterator[Fleet]:
                 secrets.mkdir(parents=True, mode=0o700)
                 (secrets / "default").write_bytes(bytes(32))
                 (secrets / "default").chmod(0o600)
-                daemons.append(daemon_of(folder=folder / name, config=config))
+                daemons.append(daemon_of(folder=folder / name, config=config, haste=HASTE))
             a, b = daemons
             with a.connect() as first, b.connect() as second:
                 fleet = Fleet(
@@ -255,10 +276,11 @@ def storm(
             assert fleet.load(fleet.theirs, own) == PROMPT, "a save needs no store"
             assert next(running, None) is None
             fleet.wait_until_on()
-            until = time.monotonic() + BUSY * BACK_S
-            while fault not in LIES and fleet.load(fleet.theirs, fleet.keys) < PROMPT:
-                assert time.monotonic() < until, str((number, fault.__name__, remote_of(fleet.b)))
-                time.sleep(0.01)
+            if fault not in LIES:
+                fleet.until(
+                    lambda: fleet.load(fleet.theirs, fleet.keys) == PROMPT,
+                    f"fault {number}, {fault.__name__}, is not over",
+                )
             fleet.load(fleet.theirs, fleet.keys)
         for daemon in (fleet.a, fleet.b):
             failures = daemon.stats()["failures"]
@@ -267,8 +289,8 @@ def storm(
         print(
             f"{sum(done.values())} faults {dict(done)}: {fleet.blocks['compared']} blocks compared, "
             f"{fleet.blocks['wrong']} wrong; longest match {fleet.longest_match_s * 1e3:.1f} ms; back after "
-            f"{fleet.longest_back_s:.1f} s at most"
+            f"{fleet.longest_back_s:.1f} s at most, with {fleet.most_attempts} attempts to open the store"
         )
     assert not fleet.blocks["wrong"]
     assert fleet.blocks["compared"]
-    assert fleet.longest_match_s < BUSY * MATCH_S
+    assert fleet.longest_match_s < MATCH_S

@@ -534,7 +534,10 @@ class StoreMachine(RuleBasedStateMachine):
                 elif rounds == 3 and not spared:
                     self.rounds[i] = 3, True
                     wanted.add(i)
-        assert flags == bytes((i in wanted) + 2 * (i in cold) for i in unpack(ids))
+        before = set() if look else self.rounds.keys() & set(unpack(ids))
+        assert flags == bytes(
+            (i in wanted) + 2 * (i in cold) + 4 * (i in before) for i in unpack(ids)
+        )
         if look:
             self.used.difference_update(unpack(ids))
             self.fresh &= self.used

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvtier import Group, KvSpec
+from kvtier_vllm.events import no_extra_keys
 from kvtier_vllm.layout import Cached, Layout, Page, Pages, Shards
 from kvtier_vllm.messages import Step, WriteOrder
 from kvtier_vllm.options import Options
@@ -101,7 +102,7 @@ class FakeEngine:
         self, socket: str, layout: Layout | None = None, pages: int = 64, **options: Any
     ) -> None:
         self.layout = layout or layout_of()
-        events = options.pop("events", False)
+        events = no_extra_keys if options.pop("events", False) else None
         loads = options.pop("loads", True)  # False: the role of a producer
         self.by_layers = options.pop("by_layers", False)  # each layer waits for its loads
         self.options = Options(socket=socket, **options)

@@ -26,6 +26,7 @@ class FaultyStore:
         self.credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
         self.objects: dict[str, bytes] = {}
         self.refuses_puts = False
+        self.refused: list[str] = []  # objects
         self.refuses_lists = False
         self.cuts_answers = False
         self.waits_s = 0.0
@@ -59,6 +60,7 @@ class FaultyStore:
                 time.sleep(faulty.waits_s + faulty.put_s)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if faulty.refuses_puts:
+                    faulty.refused.append(unquote(self.path))
                     self.answer(403, ERROR % b"QuotaExceeded")
                     return
                 faulty.objects[unquote(self.path)] = body

@@ -97,19 +97,21 @@ class Usage:
         self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
 
     def count_lookup(
-        self, space: KnownSpace, keys: bytes, ready: int, from_disk: int = 0, shared: int = 0
-    ) -> None:
+        self, space: KnownSpace, keys: bytes, ready: int, from_disk: int = 0, shared: int = 0,
+        awaited: int = 0,
+    ) -> None:  # fmt: skip
         """Count an answer: `ready` blocks of memory, and `from_disk` blocks that will be read; `shared` of
-        these are not on a disk, but in the store that hosts share."""
+        these are not on a disk, but in the store that hosts share. `awaited` blocks are being written to
+        memory."""
         tokens = space.spec.block_tokens
         blocks = len(keys) // KEY_BYTES
         self.lookup_tokens += blocks * tokens
-        self.hit_tokens["warm"] += ready * tokens
+        self.hit_tokens["warm"] += (ready + awaited) * tokens
         self.hit_tokens["cold"] += (from_disk - shared) * tokens
         self.hit_tokens["remote"] += shared * tokens
         if space.prefill is not None:
             self.count_avoided(space, ready)
-        found = ready + from_disk
+        found = ready + from_disk + awaited
         if self._blocks.admission.is_on:
             self._blocks.admission.note(keys[: found * KEY_BYTES])
         self.last_miss = ""
@@ -127,6 +129,11 @@ class Usage:
         self.hit_tokens["cold"] -= tokens - shared * space.spec.block_tokens
         self.hit_tokens["remote"] -= shared * space.spec.block_tokens
         self.miss_tokens[why] += tokens
+
+    def count_not_written(self, tokens: int) -> None:
+        """Count tokens as missed that were counted as hits because others were writing them."""
+        self.hit_tokens["warm"] -= tokens
+        self.miss_tokens["in_progress"] += tokens
 
     def count_avoided(self, space: KnownSpace, blocks: int, before: int = 0) -> None:
         """Count the time to compute these blocks, which follow `before` others, as avoided."""

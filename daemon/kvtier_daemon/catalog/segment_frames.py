@@ -31,7 +31,9 @@ from kvtier_daemon.codec.frame import PAGE, Identity
 
 ROW_BYTES, PAGE_AT = 128, 72  # of a footer's entry; it begins with the key
 PAGE_NUMBER = Struct("<I")
-USED, ONLY_THERE = 1, 2  # flags of `Store.in_segment`
+USED, ONLY_THERE, USED_BEFORE = 1, 2, 4  # flags of `Store.in_segment`
+ALONE = bytes(bool(flag & ONLY_THERE) for flag in range(256))
+USED_ALONE = bytes(flag > ONLY_THERE and bool(flag & ONLY_THERE) for flag in range(256))
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
 
 
@@ -55,6 +57,13 @@ class SegmentFrames:
     def in_segment(self, segment: int) -> bytes:
         """The ids of the blocks with a frame in this segment, in the order of the frames."""
         return self._blocks.store.in_segment(segment)[0]
+
+    def alone_in(self, segment: int, used: bool) -> bytes:
+        """The ids of the blocks that are only in this segment, in the order of the frames; with `used`, only
+        those that were requested since their write, also if they were copied to this segment later."""
+        ids, flags = self._blocks.store.in_segment(segment)
+        alone = flags.translate(USED_ALONE if used else ALONE)
+        return array("I", compress(array("I", ids), alone)).tobytes()
 
     def frames_in(self, segment: int) -> dict[int, int]:
         """The first page of each used frame in this segment, and its number of pages."""

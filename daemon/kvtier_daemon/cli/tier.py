@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 EXIT_NOT_YET = 1
 LOOK_S = 0.1
-GOES_ON = ("draining", "closing", "opening", "recovering", "handing-over")
+GOES_ON = ("draining", "closing", "opening", "recovering", "handing-over", "warming-up")
 
 
 def tier(
     order: Annotated[
-        Literal["drain", "off", "on", "status", "hand-over"],
-        typer.Argument(metavar="drain|off|on|status|hand-over"),
+        Literal["drain", "off", "on", "status", "hand-over", "warm-up"],
+        typer.Argument(metavar="drain|off|on|status|hand-over|warm-up"),
     ],
     name: Annotated[Literal["cold", "warm", "remote"], typer.Argument(metavar="cold|warm|remote")],
     timeout: Annotated[
@@ -36,7 +36,8 @@ def tier(
     once, so that a restart loses nothing. drain remote: write what waits for the store, then write
     nothing more; reads continue. off remote: do not use the store; blocks that are only there are
     misses. hand-over remote: write all blocks in memory and on disk to the store, before this host
-    retires. on: end drain, off or hand-over. A restart follows the configuration.
+    retires. warm-up remote: read the blocks that other hosts want most to memory, until it has
+    remote.warm_up_percent. on: end drain, off, hand-over or warm-up. A restart follows the configuration.
     Exits with 1 if it has not ended in time, and with 2 if it is not possible. Only for root and the
     daemon's user.
     """

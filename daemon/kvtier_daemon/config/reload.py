@@ -20,8 +20,9 @@ from kvtier_daemon.config.values import EVERYONE
 NOT_NAMED: Final = -1
 LIVE: Final = frozenset({
     "log_level", "max_clients", "audit.path", "cold.codec", "cold.codecs", "cold.write", "cold.admission",
-    "cold.daily_writes", "cold.scrub", "remote.credentials", "remote.write", "remote.stop_s", "remote.codec",
-    "remote.deadline_s", "remote.buffer", "remote.key_file",
+    "cold.daily_writes", "cold.scrub", "remote.credentials", "remote.write", "remote.archive",
+    "remote.warm_up_percent", "remote.stop_s", "remote.codec", "remote.deadline_s", "remote.buffer",
+    "remote.key_file",
 })  # fmt: skip
 
 
@@ -105,9 +106,9 @@ def _merged_remote(
     if running is None or wanted is None:
         return running
     return replace(
-        running, credentials=wanted.credentials, write=wanted.write, stop_s=wanted.stop_s,
-        codec=wanted.codec, deadline_s=wanted.deadline_s, buffer_bytes=wanted.buffer_bytes,
-        key_file=wanted.key_file,
+        running, credentials=wanted.credentials, write=wanted.write, archive=wanted.archive,
+        warm_up_percent=wanted.warm_up_percent, stop_s=wanted.stop_s, codec=wanted.codec,
+        deadline_s=wanted.deadline_s, buffer_bytes=wanted.buffer_bytes, key_file=wanted.key_file,
     )  # fmt: skip
 
 

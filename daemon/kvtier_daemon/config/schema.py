@@ -77,6 +77,8 @@ class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     region: Annotated[str, values.REGION] = "us-east-1"
     credentials: Annotated[Path | None, values.PATH] = None
     write: Annotated[str, values.SHARE_WRITES] = "used"
+    archive: Annotated[str, values.SHARE_WRITES] = "none"
+    warm_up_percent: Annotated[int, values.PERCENT] = 0
     stop_s: Annotated[int, values.SECONDS] = 5
     codec: Annotated[str, values.SHARE_CODEC] = "r32"
     deadline_s: Annotated[int, values.SOME_SECONDS] = 5

@@ -284,6 +284,7 @@ METADATA: Final = Key(
 HOST: Final = Key(_matching(r"[A-Za-z0-9._:-]+"), "the name or the address of this host")
 SEGMENT: Final = Key(_bytes_from(0), "a size such as 64GiB, or 0 to lend none")
 REGION: Final = Key(_matching(r"[A-Za-z0-9-]+"), "a region such as us-east-1")
+PERCENT: Final = Key(lambda value: _number(value, 0, 100), "a whole number of percent, 0 to 100")
 SHARE_WRITES: Final = Key(_one_of(SHARED), f"one of {', '.join(SHARED)}")
 SHARE_CODEC: Final = Key(
     _one_of(CODECS[1:]), f"a known codec other than auto: {', '.join(CODECS[1:])}"

@@ -35,7 +35,8 @@ FRAMES: Final = (
 RESIDENT_MOVES = ("entered", "left", "refused", "evicted", "returned")
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
-    "written", "not_written", "dropped", "read", "absent", "spoilt", "unknown_key", "not_read", "cancelled",
+    "written", "not_written", "dropped", "archived", "not_archived", "read", "absent", "spoilt",
+    "unknown_key", "not_read", "cancelled",
 )  # fmt: skip
 COPY_STATES: Final = {"ready": "blocks", "writing": "writing", "quarantined": "quarantined"}
 COPY_LOADS: Final = ("found", "absent")
@@ -125,8 +126,9 @@ def lookups(figures: Figures) -> int:
 
 def hits(figures: Figures) -> dict[str, int]:
     hits = dict(figures["hit_tokens"])
-    shared = figures["coming_remote_tokens"]
-    hits["cold"] = hits.get("cold", 0) - (figures["coming_tokens"] - shared)
+    shared, awaited = figures["coming_remote_tokens"], figures["awaited_tokens"]
+    hits["warm"] = hits.get("warm", 0) - awaited
+    hits["cold"] = hits.get("cold", 0) - (figures["coming_tokens"] - shared - awaited)
     hits["remote"] = hits.get("remote", 0) - shared
     return hits
 
@@ -195,8 +197,9 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: f["used_tokens"], "tier", TIERS),
     Metric("kvtier_miss_tokens", "counter", "Tokens not found, by reason.",
            lambda f: f["miss_tokens"], "reason", WHY_MISSED),
-    Metric("kvtier_coming_tokens", "gauge", "Tokens that lookups expect from disk. They are counted as "
-           "a hit or a miss when the read has ended.", lambda f: f["coming_tokens"]),
+    Metric("kvtier_coming_tokens", "gauge", "Tokens that lookups expect from disk, or that other "
+           "clients are writing. They are counted as a hit or a miss when that has ended.",
+           lambda f: f["coming_tokens"]),
     Metric("kvtier_saved_tokens", "counter", "Tokens saved; a block counts once for each group and shard.",
            lambda f: f["saved_tokens"]),
     Metric("kvtier_refused_tokens", "counter", "Tokens offered and not stored, by reason; present means"
@@ -316,7 +319,9 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_remote_restarts", "counter", "How often the process that talks to the remote store was "
            "replaced because it or the store failed.", _of_remote("restarts")),
     Metric("kvtier_remote_blocks", "counter", "Blocks written to and read from the remote store, by outcome: "
-           "dropped means that too many blocks waited to be written, absent that the object did not exist, "
+           "dropped means that too many blocks waited to be written, archived that a block was written "
+           "before its place on disk was reused, not_archived that it waited for that when its place was "
+           "reused, absent that the object did not exist, "
            "spoilt that it is damaged, or not encrypted although remote.encryption is on, unknown_key that "
            "it is encrypted with a key that is not in remote.key_file, not_read and cancelled that the read "
            "failed or was too late.",

@@ -92,15 +92,16 @@ class StatusFigures:
         assert self._server is not None and self._lag is not None
         tenants = list(self._tenants.values()) if tenant is None else [tenant]
         sessions, waiting, coming = Counter[str](), Counter[str](), Counter[str]()
-        shared = Counter[str]()
+        shared, awaited = Counter[str](), Counter[str]()
         names = set()
         connections = Counter(one.tenant.name for one in self._server.sessions if one.tenant)
         for session in self._server.sessions:
             if session.tenant:
                 name, lookups = session.tenant.name, session.requests.lookups.counted
                 waiting[name] += lookups.waiting
-                coming[name] += lookups.pending_tokens
+                coming[name] += lookups.coming_tokens
                 shared[name] += lookups.pending_shared_tokens
+                awaited[name] += lookups.awaited_tokens
                 if session.requests.spaces.opened:
                     sessions[name] += 1
                     names.add((name, session.engine))
@@ -123,6 +124,7 @@ class StatusFigures:
             "used_tokens": summed(catalog.usage.used_tokens for catalog in catalogs),
             "coming_tokens": sum(coming[each.name] for each in tenants),
             "coming_remote_tokens": sum(shared[each.name] for each in tenants),
+            "awaited_tokens": sum(awaited[each.name] for each in tenants),
             "waiting_lookups": sum(waiting[each.name] for each in tenants),
             "recompute_avoided_s": sum(catalog.usage.avoided_s for catalog in catalogs),
             "saved_tokens": sum(catalog.usage.saved_tokens for catalog in catalogs),

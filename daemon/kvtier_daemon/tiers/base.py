@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.config.schema import Config
 from kvtier_daemon.planning import PATIENCE_S
@@ -173,6 +174,40 @@ class DirectReads(Protocol):
         """End the leases of this session."""
 
 
+class CopiedBlock(NamedTuple):
+    """The bytes of a block, valid until the next read, and their checksum."""
+
+    block: memoryview
+    checksum: bytes
+
+
+class LeavingBlocks(Protocol):
+    """A place in the tier that is reused next: its blocks that have no other copy are lost then."""
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """The place, and what distinguishes this use of it."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its blocks can still be read."""
+
+    def ids(self, used: bool) -> bytes:
+        """The blocks without another copy; with `used`, only those that were requested after their write."""
+
+    def plans(self, ids: bytes) -> Mapping[int, WritePlan]:
+        """The content of the headers of those of these blocks that are still there, and not lossy."""
+
+    async def read(self, plans: Mapping[int, WritePlan]) -> Mapping[int, CopiedBlock]:
+        """Read these blocks to memory outside the arena, after all other reads. Leaves out those that cannot
+        be read, or were forgotten before the end of the read."""
+
+
+class TierLeaving(Protocol):
+    def next(self) -> Sequence[LeavingBlocks]:
+        """The places that are reused next."""
+
+
 class TierDrain(Protocol):
     """Writes all blocks that are only in memory when it begins, and new blocks when they are saved."""
 
@@ -226,6 +261,8 @@ class TenantTier(Protocol):
     def writes(self) -> TierWrites: ...
     @property
     def forgets(self) -> TierForgets: ...
+    @property
+    def leaving(self) -> TierLeaving: ...
 
     def stats(self) -> TierStats: ...
 
@@ -274,6 +311,13 @@ class NoDirectReads:
         pass
 
 
+class NothingLeaves:
+    """The `TierLeaving` of a tier whose blocks cannot be copied before they leave it."""
+
+    def next(self) -> Sequence[LeavingBlocks]:
+        return ()
+
+
 class NullTier:
     """No tier, and all parts of it: it holds no blocks, and takes none."""
 
@@ -284,6 +328,7 @@ class NullTier:
     def __init__(self) -> None:
         self.recovery = self.reads = self.pending = self.writes = self.forgets = self.drain = self
         self.direct = NoDirectReads()
+        self.leaving = NothingLeaves()
 
     def promote(self, *_: Any, **__: Any) -> Outlook:
         return 0, 0.0, "off"

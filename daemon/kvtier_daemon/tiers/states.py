@@ -12,6 +12,7 @@ ON, OPENING, DRAINING, DRAINED, CLOSING, OFF = (
 )  # fmt: skip
 RECOVERING: Final = "recovering"
 HANDING_OVER: Final = "handing-over"
+WARMING_UP: Final = "warming-up"
 SWITCHED_OFF: Final = "switched off; run `kvtier tier on cold` to use it again"
 REMOTE_SWITCHED_OFF: Final = "switched off; run `kvtier tier on remote` to use it again"
 AWAY: Final = (CLOSING, OFF, OPENING)  # its disks are not used
@@ -27,6 +28,7 @@ MEANING: Final = {
     ("cold", OPENING): "its files are being opened",
     ("remote", DRAINING): "blocks that wait are being written to the store, and no others",
     ("remote", HANDING_OVER): "all blocks in memory and on disk are being written to the store",
+    ("remote", WARMING_UP): "blocks that other hosts want are being read to memory",
     ("remote", DRAINED): "it is read, but not written; `kvtier tier on remote` ends this",
     ("cold", RECOVERING): "its segments are being read; blocks that are not found yet are misses",
 }

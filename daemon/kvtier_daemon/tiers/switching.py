@@ -96,9 +96,9 @@ class Switching:
     def order(self, tier: str, order: str) -> dict[str, Any]:
         """Start to carry out an order. Raises TierError if the state does not permit it."""
         state = self.state(tier)
-        if order == "hand-over":
+        if order in ("hand-over", "warm-up"):
             raise TierError(
-                f"{tier}: blocks are handed over to the remote tier: `kvtier tier hand-over remote`"
+                f"{tier}: only the remote tier can do that: `kvtier tier {order} remote`"
             )
         if order != "status":
             if tier == "warm" and order == "off":

@@ -607,7 +607,7 @@ def test_used_blocks_of_a_segment_get_a_second_chance() -> None:
     assert tenant.catalog.segments.drop_segment(1) == 5
     assert tenant.catalog.blocks.evicted["lost"] == 5
     ids, flags = tenant.store.in_segment(2)
-    assert (ids, flags) == (rescue.ids[4:], bytes([2, 2]))
+    assert (ids, flags) == (rescue.ids[4:], bytes([6, 6]))
     plan = tenant.catalog.promotions.plan(tenant.space, used[32:], 100)
     tenant.read(plan)
     assert len(plan.ids) == 8

@@ -85,7 +85,8 @@ def test_every_key_can_be_written(read):
         'admission = "second-touch"\nencryption = "aes-256-gcm"\nkey_file = "/k"\n'
         '[remote]\nurl = "mooncake://m:50051"\nprotocol = "rdma"\ndevices = "mlx5_0,mlx5_1"\nprefix = "a/b"\n'
         'metadata = "http://m:8080/metadata"\nhost = "10.0.0.7"\nsegment = "64MiB"\n'
-        'write = "all"\nstop_s = 9\ncodec = "raw"\ndeadline_s = 2\nbuffer = "16MiB"\n'
+        'write = "all"\narchive = "used"\nwarm_up_percent = 7\nstop_s = 9\n'
+        'codec = "raw"\ndeadline_s = 2\nbuffer = "16MiB"\n'
         'known = "4MiB"\nencryption = "aes-256-gcm"\nkey_file = "/r"\n'
         '[hot]\nsizes = ["a=8GiB", "b = 1GiB"]\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
@@ -139,6 +140,8 @@ def test_every_key_can_be_written(read):
             "region": "us-east-1",
             "credentials": None,
             "write": "all",
+            "archive": "used",
+            "warm_up_percent": 7,
             "stop_s": 9,
             "codec": "raw",
             "deadline_s": 2,

@@ -88,7 +88,7 @@ def test_a_reload_changes_limits_of_the_remote_tier_and_not_its_place(tmp_path: 
     running = remote('bucket = "blocks"')
     wanted = remote(
         'bucket = "other"\nprefix = "p"\ndeadline_s = 9\nbuffer = "8MiB"\nstop_s = 1\nwrite = "all"\n'
-        'codec = "raw"\nkey_file = "/k"\ncredentials = "/c"'
+        'codec = "raw"\narchive = "all"\nwarm_up_percent = 9\nkey_file = "/k"\ncredentials = "/c"'
     )
     found = {one.key: one.live for one in changes(running, wanted)}
     assert sorted(key for key, live in found.items() if not live) == [

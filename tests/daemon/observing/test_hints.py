@@ -15,6 +15,7 @@ def figures(at_s: float, looked: int = 0, found: int = 0, **cold: Any) -> dict[s
         "lookup_tokens": looked,
         "coming_tokens": 0,
         "coming_remote_tokens": 0,
+        "awaited_tokens": 0,
         "hit_tokens": {"warm": found},
         "tiers": {"warm": {}, "cold": cold},
     }

@@ -497,6 +497,7 @@ def test_the_page_gets_only_values_it_does_not_have(monkeypatch: pytest.MonkeyPa
         none = {"saved": 0, "loaded": 0}
         return {
             "uptime_s": up, "lookup_tokens": 5, "coming_tokens": 1, "coming_remote_tokens": 0,
+            "awaited_tokens": 0,
             "hit_tokens": {"warm": 2, "cold": 1, "remote": 1}, "miss_tokens": {"absent": 1},
             "bytes": none, "tiers": {"warm": {}},
         }  # fmt: skip

@@ -345,7 +345,7 @@ def test_nothing_is_asked_about_blocks_that_a_smaller_buffer_does_not_hold() -> 
         no_driver = cast(StoreDriver, None)
         questions = Questions(no_driver, KnownObjects(1 << 20, Clock()), places)
         places.limit(1)  # a reload, while the question waits
-        await questions._find(space, bytes(32))
+        await questions.find(space, bytes(32))
 
     asyncio.run(ask())
 

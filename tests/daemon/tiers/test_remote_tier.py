@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -253,6 +254,41 @@ def test_a_long_prefix_that_is_in_the_store_does_not_hold_the_loop(alone: Served
     sharer.used(space, keys)
     pauses = list(sharer._next())
     assert pauses == [b""] * 8
+
+
+def test_a_write_that_is_cancelled_leaves_nothing_as_being_written(
+    alone: ServedShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forget would wait for its end: `kvtier tier on remote` cancels a hand-over."""
+    identity, writer, begun = Identity(), alone.shared.writer, threading.Event()
+    assert ServedTenant.put(alone, identity, os.urandom(BLOCK_BYTES))
+    space = alone._space(identity)
+    (place, *_) = alone.shared.fetcher._places.of(space)
+    ids = alone.tenant.catalog.blocks.store.present(
+        space.index, place.group, place.shard, identity.key
+    )
+    assert ids
+    encode, cancelled = writer._encode, threading.Event()
+
+    def slow(*given: Any) -> list[int]:
+        begun.set()
+        cancelled.wait()
+        return encode(*given)
+
+    monkeypatch.setattr(writer, "_encode", slow)
+
+    async def cancel() -> None:
+        sharing = asyncio.create_task(writer.share(ids))
+        while not begun.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert writer.sending == 1
+        sharing.cancel()
+        cancelled.set()
+        await asyncio.wait([sharing])
+
+    alone.loop.run_until_complete(cancel())
+    child = alone.driver.child
+    assert child is not None and child.writes.used == writer.sending == 0
 
 
 @pytest.mark.parametrize(

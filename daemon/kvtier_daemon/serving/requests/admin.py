@@ -17,7 +17,7 @@ from kvtier_daemon.tenant import Tenant
 
 log = logging.getLogger(__name__)
 
-TIER_ORDERS = ("drain", "off", "on", "status", "hand-over")
+TIER_ORDERS = ("drain", "off", "on", "status", "hand-over", "warm-up")
 
 
 class AdminRequests:

@@ -54,6 +54,10 @@ class CountedLookup(msgspec.Struct, gc=False):
     block_tokens: int = 0
     log_entry: Lookup | None = None
     awaits_until: float = 0.0  # for blocks that others are writing; 0: it has not seen any
+    awaited: int = (
+        0  # blocks that count as hits of memory, and that others were writing at the last answer
+    )
+    awaited_first: int = 0  # the place of the first one
 
 
 class HeldLease(msgspec.Struct, gc=False):
@@ -74,6 +78,11 @@ class CountedLookups:
         self.waiting = 0  # lookups with pending blocks
         self.pending_tokens = 0
         self.pending_shared_tokens = 0
+        self.awaited_tokens = 0
+
+    @property
+    def coming_tokens(self) -> int:
+        return self.pending_tokens + self.awaited_tokens
 
     def is_new(self, request: wire.MatchPrefix | wire.Load) -> bool:
         """Whether this request is a new lookup, and remember it. A repeated one is not counted again."""
@@ -91,6 +100,7 @@ class CountedLookups:
         if known is not None:
             if known.pending:
                 self._set_pending(known, 0)
+            self.expect_writes(known, 0, 0)
             self.of.move_to_end(number)
         elif len(self.of) >= LIMIT_COUNTED:
             self.forget(next(iter(self.of)))
@@ -99,8 +109,17 @@ class CountedLookups:
 
     def forget(self, request: int) -> None:
         known = self.of.pop(request, None)
-        if known is not None and known.pending:
-            self._set_pending(known, 0)
+        if known is not None:
+            if known.pending:
+                self._set_pending(known, 0)
+            self.expect_writes(known, 0, 0)
+
+    def cancel(self, catalog: Catalog, request: int) -> None:
+        """The client needs no answer: blocks that it waited for are no hits."""
+        known = self.of.get(request)
+        if known is not None and known.awaited:
+            catalog.usage.count_not_written(known.awaited * known.block_tokens)
+        self.forget(request)
 
     def expect(self, lookup: CountedLookup, shared: int) -> None:
         """This many of the blocks that were reported come from the remote store."""
@@ -126,6 +145,29 @@ class CountedLookups:
         if not count or now >= lookup.awaits_until:
             return answer
         return coming + count, max(eta_ms, WRITE_MS), why or "written"
+
+    def wrote(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
+        coming: int, awaited: int,
+    ) -> None:  # fmt: skip
+        """Count what became of the blocks that others were writing: they are in memory, are still awaited or
+        read, or are missed."""
+        lookup = self.of[request.request]
+        ready = min(lookup.awaited, max(0, found.ready - lookup.awaited_first))
+        first = lookup.awaited_first + ready
+        still = min(lookup.awaited - ready, max(0, found.ready + coming + awaited - first))
+        lost = lookup.awaited - ready - still
+        if lost:
+            tenant.catalog.usage.count_not_written(lost * lookup.block_tokens)
+        if ready:
+            tenant.catalog.usage.count_avoided(space, ready, lookup.awaited_first)
+            tenant.shared.used(space, request.keys[: found.ready * KEY_BYTES])
+        self.expect_writes(lookup, first, still)
+
+    def expect_writes(self, lookup: CountedLookup, first: int, blocks: int) -> None:
+        """This many blocks count as hits that others are writing."""
+        self.awaited_tokens += (blocks - lookup.awaited) * lookup.block_tokens
+        lookup.awaited_first, lookup.awaited = first, blocks
 
     def _set_pending(self, lookup: CountedLookup, blocks: int) -> None:
         self.expect(lookup, min(lookup.shared, blocks))
@@ -185,10 +227,12 @@ class LookupRequests:
         coming, eta_ms, why = 0, 0.0, ""
         if on_disk or beyond:
             coming, eta_ms, why, found = self._start_reads(tenant, space, request, found, beyond)
-        shared, reads = found.coming - on_disk, why != "off"
-        self._answered(tenant, space, request, found, is_new, reads, coming, why, shared)
+        shared, reads, before = found.coming - on_disk, why != "off", (coming, why)
         coming, eta_ms, why = self.counted.awaited(
             tenant, space, request, found, (coming, eta_ms, why), self._server.clock()
+        )
+        self._answered(
+            tenant, space, request, found, is_new, reads, *before, shared, coming - before[0]
         )
         if coming or self._waits:
             self._note_wait(request, coming > 0)
@@ -210,7 +254,7 @@ class LookupRequests:
     ) -> None:  # fmt: skip
         """Count the answer of a match for which nothing is read."""
         is_new = self._note_use(tenant, space, request, held)
-        self._answered(tenant, space, request, found, is_new, True, 0, "", 0)
+        self._answered(tenant, space, request, found, is_new, True, 0, "", 0, 0)
         if self._waits:
             self._note_wait(request, False)
 
@@ -294,7 +338,7 @@ class LookupRequests:
         counted: tuple[bool, int, str, int], coming: int,
     ) -> None:  # fmt: skip
         """Count the answer of a load, and note its lease. `coming` includes blocks that others write."""
-        self._answered(tenant, space, request, found, is_new, *counted)
+        self._answered(tenant, space, request, found, is_new, *counted, coming - counted[1])
         if coming or self._waits:
             self._note_wait(request, coming > 0)
         if found.lease:
@@ -361,7 +405,7 @@ class LookupRequests:
         return wire.Done(request.id)
 
     def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
-        self.counted.forget(request.request)
+        self.counted.cancel(tenant.catalog, request.request)
         self._deferred.cancel(request.request)
         tenant.catalog.holds.end((self._session.id, request.request))
         tenant.pending.cancel((self._session.id, request.request))
@@ -450,27 +494,33 @@ class LookupRequests:
 
     def _answered(
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
-        is_new: bool, reads: bool, coming: int, why: str, shared: int,
+        is_new: bool, reads: bool, coming: int, why: str, shared: int, awaited: int,
     ) -> None:  # fmt: skip
         """Count the answer. `reads`: blocks on disk can be read, and are no miss. Those that were counted as
         coming and are lost at the next answer become misses. The last `shared` of the blocks that come are
-        read from the remote store."""
+        read from the remote store. `awaited` blocks after these are being written by others."""
         lookup = self.counted.of[request.request]
         coming = found.coming if reads and coming else 0
         if is_new:
             from_disk = found.coming if reads else 0
             shared = min(shared, from_disk)
-            tenant.catalog.usage.count_lookup(space, request.keys, found.ready, from_disk, shared)
+            tenant.catalog.usage.count_lookup(
+                space, request.keys, found.ready, from_disk, shared, awaited
+            )
             if found.ready:
                 tenant.shared.used(space, request.keys[: found.ready * KEY_BYTES])
             lookup.reported = found.ready + found.coming if reads else found.ready
             lookup.block_tokens = space.spec.block_tokens
             if shared:
                 self.counted.expect(lookup, shared)
+            if awaited:
+                self.counted.expect_writes(lookup, found.ready + coming, awaited)
+        elif lookup.awaited:
+            self.counted.wrote(tenant, space, request, found, coming, awaited)
         if lookup.reported > found.ready or lookup.pending:
             self.counted.settle(tenant.catalog, space, found, lookup, is_new, coming, why)
         if is_new:
-            lookup.log_entry = self._log(tenant, space, request.keys, found, coming, why)
+            lookup.log_entry = self._log(tenant, space, request.keys, found, coming + awaited, why)
         lookup.reported, lookup.coming = found.ready + coming, coming
 
     def _log(

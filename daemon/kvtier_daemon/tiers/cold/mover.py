@@ -34,6 +34,7 @@ from kvtier_daemon.tiers.base import Outlook, TierStats
 from kvtier_daemon.tiers.cold.direct_reads import SegmentReads
 from kvtier_daemon.tiers.cold.flusher import Flusher
 from kvtier_daemon.tiers.cold.frames import DAMAGED, CipherNow, Decoding, Incoming, no_cipher
+from kvtier_daemon.tiers.cold.leaving import LeavingSegments
 from kvtier_daemon.tiers.cold.read_queue import Name
 from kvtier_daemon.tiers.cold.reclaimer import Reclaimer
 from kvtier_daemon.tiers.cold.tier import ColdTier
@@ -320,6 +321,7 @@ class Mover:
             tenant, catalog, cold, self.extents, self.choice, self.counts, self.bytes,
             self.writes.waiting.wake, clock, cipher,
         )  # fmt: skip
+        self.leaving = LeavingSegments(tenant, catalog, cold, cipher)
         self.writes.is_disk_short = self.reads.declined_lately
         cold.table.opened[tenant] = self.writes.segment_opened
 

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from kvtier.errors import TierError
@@ -59,6 +60,7 @@ MOST_BATCHES = 4  # in flight, if the disk is too slow for anything to wait for 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BEFORE_ERASE = (Stage.BEGINNING, Stage.OPEN, Stage.SEALING, Stage.FREEING)
 ERASE_POLL_S = 0.005
+AHEAD_SHARE = 8  # of the segments are about to be reused
 RESUME_SHARE = 4  # writing to a segment is resumed if a fourth of it is free
 
 
@@ -347,6 +349,14 @@ class SegmentStore:
                 self._write_footer(segment)
 
         return written
+
+    def leaves_next(self) -> list[Segment]:
+        """Return the segments that are reused next, the first one first, if a new file would be one too
+        many."""
+        may_grow = self.files.has_room and self._clock() >= self._grows_at
+        if may_grow or len(self.log) < LEAST_SEGMENTS:
+            return []
+        return list(islice(self.log.sealed, max(1, len(self.log) // AHEAD_SHARE)))
 
     # --- segments ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvtier_daemon.tiers.remote.known import KnownObjects, each_of, names_of
 from kvtier_daemon.tiers.remote.messages import Answer, DeleteObjects
 from kvtier_daemon.tiers.remote.objects import object_name
 from kvtier_daemon.tiers.remote.places import Place
-from kvtier_daemon.tiers.remote.sharing import Sharer
+from kvtier_daemon.tiers.remote.writing import ObjectWriter
 
 PORTION: Final = 512  # names in one request: about a millisecond of the loop
 LIMIT_BYTES: Final = 64 << 20  # of names that wait; more forgets fail
@@ -34,10 +34,10 @@ class Deletion:
 class Deleter:
     """The forgets of one tenant."""
 
-    def __init__(self, driver: StoreDriver, known: KnownObjects, sharer: Sharer) -> None:
+    def __init__(self, driver: StoreDriver, known: KnownObjects, writer: ObjectWriter) -> None:
         self._driver = driver
         self._known = known
-        self._sharer = sharer
+        self._writer = writer
         self._bytes = 0
         self._loop = asyncio.get_running_loop()
 
@@ -62,7 +62,7 @@ class Deleter:
         """Delete the portion that begins with this block."""
         end = at + max(1, PORTION // len(forget.places)) * KEY_BYTES
         names = b"".join(each[at:end] for each in forget.names)
-        if self._sharer.is_sending(each_of(names)):
+        if self._writer.is_sending(each_of(names)):
             self._loop.call_later(POLL_S, self._delete, forget, at)
             return
         objects = [

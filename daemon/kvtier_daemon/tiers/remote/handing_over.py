@@ -13,7 +13,7 @@ from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.known import KnownObjects, names_of
 from kvtier_daemon.tiers.remote.places import Place, Places
-from kvtier_daemon.tiers.remote.sharing import Sharer
+from kvtier_daemon.tiers.remote.writing import ObjectWriter
 
 LOOK_RECORDS: Final = (
     65_536  # records that are looked at in one turn of the loop: a millisecond or two
@@ -37,12 +37,14 @@ class HandingOver:
     """`left` counts the blocks that are neither written nor given up; `kept` those that were given up,
     because they could not be read or written, or are not shared."""
 
-    def __init__(self, tenant: Tenant, places: Places, known: KnownObjects, sharer: Sharer) -> None:
+    def __init__(
+        self, tenant: Tenant, places: Places, known: KnownObjects, writer: ObjectWriter
+    ) -> None:
         self.left = self.kept = 0
         self._tenant = tenant
         self._places = places
         self._known = known
-        self._sharer = sharer
+        self._writer = writer
 
     async def run(self) -> None:
         """Write all blocks that the store lacks, as far as it accepts them. Saves and loads go on."""
@@ -97,10 +99,10 @@ class HandingOver:
                 self._tenant.tier.reads.read(one.space, missing)
                 await self._arrived(one)
             ids = self._present(one)
-            await self._sharer.share(ids)
+            await self._writer.share(ids)
             if len(ids) // ID_BYTES == wanted or not self._missing(one):
                 break
-        await self._sharer.settled()
+        await self._writer.settled()
         names = names_of(one.keys, one.place.mask)
         self.kept += wanted - sum(self._known.good(names))
 

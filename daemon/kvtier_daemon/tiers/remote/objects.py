@@ -23,7 +23,7 @@ from kvtier_daemon.codec import frame, framing
 from kvtier_daemon.codec.base import ELEMENTS, Codec
 from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Identity, Template
+from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Entry, Identity, Template
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import copy, decode_frame, seal_frame, xxh3_128
 
@@ -73,10 +73,12 @@ def keys_of(space: bytes, names: Iterable[str]) -> dict[tuple[int, int], bytes]:
 
 
 class Headers:
-    """The headers of the frames of one place of a space."""
+    """The headers of the frames of one place of a space. `parts`: of frames that contain no blocks."""
 
-    def __init__(self, spec: KvSpec, space: bytes, group: int, shard: int) -> None:
-        self.template = Template(space, group, shard, RAW, entries(spec, group))
+    def __init__(
+        self, spec: KvSpec, space: bytes, group: int, shard: int, parts: tuple[Entry, ...] = ()
+    ) -> None:  # fmt: skip
+        self.template = Template(space, group, shard, RAW, parts or entries(spec, group))
         self.dtype = spec.dtype
 
     @property

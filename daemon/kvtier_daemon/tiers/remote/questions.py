@@ -60,7 +60,7 @@ class Questions:
             name, (space, keys) = self._waiting.popitem()  # the newest: its request may still wait
             self._asked.add(name)
             try:
-                await self._find(space, keys)
+                await self.find(space, keys)
                 if self._listed.get(space.identity) != self._driver.epoch:
                     await self._list(space)
             finally:
@@ -71,7 +71,7 @@ class Questions:
         self._driver.ask(request, answers.put_nowait)
         return answers
 
-    async def _find(self, space: KnownSpace, keys: bytes) -> None:
+    async def find(self, space: KnownSpace, keys: bytes) -> None:
         """Ask about more and more blocks, until one does not exist."""
         places, many = self._places.of(space), 1
         while keys and places:

@@ -21,6 +21,7 @@ from kvtier_daemon.config.schema import RemoteConfig
 from kvtier_daemon.planning import PATIENCE_S
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
+from kvtier_daemon.tiers.remote.archiving import Archiver
 from kvtier_daemon.tiers.remote.deleting import Deleter
 from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
 from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
@@ -29,6 +30,9 @@ from kvtier_daemon.tiers.remote.known import KnownObjects
 from kvtier_daemon.tiers.remote.places import Places
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.sharing import Sharer
+from kvtier_daemon.tiers.remote.wanted import load_host
+from kvtier_daemon.tiers.remote.warming import Warming
+from kvtier_daemon.tiers.remote.writing import ObjectWriter
 from kvtier_daemon.tiers.states import (
     CLOSING,
     DRAINED,
@@ -37,6 +41,7 @@ from kvtier_daemon.tiers.states import (
     OFF,
     ON,
     OPENING,
+    WARMING_UP,
 )
 from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent
@@ -46,6 +51,7 @@ log = logging.getLogger(__name__)
 
 DECODERS: Final = 2  # threads
 POLL_S: Final = 0.02
+WORK: Final = {"hand-over": HANDING_OVER, "warm-up": WARMING_UP}
 ENCODER_NICE: Final = 10  # saves and loads of engines go before writes to the store
 
 
@@ -54,20 +60,58 @@ class SharedBlocks:
 
     def __init__(self, tenant: Tenant, remote: OpenRemote) -> None:
         self.memory: list[MappedExtent] = []
+        self._tenant = tenant
         self._places = remote.places
         config = remote.config
         self.fetcher = Fetcher(tenant, remote.queue, remote.places, remote.questions, self.memory)
-        self.sharer = Sharer(
+        self.writer = ObjectWriter(
             tenant, remote.driver, remote.known, remote.places, BY_NAME[config.codec], remote.encoder,
-            self.memory, config.write,
+            self.memory,
         )  # fmt: skip
-        self.handing_over = HandingOver(tenant, remote.places, remote.known, self.sharer)
-        self._deleter = Deleter(remote.driver, remote.known, self.sharer)
+        self.warming = Warming(
+            tenant, remote.driver, remote.places, remote.questions, remote.queue, self.fetcher,
+            remote.encoder, config.warm_up_percent / 100,
+        )  # fmt: skip
+        self.sharer = Sharer(
+            tenant, remote.driver, remote.known, remote.places, self.writer, config.write
+        )
+        self.archiver = Archiver(
+            tenant, remote.driver, remote.known, remote.places, self.writer, config.archive
+        )
+        self.handing_over = HandingOver(tenant, remote.places, remote.known, self.writer)
+        self._deleter = Deleter(remote.driver, remote.known, self.writer)
         self.pending: PendingReads = remote.queue.pending
         self.saved = self.sharer.saved
-        self.used = self.sharer.used
         self.fetcher.renamed = self.sharer.renamed
         self.beyond = self.fetcher.beyond
+
+    def reconfigure(self, config: RemoteConfig) -> None:
+        """Use this configuration for what is written from now on."""
+        self.writer.codec = BY_NAME[config.codec]
+        self.sharer.write, self.archiver.archive = config.write, config.archive
+        self.warming.share = config.warm_up_percent / 100
+
+    def accept(self, accepts: bool) -> None:
+        """Write what is saved, used or about to leave the disk from now on, or none of it."""
+        self.sharer.accepts = self.archiver.accepts = accepts
+
+    @property
+    def left(self) -> int:
+        """How many blocks and prefixes are not written yet, at least; 0 if none is."""
+        return self.sharer.left + self.handing_over.left
+
+    def used(self, space: KnownSpace, keys: bytes) -> None:
+        self.sharer.used(space, keys)
+        self.warming.used(space, keys)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the blocks from before the start are known."""
+        return self._tenant.tier.recovery.is_complete
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._tenant.catalog.blocks.store.counts()["blocks"].values())
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
@@ -129,7 +173,8 @@ class RemoteTier:
         self._tasks: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None  # None before `start` and after `end`
         self._accepts = True  # False after a drain
-        self._handing_over: asyncio.Task[None] | None = None
+        self._state = HANDING_OVER  # while `_work` goes on
+        self._work: asyncio.Task[None] | None = None  # a hand-over or a warm-up
 
     @property
     def is_configured(self) -> bool:
@@ -152,9 +197,11 @@ class RemoteTier:
                 tasks.create_task(self._remote.driver.run(), name="remote"),
                 tasks.create_task(self._remote.questions.run(), name="remote questions"),
                 *(
-                    tasks.create_task(one.sharer.run(), name=f"remote writes {name}")
+                    tasks.create_task(run(), name=f"remote writes {name}")
                     for name, one in self._of.items()
+                    for run in (one.sharer.run, one.archiver.run)
                 ),
+                tasks.create_task(self._warm(), name="remote warm-up"),
             ]
 
     def map(self, extent: Extent) -> None:
@@ -171,7 +218,7 @@ class RemoteTier:
             return
         self._remote.reconfigure(config)
         for one in self._of.values():
-            one.sharer.reconfigure(config.write, BY_NAME[config.codec])
+            one.reconfigure(config)
         if self._group is not None and self._remote.driver.is_on:
             reading = asyncio.to_thread(self._remote.driver.keys.reload)
             self._group.create_task(reading, name="remote keys")
@@ -193,11 +240,11 @@ class RemoteTier:
             )
         if order == "drain" and not remote.driver.is_wanted:
             raise TierError("remote: is off, so it cannot be drained")
-        if order == "hand-over":
-            self._hand_over(remote)
-        elif order != "status" and self._handing_over is not None:
-            self._handing_over.cancel()
-            self._handing_over = None
+        if order in WORK:
+            self._begin(remote, order)
+        elif order != "status" and self._work is not None:
+            self._work.cancel()
+            self._work = None
         if order in ("off", "on"):
             remote.driver.switch(order == "on")
         if order in ("drain", "on"):
@@ -208,30 +255,59 @@ class RemoteTier:
         return {
             "tier": "remote",
             "state": self.state(),
-            "left_blocks": self._left(),
-            "failure": "" if remote.driver.is_opening else off or self._kept(),
+            "left_blocks": self._left() + sum(one.warming.left for one in self._of.values()),
+            "failure": "" if remote.driver.is_opening else off or self._unfinished(),
         }
 
-    def _hand_over(self, remote: OpenRemote) -> None:
-        """Start to write all blocks in memory and on disk to the store."""
-        if not (remote.driver.is_writable and self._accepts and self._group is not None):
+    def _begin(self, remote: OpenRemote, order: str) -> None:
+        """Start to write all blocks in memory and on disk to the store, or to read what other hosts want."""
+        if order == "hand-over" and not (remote.driver.is_writable and self._accepts):
             raise TierError("remote: the store cannot be written now; see `kvtier status`")
-        if self._handing_over is None or self._handing_over.done():
-            self._handing_over = self._group.create_task(self._hand_all_over(), name="hand over")
+        if order == "warm-up" and not remote.config.warm_up_percent:
+            raise TierError("remote: set remote.warm_up_percent to the share of memory to fill")
+        if not remote.driver.is_on or self._group is None:
+            raise TierError("remote: the store cannot be read now; see `kvtier status`")
+        if self._work is not None and not self._work.done():
+            if self._state != WORK[order]:
+                raise TierError(f"remote: is {self._state}: wait until that has ended")
+            return
+        self._state = WORK[order]
+        self._work = self._group.create_task(self._do(order), name=order)
 
-    async def _hand_all_over(self) -> None:
+    async def _do(self, order: str) -> None:
         try:
             for one in self._of.values():
-                await one.handing_over.run()
+                await (one.handing_over if order == "hand-over" else one.warming).run()
         except Exception:
-            log.exception("remote: internal error while handing blocks over; order it again")
+            log.exception("remote: internal error in %s; order it again", order)
 
-    def _kept(self) -> str:
-        """What the last hand-over could not write, if it has ended."""
-        kept = sum(one.handing_over.kept for one in self._of.values())
-        if not kept or self._handing_over is None or self.state() == HANDING_OVER:
+    def _unfinished(self) -> str:
+        """What the last hand-over could not write, or that a warm-up found nothing, if it has ended."""
+        if self._work is None or not self._work.done():
+            return ""
+        if self._state == WARMING_UP:
+            lists = sum(one.warming.lists for one in self._of.values())
+            return "" if lists else "no list of a host was found that can be used"
+        if not (kept := sum(one.handing_over.kept for one in self._of.values())):
             return ""
         return f"{kept} blocks were not handed over: they could not be read or written, or are not shared"
+
+    async def _warm(self) -> None:
+        """Warm up once if this host has no blocks, then tell other hosts what it wants."""
+        remote = self._remote
+        assert remote is not None
+        while not remote.driver.is_on:  # noqa: ASYNC110  # it may be off for long
+            await asyncio.sleep(10 * POLL_S)
+        state = self._settings.config.state
+        host = await asyncio.to_thread(load_host, state)
+        if remote.config.warm_up_percent and self._group is not None and self._work is None:
+            while not all(one.is_found for one in self._of.values()):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            if all(one.is_empty for one in self._of.values()) and remote.driver.is_on:
+                self._begin(remote, "warm-up")
+        async with asyncio.TaskGroup() as tasks:
+            for one in self._of.values():
+                tasks.create_task(one.warming.tell(host), name="remote lists")
 
     def state(self) -> str:
         """Return one of `states`."""
@@ -243,17 +319,17 @@ class RemoteTier:
             return CLOSING if driver.child is not None else OFF
         if not self._accepts:
             return DRAINING if self._left() else DRAINED
-        if self._handing_over is not None and not self._handing_over.done():
-            return HANDING_OVER
+        if self._work is not None and not self._work.done():
+            return self._state
         return ON if driver.is_on else OPENING if driver.is_opening else OFF
 
     def _left(self) -> int:
-        return sum(one.sharer.left + one.handing_over.left for one in self._of.values())
+        return sum(one.left for one in self._of.values())
 
     def _accept(self, accepts: bool) -> None:
         self._accepts = accepts
         for one in self._of.values():
-            one.sharer.accepts = accepts
+            one.accept(accepts)
 
     async def write_last(self) -> None:
         """Write what waits to be written, for at most `remote.stop_s`, and while the store accepts it."""
@@ -274,7 +350,7 @@ class RemoteTier:
     async def end(self) -> None:
         """Stop to use the store. What still waits to be written is not written."""
         self._group = None
-        tasks = [*self._tasks, *([self._handing_over] if self._handing_over is not None else [])]
+        tasks = [*self._tasks, *([self._work] if self._work is not None else [])]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -310,17 +386,29 @@ class RemoteTier:
             "restarts": driver.restarts,
             "pid": driver.pid,
             "write": remote.config.write,
+            "archive": remote.config.archive,
+            "warm_up": {
+                name: sum(getattr(one.warming, name) for one in parts)
+                for name in ("lists", "ignored", "blocks")
+            },
             "codec": remote.config.codec,
             "states": summed(
-                counter for one in parts for counter in (one.sharer.counts, one.fetcher.counts)
+                counter
+                for one in parts
+                for counter in (
+                    one.writer.counts,
+                    one.sharer.counts,
+                    one.archiver.counts,
+                    one.fetcher.counts,
+                )
             ),
             "bytes": {
-                "written": sum(one.sharer.bytes_written for one in parts),
+                "written": sum(one.writer.bytes_written for one in parts),
                 "read": sum(one.fetcher.bytes_read for one in parts),
             },
             "loads": summed(one.fetcher.verdicts for one in parts),
             "queued": sum(one.sharer.queued for one in parts),
-            "writing": sum(one.sharer.sending for one in parts),
+            "writing": sum(one.writer.sending for one in parts),
             "reading": len(queue.parts),
             "asking": len(remote.questions),
             "known_objects": len(remote.known),

@@ -1,0 +1,244 @@
+"""Which blocks a host wants most, and the list of them that it leaves in the store for hosts that start.
+
+     magic 8 │ time u64 │ blocks u32 │ bytes of the description u32 │ description │ row… │ code 32
+     row     key 32 │ weight f32 │ row of the parent u32, its own for a root
+
+A list is the content of a frame, as a block is, so it is checked and encrypted like one. The code at its end
+depends on the tenant's secret, which those who can write to the store do not have: without encryption they
+could make a frame with correct digests. A row's parent comes before it. No clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from struct import error as struct_error
+from typing import Final
+
+import msgspec
+
+from kvtier.errors import FrameError
+from kvtier.key import KEY_BYTES
+from kvtier.layout import KvSpec
+from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.codec.frame import RAW, Entry, Identity
+from kvtier_daemon.tiers.remote.objects import Headers
+
+FOLDER: Final = "wanted/v1"
+HOST_BYTES: Final = 32
+PLACE: Final = 255  # group and shard of the frame, which no block has
+MOST_BLOCKS: Final = 16_384  # of a list
+MOST_BYTES: Final = 1 << 20
+MOST_PREFIXES: Final = 512  # that are remembered
+MOST_KEYS: Final = 16_384  # of these
+HALF_LIFE_S: Final = 3600.0  # of the weight of one request
+OLD_S: Final = 3600.0  # a list that is older is ignored
+AHEAD_S: Final = 600.0  # so far may the clock of another host be ahead
+MAGIC: Final = b"kvwants1"
+HEAD, ROW = Struct("<8sQII"), Struct("<32sfI")
+CODE_BYTES: Final = 32
+
+
+def load_host(state: Path) -> bytes:
+    """Return the name of this host's lists. Another one at each start if the directory cannot be written."""
+    file, name = state / "fleet-host", os.urandom(HOST_BYTES)
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError), file.open("xb") as made:
+            made.write(name)
+        name = file.read_bytes()
+    return name if len(name) == HOST_BYTES else os.urandom(HOST_BYTES)
+
+
+def _keyed(secret: bytes, use: bytes, text: bytes, nbytes: int) -> bytes:
+    return blake2b(text, key=secret, person=use, digest_size=nbytes).digest()
+
+
+def folder_of(secret: bytes) -> str:
+    """Return the folder of the lists of one tenant of a fleet."""
+    return f"{FOLDER}/{_keyed(secret, b'kvtier-lists', b'', 16).hex()}/"
+
+
+def list_name(secret: bytes, of: Identity) -> str:
+    """Return the name of the object with this host's list of a space."""
+    return f"{folder_of(secret)}{of.space.hex()}-{of.key.hex()}"
+
+
+def list_of(name: str) -> Identity | None:
+    """Return the space and the host of a list with this name; None if it is no name of a list."""
+    space, _, host = name.rpartition("/")[2].partition("-")
+    try:
+        of = list_identity(bytes.fromhex(space), bytes.fromhex(host))
+    except ValueError:
+        return None
+    return of if len(of.space) == len(of.key) == HOST_BYTES else None
+
+
+def list_identity(space: bytes, host: bytes) -> Identity:
+    """Return the identity of the frame of a list."""
+    return Identity(space, PLACE, PLACE, host)
+
+
+def list_headers(spec: KvSpec, space: bytes, nbytes: int) -> Headers:
+    return Headers(spec, space, PLACE, PLACE, (Entry(0, 0, RAW, 0, nbytes, nbytes),))
+
+
+@dataclass(slots=True, frozen=True)
+class WantedList:
+    """The blocks of one space that hosts want: keys, weights, and the row of each one's parent."""
+
+    space: bytes
+    spec: KvSpec
+    keys: tuple[bytes, ...]
+    weights: array[float]
+    parents: array[int]
+
+    def chain(self, row: int) -> bytes:
+        """The keys from the root to this block."""
+        keys = [self.keys[row]]
+        while (parent := self.parents[row]) != row and len(keys) < len(self.keys):
+            row = parent
+            keys.append(self.keys[row])
+        return b"".join(reversed(keys))
+
+
+def encode_list(one: WantedList, host: bytes, secret: bytes, now_s: float) -> bytes:
+    described = msgspec.msgpack.encode(one.spec)
+    text = b"".join(
+        (
+            HEAD.pack(MAGIC, int(now_s), len(one.keys), len(described)),
+            described,
+            *map(ROW.pack, one.keys, one.weights, one.parents),
+        )
+    )
+    return text + _code(one.space, host, secret, text)
+
+
+def _code(space: bytes, host: bytes, secret: bytes, text: bytes) -> bytes:
+    return _keyed(secret, b"kvtier-wanted", space + host + text, CODE_BYTES)
+
+
+def decode_list(of: Identity, secret: bytes, text: bytes, now_s: float) -> WantedList:
+    """Return the list of this space and host. Raises FrameError if it is not one that a host of this fleet
+    wrote, or an old one."""
+    body, code = text[:-CODE_BYTES], text[-CODE_BYTES:]
+    if not hmac.compare_digest(code, _code(of.space, of.key, secret, body)):
+        raise FrameError("no host of this fleet wrote the list")
+    try:
+        magic, at_s, count, size = HEAD.unpack_from(body)
+        spec = msgspec.msgpack.decode(body[HEAD.size : HEAD.size + size], type=KvSpec)
+    except (msgspec.MsgspecError, struct_error, ValueError) as error:
+        raise FrameError("is not a list") from error
+    rows = body[HEAD.size + size :]
+    if magic != MAGIC or not 0 < count <= MOST_BLOCKS or len(rows) != count * ROW.size:
+        raise FrameError("is not a list")
+    if not -AHEAD_S <= now_s - at_s <= OLD_S:
+        raise FrameError(f"the list is {now_s - at_s:.0f} s old")
+    keys, weights, parents = zip(*ROW.iter_unpack(rows), strict=True)
+    has_order = all(parent <= row for row, parent in enumerate(parents))
+    has_weights = all(math.isfinite(weight) and weight >= 0 for weight in weights)
+    if not (has_order and has_weights) or len(set(keys)) < count:
+        raise FrameError("is not a list")
+    return WantedList(of.space, spec, keys, array("d", weights), array("I", parents))
+
+
+@dataclass(slots=True)
+class WantedPrefix:
+    """A prefix that requests found. The weight was true at a time."""
+
+    space: KnownSpace
+    keys: bytes
+    weight: float
+    at_s: float
+
+    def weight_at(self, now_s: float) -> float:
+        return self.weight * math.exp2((self.at_s - now_s) / HALF_LIFE_S)
+
+
+class WantedBlocks:
+    """What requests of one tenant found lately: bounded, and cheap to note. The prefixes that were found
+    least recently are dropped."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[tuple[int, bytes], WantedPrefix] = OrderedDict()
+        self._keys = 0
+
+    def note(self, space: KnownSpace, keys: bytes, now_s: float) -> None:
+        name = space.number, keys[-KEY_BYTES:]
+        before = self._of.pop(name, None)
+        weight = 1.0
+        if before is not None:
+            self._keys -= len(before.keys) // KEY_BYTES
+            weight += before.weight_at(now_s)
+        self._of[name] = WantedPrefix(space, keys, weight, now_s)
+        self._keys += len(keys) // KEY_BYTES
+        while len(self._of) > MOST_PREFIXES or self._keys > MOST_KEYS:
+            _, dropped = self._of.popitem(last=False)
+            self._keys -= len(dropped.keys) // KEY_BYTES
+
+    def prefixes(self) -> list[WantedPrefix]:
+        return list(self._of.values())
+
+
+def lists_of(prefixes: Iterable[WantedPrefix], now_s: float) -> list[WantedList]:
+    """Return a list for each space of these prefixes: a block has the weights of all prefixes that contain
+    it, so a block above another has at least its weight, and comes before it."""
+    spaces: dict[
+        bytes, tuple[KvSpec, dict[bytes, float], dict[bytes, bytes], dict[bytes, int]]
+    ] = {}
+    for one in prefixes:
+        _, weights, parents, depths = spaces.setdefault(
+            one.space.identity, (one.space.spec, {}, {}, {})
+        )
+        weight, parent = one.weight_at(now_s), b""
+        for depth, at in enumerate(range(0, len(one.keys), KEY_BYTES)):
+            key = one.keys[at : at + KEY_BYTES]
+            weights[key] = weights.get(key, 0.0) + weight
+            parents[key], depths[key] = parent, depth
+            parent = key
+    found = []
+    for identity, (spec, weights, parents, depths) in spaces.items():
+        order = sorted(weights, key=lambda key: (-weights[key], depths[key]))[:MOST_BLOCKS]
+        rows = {key: row for row, key in enumerate(order)}
+        found.append(
+            WantedList(
+                identity, spec, tuple(order), array("d", (weights[key] for key in order)),
+                array("I", (rows.get(parents[key], row) for row, key in enumerate(order))),
+            )
+        )  # fmt: skip
+    return found
+
+
+def merged(lists: Sequence[WantedList]) -> list[WantedList]:
+    """Return one list for each space; a block has the weights of all hosts."""
+    spaces: dict[bytes, list[WantedList]] = {}
+    for one in lists:
+        spaces.setdefault(one.space, []).append(one)
+    return [_merged(some) for some in spaces.values()]
+
+
+def _merged(lists: Sequence[WantedList]) -> WantedList:
+    weights: dict[bytes, float] = {}
+    parents: dict[bytes, bytes] = {}
+    depths: dict[bytes, int] = {}
+    for one in lists:
+        for row, key in enumerate(one.keys):
+            weights[key] = weights.get(key, 0.0) + one.weights[row]
+            if key not in parents:
+                parent = one.keys[one.parents[row]]
+                parents[key] = parent if parent != key else b""
+                depths[key] = depths.get(parent, -1) + 1 if parent != key else 0
+    order = sorted(weights, key=lambda key: (-weights[key], depths[key]))
+    rows = {key: row for row, key in enumerate(order)}
+    return WantedList(
+        lists[0].space, lists[0].spec, tuple(order), array("d", (weights[key] for key in order)),
+        array("I", (rows.get(parents[key], row) for row, key in enumerate(order))),
+    )  # fmt: skip

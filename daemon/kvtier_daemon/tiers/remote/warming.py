@@ -1,0 +1,290 @@
+"""Tells other hosts which blocks this one wants most, and reads those that others want, so that a new host
+starts with hits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from kvtier.errors import FrameError, Refused, SpecError
+from kvtier.key import KEY_BYTES
+from kvtier.wire import PRESENT
+from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.catalog.arrivals import ARRIVING
+from kvtier_daemon.codec import frame
+from kvtier_daemon.codec.encryption import UnknownKeyError
+from kvtier_daemon.codec.frame import HEADER, Identity
+from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
+from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
+from kvtier_daemon.tiers.remote.messages import Answer, GetObject, ListObjects, PutObject, Request
+from kvtier_daemon.tiers.remote.objects import decode, encode
+from kvtier_daemon.tiers.remote.places import Places, restorable
+from kvtier_daemon.tiers.remote.questions import Questions
+from kvtier_daemon.tiers.remote.wanted import (
+    MOST_BYTES,
+    WantedBlocks,
+    WantedList,
+    decode_list,
+    encode_list,
+    folder_of,
+    list_headers,
+    list_identity,
+    list_name,
+    list_of,
+    lists_of,
+    merged,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TELL_S: Final = 300.0
+MOST_LISTS: Final = 256  # that are read
+PORTION_BYTES: Final = 16 << 20  # that are read at once
+ONLY_THERE: Final = bytes(code == PRESENT for code in range(256))
+READ_S: Final = 10.0  # for a portion
+TRIES: Final = 20  # of a portion without progress
+RETRY_S: Final = 0.1
+
+
+class StoreObjects:
+    """Writes and reads small objects that are no blocks."""
+
+    def __init__(self, tenant: Tenant, driver: StoreDriver, threads: ThreadPoolExecutor) -> None:
+        self._tenant = tenant
+        self._driver = driver
+        self._threads = threads
+
+    async def ask(self, request: Request) -> Answer:
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        self._driver.ask(request, answers.put_nowait)
+        return await answers.get()
+
+    async def names(self, folder: str, most: int) -> list[str]:
+        """Return the names of the objects below this folder."""
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        request = ListObjects(self._driver.next_id(), folder, most)
+        self._driver.ask(request, answers.put_nowait)
+        found: list[str] = []
+        while (answer := await answers.get()).names:
+            found += (folder + name.rpartition("/")[2] for name in answer.names)
+        return found[:most]
+
+    async def put(self, name: str, one: WantedList, of: Identity, text: bytes) -> bool:
+        """Write this text as the content of a frame. False if that is not possible now."""
+        return await self._to_its_end(self._put(name, one, of, text))
+
+    async def get(self, name: str, of: Identity) -> bytes:
+        """Return the content of a frame. Raises FrameError and UnknownKeyError."""
+        return await self._to_its_end(self._get(name, of))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """A request uses the buffer until it is answered, also if nothing waits for that."""
+        task = asyncio.create_task(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+
+    async def _put(self, name: str, one: WantedList, of: Identity, text: bytes) -> bool:
+        child, headers = self._driver.child, list_headers(one.spec, one.space, len(text))
+        if child is None or (at := child.writes.take(headers.most_bytes)) is None:
+            return False
+        cipher = self._driver.keys.of(self._tenant.name)
+
+        def encoded(child: StoreProcess) -> int:
+            into = memoryview(child.buffer)[at : at + headers.most_bytes]
+            return encode(headers, BY_NAME["raw"], cipher, of.key, b"", b"", memoryview(text), into)
+
+        try:
+            nbytes = await self._in_thread(lambda: encoded(child))
+            if self._driver.child is not child:
+                return False
+            answer = await self.ask(PutObject(self._driver.next_id(), name, at, nbytes))
+            return not answer.outcome
+        finally:
+            child.writes.give(at, headers.most_bytes)
+
+    async def _get(self, name: str, of: Identity) -> bytes:
+        child = self._driver.child
+        if child is None or (at := child.reads.take(MOST_BYTES)) is None:
+            raise FrameError("cannot be read now")
+        cipher = self._driver.keys.of(self._tenant.name)
+        try:
+            answer = await self.ask(GetObject(self._driver.next_id(), name, at, MOST_BYTES))
+            if answer.outcome or not HEADER.size <= answer.nbytes <= MOST_BYTES:
+                raise FrameError(answer.text or "has no frame")
+            text = memoryview(child.buffer)[at : at + answer.nbytes]
+
+            def decoded() -> bytes:
+                header = frame.decode(bytes(text[: frame.peek(bytes(text[: HEADER.size]))]))
+                into = bytearray(min(header.raw_bytes, MOST_BYTES))
+                decode(of, "", cipher, text, memoryview(into))
+                return bytes(into)
+
+            return await self._in_thread(decoded)
+        finally:
+            child.reads.give(at, MOST_BYTES)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+class Warming:
+    """The lists and the warm-up of one tenant. `share` is that of the memory that a warm-up may fill; 0:
+    there are no lists. `left` counts the blocks that a warm-up has yet to read."""
+
+    def __init__(
+        self, tenant: Tenant, driver: StoreDriver, places: Places, questions: Questions,
+        queue: FetchQueue, fetcher: Fetcher, threads: ThreadPoolExecutor, share: float,
+    ) -> None:  # fmt: skip
+        self.share = share
+        self.left = 0
+        self.lists = self.ignored = self.blocks = 0  # of the last warm-up
+        self._tenant = tenant
+        self._driver = driver
+        self._places = places
+        self._questions = questions
+        self._queue = queue
+        self._fetcher = fetcher
+        self._objects = StoreObjects(tenant, driver, threads)
+        self._wanted = WantedBlocks()
+        self._requests = 0
+
+    def used(self, space: KnownSpace, keys: bytes) -> None:
+        """A request found these blocks in memory."""
+        if self.share:
+            self._wanted.note(space, keys, time.time())
+
+    # --- lists ---------------------------------------------------------------------------------
+
+    async def tell(self, host: bytes) -> None:
+        """Leave a list for other hosts, again and again until the task is cancelled."""
+        while True:
+            await asyncio.sleep(TELL_S)
+            if self.share and self._driver.is_writable:
+                try:
+                    await self.tell_once(host)
+                except Exception:
+                    log.exception("remote: internal error in a list of wanted blocks")
+
+    async def tell_once(self, host: bytes) -> None:
+        now_s, secret = time.time(), self._tenant.secret
+        prefixes = [
+            one for one in self._wanted.prefixes()
+            if self._places.of(one.space) and not self._is_lossy(one.space)
+        ]  # fmt: skip
+        for one in await asyncio.to_thread(lists_of, prefixes, now_s):
+            of = list_identity(one.space, host)
+            text = await asyncio.to_thread(encode_list, one, host, secret, now_s)
+            if not await self._objects.put(list_name(secret, of), one, of, text):
+                log.debug("remote: the list of wanted blocks was not written")
+
+    def _is_lossy(self, space: KnownSpace) -> bool:
+        losses = self._tenant.losses
+        return losses.of(space.identity, space.spec, self._tenant.name) is not None
+
+    async def _lists(self) -> list[WantedList]:
+        """Read the lists of all hosts; those that are damaged, old or of others are left out."""
+        secret, found = self._tenant.secret, list[WantedList]()
+        self.lists = self.ignored = self.blocks = 0
+        for name in await self._objects.names(folder_of(secret), MOST_LISTS):
+            of = list_of(name)
+            try:
+                if of is None:
+                    raise FrameError("is not the name of a list")
+                text = await self._objects.get(name, of)
+                one = await asyncio.to_thread(decode_list, of, secret, text, time.time())
+                if self._tenant.identity_of(one.spec.checked()) != one.space:
+                    raise FrameError("is of another space")
+            except (FrameError, SpecError, UnknownKeyError) as error:
+                self.ignored += 1
+                log.warning("remote: the list %s is ignored: %s", name, error)
+                continue
+            self.lists += 1
+            found.append(one)
+        return found
+
+    # --- warm-up -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Read the blocks that hosts want most, until memory has its share of them. Saves and loads go on."""
+        try:
+            lists = await self._lists()
+            for one in await asyncio.to_thread(merged, lists):
+                with contextlib.suppress(Refused):  # too many spaces
+                    await self._read_space(one)
+            log.info(
+                "remote: read %d blocks that %d lists name; %d lists were ignored", self.blocks,
+                self.lists, self.ignored,
+            )  # fmt: skip
+        finally:
+            self.left = 0
+
+    def _room(self) -> int:
+        """How many bytes of memory may still be filled."""
+        counts = self._tenant.catalog.blocks.store.counts()
+        return int(self.share * self._tenant.quota_bytes) - counts["bytes"]["ready"]
+
+    async def _read_space(self, one: WantedList) -> None:
+        catalog = self._tenant.catalog
+        space = catalog.open(one.space, one.spec, ARRIVING)
+        try:
+            if not self._places.of(space) or self._is_lossy(space):
+                return
+            nbytes = sum(space.block_bytes)
+            count = min(len(one.keys), max(0, self._room()) // nbytes)
+            self.left = count
+            for row in leaves(one, count):
+                await self._read(space, one.chain(row))
+        finally:
+            catalog.spaces.leave_one(ARRIVING, space)
+
+    async def _read(self, space: KnownSpace, keys: bytes) -> None:
+        """Read the blocks of this prefix that memory lacks."""
+        nbytes, portion = sum(space.block_bytes), max(1, PORTION_BYTES // sum(space.block_bytes))
+        if any(place.kind.kind != "full" for place in self._places.of(space)):
+            portion = len(keys)  # not each shorter prefix can be restored
+        first, tries = self._present(space, keys), 0
+        await self._questions.find(space, keys[first * KEY_BYTES :])
+        while first * KEY_BYTES < len(keys) and self._room() >= nbytes and tries < TRIES:
+            self._requests += 1
+            request = 0, (self._tenant.name, "warm-up", self._requests)
+            count = min(portion, self._fetcher.beyond(space, keys, first, asks=False))
+            if not count:
+                return
+            coming, _, _ = self._fetcher.fetch(
+                space, keys, first, count, request=request, urgent=False, within_s=READ_S
+            )
+            ended = asyncio.Event()
+            if coming and self._queue.pending.call_when_read(request, ended.set):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), READ_S)
+            else:
+                await asyncio.sleep(RETRY_S)
+            before, first = first, max(first, self._present(space, keys))
+            tries = 0 if first > before else tries + 1
+            self.blocks += first - before
+            self.left = max(0, self.left - (first - before))
+
+    def _present(self, space: KnownSpace, keys: bytes) -> int:
+        """How many of the leading blocks are in memory or on disk."""
+        if space.index < 0:
+            return 0
+        store, places = self._tenant.catalog.blocks.store, self._places.of(space)
+        codes = (store.probe(space.index, one.group, one.shard, keys) for one in places)
+        return restorable(space, places, [one.translate(ONLY_THERE) for one in codes], 0)
+
+
+def leaves(one: WantedList, count: int) -> Iterator[int]:
+    """The rows among the first `count` that are no parent of another one of them, the most wanted first."""
+    inner = {one.parents[row] for row in range(count) if one.parents[row] != row}
+    return (row for row in range(count) if row not in inner)

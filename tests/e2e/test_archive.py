@@ -1,0 +1,220 @@
+"""Blocks move from the disk to the store before their place there is reused."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.key import Keys
+from kvtier.space import Space
+from support.daemons import Daemon, kvtier
+from support.faulty_store import FaultyStore
+from support.object_store import ObjectStore
+from support.specs import pattern, spec_of
+
+PROMPT = 16  # blocks, 1 MiB
+FULL = 20  # prompts: more than the disk has room for
+MEMORY = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
+HASTE = {"ARCHIVE_S": 0.02, "PAUSE_S": 0.05}
+SEALED = 'encryption = "aes-256-gcm"\nkey_file = "{}"\n'
+Hosts = Callable[..., Daemon]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    store = ObjectStore(tmp_path_factory.mktemp("store"))
+    yield store
+    store.stop()
+
+
+@pytest.fixture
+def host(tmp_path: Path, daemon_of: Hosts) -> Hosts:
+    """A host with 4 MiB of memory and a disk of 34 MiB, of which blocks get 17."""
+
+    def start(remote: str, cold: str = "", name: str = "a") -> Daemon:
+        folder = tmp_path / name
+        (folder / "disk").mkdir(parents=True)
+        disk = (
+            f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "34MiB"\n'
+            f'write = "through"\nscrub = 0\n{cold}'
+        )
+        daemon = daemon_of(folder=folder, config=MEMORY + disk + remote, haste=HASTE)
+        daemon.wait_for(lambda stats: remote_of(stats)["on"])
+        return daemon
+
+    return start
+
+
+def remote_of(stats: dict[str, Any]) -> dict[str, Any]:
+    remote: dict[str, Any] = stats["tiers"]["remote"]
+    return remote
+
+
+def states(daemon: Daemon) -> dict[str, int]:
+    found: dict[str, int] = remote_of(daemon.stats())["states"]
+    return found
+
+
+def content(key: bytes, nbytes: int) -> bytes:
+    """Of a block; half of it can be compressed."""
+    half = nbytes // 2
+    return random.Random(key).randbytes(half) + pattern(key, nbytes - half)
+
+
+def keys_of(space: Space, number: int) -> Keys:
+    return space.keys([number] * PROMPT * space.spec.block_tokens)
+
+
+def save(space: Space, number: int) -> None:
+    keys = keys_of(space, number)
+    saved = space.save(keys, [content(key, space.spec.block_bytes) for key in keys], wait_s=10.0)
+    assert len(saved) == PROMPT, saved
+
+
+def save_all(daemon: Daemon, space: Space, numbers: range, pause_s: float = 0.0) -> None:
+    """Save these prompts; each is on disk before the next one is saved."""
+    for number in numbers:
+        before = daemon.stats()["tiers"]["cold"]["states"]["written"]
+        save(space, number)
+        daemon.wait_for(
+            lambda stats, want=before + PROMPT: bool(
+                stats["tiers"]["cold"]["states"]["written"] >= want
+            )
+        )
+        time.sleep(pause_s)
+
+
+def places(client: Any, keys: Keys) -> set[str]:
+    return {one["why"] for one in client.explain(keys=b"".join(keys))["keys"]}
+
+
+def load(daemon: Daemon, space: Space, number: int) -> None:
+    keys = keys_of(space, number)
+    daemon.wait_for(lambda stats: bool(space.match(keys).ready == PROMPT))
+    with space.load(keys) as blocks:
+        for key, block in zip(keys, blocks, strict=True):
+            assert bytes(block) == content(key, space.spec.block_bytes)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "encrypted"])
+def test_what_is_archived_is_found_after_it_left_the_disk(
+    host: Hosts, store: ObjectStore, tmp_path: Path, sealed: bool
+) -> None:
+    (file := tmp_path / "keys").touch(0o600)
+    file.write_text("11" * 32 + "\n")
+    more = SEALED.format(file) if sealed else ""
+    cold = (SEALED.format(file) if sealed else "") + 'codec = "zstd"\n'
+    a = host(store.config(more='write = "none"\narchive = "all"\n' + more), cold)
+    with a.connect() as client:
+        space = client.open(spec_of(f"archive-{sealed}"))
+        number = 0
+        # Not faster than the archive.
+        while not places(client, keys_of(space, 0)) <= {"in_remote", "never_saved", "lost"}:
+            assert number < 3 * FULL, (states(a), a.stats()["tiers"]["cold"])
+            save_all(a, space, range(number, number + 1), 0.1)
+            number += 1
+        assert places(client, keys_of(space, 0)) == {"in_remote"}
+        assert states(a)["archived"] >= PROMPT
+        load(a, space, 0)
+        assert states(a)["read"] == PROMPT
+    contents = [path.read_bytes() for path in store.objects().values()]
+    assert contents
+    plain = content(keys_of(space, 0)[0], space.spec.block_bytes)[:64]
+    assert not sealed or not any(plain in one for one in contents)
+
+
+def test_only_blocks_that_were_requested_again_are_archived_as_used(
+    host: Hosts, store: ObjectStore
+) -> None:
+    a = host(store.config(more='write = "none"\narchive = "used"\n'))
+    with a.connect() as client:
+        space = client.open(spec_of("archive-used"))
+        save_all(a, space, range(1))
+        load(a, space, 0)
+        number = 1
+        while states(a)["archived"] < PROMPT:
+            assert number < 3 * FULL, (states(a), a.stats()["tiers"]["cold"])
+            save_all(a, space, range(number, number + 1), 0.1)
+            number += 1
+        save_all(a, space, range(number, number + FULL))
+        assert states(a)["archived"] == states(a)["written"] == PROMPT
+        assert places(client, keys_of(space, 1)).isdisjoint({"in_remote"})
+
+
+def reload(daemon: Daemon, before: str, after: str) -> None:
+    file = daemon.log.parent / "kvtier.toml"
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
+    done = kvtier("reload", "--socket", daemon.socket)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reload_starts_and_ends_the_archive(host: Hosts, store: ObjectStore) -> None:
+    a = host(store.config(more='write = "none"\n'))
+    with a.connect() as client:
+        space = client.open(spec_of("archive-reload"))
+        save_all(a, space, range(FULL))
+        assert states(a)["archived"] == 0
+        reload(a, 'write = "none"', 'write = "none"\narchive = "all"')
+        a.wait_for(lambda stats: remote_of(stats)["states"]["archived"] > 0)
+        assert remote_of(a.stats())["archive"] == "all"
+        reload(a, 'archive = "all"', 'archive = "none"')
+        time.sleep(0.5)
+        archived = states(a)["archived"]
+        save_all(a, space, range(FULL, 2 * FULL))
+        assert states(a)["archived"] == archived
+
+
+def test_a_store_that_hangs_does_not_delay_the_reuse_of_a_segment(
+    host: Hosts, tmp_path: Path
+) -> None:
+    with FaultyStore(tmp_path) as store:
+        store.put_s = 20.0
+        a = host(store.config + 'write = "none"\narchive = "all"\n')
+        with a.connect() as client:
+            space = client.open(spec_of("archive-hangs"))
+            save_all(a, space, range(FULL))
+            a.wait_for(lambda stats: remote_of(stats)["writing"] > 0)
+            began = time.monotonic()
+            save_all(a, space, range(FULL, 3 * FULL))
+            assert time.monotonic() - began < store.put_s, "the disk was written over twice"
+            assert states(a)["archived"] == 0
+            load(a, space, 3 * FULL - 1)
+        store.put_s = 0.0
+
+
+def test_a_block_that_the_store_refused_is_archived_later(host: Hosts, tmp_path: Path) -> None:
+    with FaultyStore(tmp_path) as store:
+        a = host(store.config + 'write = "none"\n')
+        with a.connect() as client:
+            save_all(a, client.open(spec_of("archive-refused")), range(FULL))
+            store.refuses_puts = True
+            reload(a, 'write = "none"', 'write = "none"\narchive = "all"')
+            a.wait_for(lambda _: bool(store.refused))
+            store.refuses_puts = False
+            a.wait_for(lambda _: store.refused[0] in store.objects)
+            assert states(a)["not_written"] > 0
+
+
+def test_a_block_that_was_forgotten_is_not_archived(host: Hosts, tmp_path: Path) -> None:
+    """Also while its object is being written."""
+    with FaultyStore(tmp_path) as store:
+        store.put_s = 1.0
+        a = host(store.config + 'write = "none"\narchive = "all"\n')
+        with a.connect() as client:
+            space = client.open(spec_of("archive-forgets"))
+            save_all(a, space, range(FULL))
+            a.wait_for(lambda stats: remote_of(stats)["writing"] > 0)
+            for number in range(FULL):
+                space.forget(keys_of(space, number))
+            a.wait_for(lambda stats: remote_of(stats)["writing"] == 0)
+            assert store.objects == {}
+            save_all(a, space, range(FULL, FULL + 1))
+            time.sleep(1.5)  # until it looks again
+            assert not [one for one in store.objects if keys_of(space, 0)[0].hex() in one]
