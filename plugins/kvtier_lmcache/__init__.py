@@ -73,7 +73,7 @@ class Tasks:
         return ended
 
 
-class Spaces:
+class ObjectSpaces:
     """The spaces of all kinds of objects, each with its connection. `counts`: objects by what became
     of them."""
 
@@ -167,7 +167,7 @@ class KvtierL2Adapter(L2AdapterInterface):
                 raise ValueError(
                     f"adapter_params: {name} is {self._params[name]!r}, it must be at least 1"
                 )
-        self._spaces = Spaces(self._params)
+        self._spaces = ObjectSpaces(self._params)
         self._stores, self._lookups, self._loads = Tasks(), Tasks(), Tasks()
         self._copiers = ThreadPoolExecutor(THREADS, "kvtier-l2")
         self._finder = ThreadPoolExecutor(1, "kvtier-find")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engines.served import Served
 
+from engines.served import Served
 from support.daemons import Daemon
 
 pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
