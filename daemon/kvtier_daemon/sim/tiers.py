@@ -13,6 +13,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import compress
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
@@ -181,6 +182,9 @@ class Simulation:
     # --- a request -----------------------------------------------------------------------------
 
     def _arrive(self, index: int, nodes: list[int]) -> None:
+        if (hint := self._requests.hints[index]) >= 0:
+            self._hint(nodes, hint)
+            return
         for above, node in zip([NOWHERE, *nodes], nodes, strict=False):
             self._parents[node] = above
         if self._requests.saved[index]:
@@ -211,6 +215,15 @@ class Simulation:
             self._loading[index] = one
             return
         self._compute(one)
+
+    def _hint(self, nodes: list[int], importance: float) -> None:
+        there = [node for node in nodes if self._memory[node] or node in self._frames]
+        self._policy.now(self.now)
+        self._admission.hint(_keys(nodes), importance)
+        if importance > 0:
+            self._policy.hinted(_ids(there), importance, _names(there))
+        else:
+            self._policy.demoted(_ids(there[::-1]))
 
     def _load(self, one: WaitingRequest, cold: list[int]) -> bool:
         """Ask the planner. Returns True if the request waits for the disk."""
@@ -489,7 +502,10 @@ class Simulation:
         number = self._segment_number - len(self._segments) + 1
         old = [node for node in self._segments.popleft() if self._frames.get(node) == number]
         wanted = self._wanted | self._engine.away
-        again = [node for node in old if node in wanted and not self._memory[node]]
+        alone = [node for node in old if not self._memory[node]]
+        used = bytes(node in wanted for node in alone)
+        used = self._admission.worth_copying(_ids(alone), used, lambda ids: _keys(array("I", ids)))
+        again = list(compress(alone, used))
         for node in old:
             del self._frames[node]
             self._engine.leave_first.pop(node, None)
