@@ -107,7 +107,7 @@ def test_every_generate_sends_a_hint_for_each_block_of_its_prompt(
     model = tiny_model("llama")
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(8)  # random weights give all tokens the same attention
+            layer.self_attn.q_proj.weight.mul_(400)  # random weights give all tokens the same attention
     record("start")
     with attach(model, client, block_tokens=BLOCK, importance="last") as attached:
         model.generate(prompt(200, seed=5), max_new_tokens=3, do_sample=False)

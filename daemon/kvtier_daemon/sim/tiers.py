@@ -127,6 +127,7 @@ class Simulation:
             machine.admission == "auto" and machine.daily_bytes
         ):
             self._admission.turn_on()
+        self._hints: dict[int, float] = {}  # of blocks that are not stored yet
         self._loading: dict[int, WaitingRequest] = {}
         self._waiters: dict[int, list[WaitingRequest]] = {}
         self._reading: set[int] = set()
@@ -218,6 +219,7 @@ class Simulation:
 
     def _hint(self, nodes: list[int], importance: float) -> None:
         there = [node for node in nodes if self._memory[node] or node in self._frames]
+        self._hints.update(dict.fromkeys(set(nodes).difference(there), importance))
         self._policy.now(self.now)
         self._admission.hint(_keys(nodes), importance)
         if importance > 0:
@@ -411,8 +413,12 @@ class Simulation:
             self._policy.left(_ids(away))
             above = _ids(self._parents[node] for node in nodes)
             self._policy.added(_ids(nodes), _names(nodes), above)
+            for importance in {self._hints[node] for node in nodes if node in self._hints}:
+                some = [node for node in nodes if self._hints.get(node) == importance]
+                self._policy.hinted(_ids(some), importance, _names(some))
         for node in nodes:
             self._memory[node] = 1
+            self._hints.pop(node, None)
             if self._knows_engine and node in self._engine and node in self._frames:
                 self._engine.leave_first[node] = None
         self._in_memory += len(nodes)

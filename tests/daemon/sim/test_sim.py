@@ -60,7 +60,7 @@ def machine(**more: Any) -> Machine:
 
 
 def hinted(path: Path, hints: bool, blocks: int = 8, gap: int = 24) -> TraceRequests:
-    """Chains, of which every fourth returns when `gap` others came, and hints that tell which ones."""
+    """Chains, of which every fourth returns once when `gap` others came, and hints that tell which ones."""
     lines, seconds = [], 0
     for number in range(400):
         for first in (number, number - gap):
@@ -71,7 +71,7 @@ def hinted(path: Path, hints: bool, blocks: int = 8, gap: int = 24) -> TraceRequ
             line["hash_ids"] = list(range(first * blocks, (first + 1) * blocks))
             lines.append(line)
             if hints:
-                importance = 0.1 if first % 4 else 0.9
+                importance = 0.1 if first % 4 or first < number else 0.9
                 lines.append(line | {"input_length": 0, "importance": importance})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return read(path)
@@ -95,7 +95,7 @@ def test_hints_of_a_trace_add_hits(policy: str, nvme: int, tmp_path: Path) -> No
         assert alone.hit_blocks <= best.hit_blocks <= requests.looked_up_blocks
         hits.append(alone.hit_blocks)
     print(policy, nvme, hits)
-    assert hits[2] > 1.5 * hits[0] and hits[3] > 1.5 * hits[1]
+    assert hits[2] > 1.15 * hits[0] and hits[3] > 1.15 * hits[1] and hits[3] > 600
 
 
 def test_the_disk_of_the_simulation_keeps_what_hints_call_important(tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_the_disk_of_the_simulation_keeps_what_hints_call_important(tmp_path: Pa
     block = 131_072 * 512
     hits = []
     for hints in (False, True):
-        requests = hinted(tmp_path / "trace.jsonl", hints, 32, 16)
-        one = machine(policy="lru", memory_bytes=160 * block, nvme_bytes=384 * block)
+        requests = hinted(tmp_path / "trace.jsonl", hints, 8, 140)
+        one = machine(policy="lru", memory_bytes=80 * block, nvme_bytes=1024 * block)
         simulation = Simulation(requests, one)
         simulation.run()
         hits.append(simulation.totals.hit_blocks["nvme"])
     print(hits)
-    assert hits[0] == 0 and hits[1] > 100
+    assert hits[1] > 10 * hits[0] and hits[1] > 100
 
 
 # --- one tier --------------------------------------------------------------------------------------
