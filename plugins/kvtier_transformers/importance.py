@@ -63,15 +63,19 @@ class Importance:
 
     def blocks(self, row: int, pad: int, block_tokens: int) -> list[float]:
         """The importance of each whole block of a prompt, from 0 to 1; [] if nothing was measured."""
-        if self._mass is None or self._equal is None:
-            return []
-        both = torch.stack([self._mass[row, pad:], self._equal[row, pad:]]).cpu()
-        both = both[:, : both.shape[1] // block_tokens * block_tokens]
-        mass, equal = both.view(2, -1, block_tokens).sum(-1)
-        share = mass / mass.sum().clamp(min=1e-9)
-        equal = equal / equal.sum().clamp(min=1e-9)
+        share, equal = self.shares(row, pad, block_tokens)
         found: list[float] = (share / (share + equal).clamp(min=1e-9)).tolist()
         return found
+
+    def shares(self, row: int, pad: int, block_tokens: int) -> torch.Tensor:
+        """The share of each whole block in the attention to all, and what it would be if all tokens got the
+        same."""
+        if self._mass is None or self._equal is None:
+            return torch.zeros(2, 0)
+        both = torch.stack([self._mass[row, pad:], self._equal[row, pad:]]).cpu()
+        both = both[:, : both.shape[1] // block_tokens * block_tokens]
+        blocks = both.view(2, -1, block_tokens).sum(-1)
+        return blocks / blocks.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 class ImportanceMeter:
