@@ -1,15 +1,15 @@
-"""What it costs to measure the importance of a prompt's blocks, and what such hints add to the hits of a cache.
+"""What it costs to measure the importance of a prompt's blocks, and what such hints add to a cache's hits.
 
 `--model PATH` is a folder with a causal language model of Hugging Face and a `valid.txt`; torch and
 transformers must be installed. `--trace PATH` is a trace of requests, for hints about reuse.
 
-Cost: the CPU time of the measurement relative to that of the prompt, with that model and with a random Llama of
-135M parameters.
+Cost: the CPU time of the measurement relative to that of the prompt, with that model and with a random Llama
+of 135M parameters.
 
 Value: requests with real text and the model's real attention are replayed on caches of the same size, with
-and without hints. A request is a system prompt, a document, and turns about it; documents are popular or asked
-once; there are three such sets of requests. A hit is a block before which all blocks hit. Its value is one, or the share of the attention that the
-last 16 queries of its request pay to it.
+and without hints. A request is a system prompt, a document, and turns about it; documents are popular or
+asked once; there are three such sets of requests. A hit is a block before which all blocks hit. Its value is
+one, or the share of the attention that the last 16 queries of its request pay to it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from harness import Row, at_most, interval
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.sim.plot import draw
 from kvtier_kernels import Optimum, Replay, Trace
-from kvtier_transformers.importance import Importance, ImportanceMeter, meters
+from kvtier_transformers.importance import Importance, meters
 from kvtier_transformers.layers import replaced
 from kvtier_transformers.layout import library_cache
 from traces import read_timed
 
 BAR_COST = 0.02
 BLOCK, MOST_TOKENS = 16, 1008
-SYSTEMS, DOCUMENTS, REQUESTS = 3, 80, 600
-ONCE, GOES_ON = 0.4, 0.6  # sessions about a document that is asked once; turns that are followed by another
+SYSTEMS, DOCUMENTS, REQUESTS = 3, 60, 400
+ONCE, GOES_ON = (
+    0.4,
+    0.6,
+)  # sessions about a document that is asked once; turns that are followed by another
 SIZES = 0.02, 0.05, 0.1, 0.2, 0.4  # of all blocks
 SHOWN = 0.1
-CHECKED = 40  # prompts whose sampled attention is compared with all of it
+CHECKED = 20  # prompts whose sampled attention is compared with all of it
 WRONG = 0.2
 SEEDS = 1, 2, 3
 POLICIES = "attention", "auto"
@@ -56,24 +59,11 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass
-class Several:
-    """Notes the same attention in several ways."""
-
-    ways: Sequence[Importance]
-
-    def note(self, *what: Any) -> None:
-        for one in self.ways:
-            one.note(*what)
-
-
-def prefill(model: Any, ids: torch.Tensor, note: Any = None, every_layer: bool = False) -> None:
+def prefill(model: Any, ids: torch.Tensor, importance: Importance | None = None) -> None:
     cache = library_cache(model)
     cache.layers = [replaced(layer, 0) for layer in cache.layers]
-    found = meters(model, list(range(len(cache.layers))), note) if note is not None else {}
-    if every_layer:
-        found = {index: ImportanceMeter(note) for index in range(len(cache.layers))}
-    for index, meter in found.items():
+    full = list(range(len(cache.layers)))
+    for index, meter in meters(model, full, importance).items() if importance else ():
         cache.layers[index].meter = meter
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
@@ -94,8 +84,8 @@ class Timed(Importance):
 
 
 def cost(name: str, model: Any, tokens: int, rounds: int) -> list[Row]:
-    """The CPU time of the measurement relative to the rest of the same prompt, and the ratio of the CPU times of
-    a prompt with and without it, in changing order. One thread: waiting threads of torch use CPU time too."""
+    """The CPU time of the measurement relative to the rest of the same prompt, and the ratio of the CPU times
+    of prompts with and without it, in changing order. One thread: waiting threads of torch use CPU time."""
     ids = torch.randint(1, 4096, (1, tokens))
     shares: dict[str, list[float]] = {"last": [], "accumulated": []}
     times: dict[str, list[float]] = {"": [], "last": [], "accumulated": []}
@@ -177,7 +167,8 @@ def measured(model: Any, every: list[list[int]]) -> list[Ask]:
     asks = []
     for prompt in every:
         ways = [Importance("last", [0]), Importance("accumulated", [0])]
-        prefill(model, torch.tensor([prompt]), Several(ways))
+        for way in ways:
+            prefill(model, torch.tensor([prompt]), way)
         blocks = len(prompt) // BLOCK
         names = [
             known.setdefault(tuple(prompt[: (at + 1) * BLOCK]), len(known)) for at in range(blocks)
@@ -279,16 +270,17 @@ def tells_reuse(asks: list[Ask], how: str) -> float:
 
 
 def sampled_well(model: Any, every: list[list[int]]) -> dict[str, float]:
-    """The rank correlation of what two layers say with what all layers and, accumulated, all queries say."""
+    """The rank correlation of what some layers say with what all layers and, accumulated, all queries say."""
     found: dict[str, list[float]] = {"last": [], "accumulated": []}
     for prompt in random.Random(3).sample(every, CHECKED):
         for how, values in found.items():
             some = Importance(how, [0])
-            most = Importance(how, [0], 16 if how == "last" else 1 << 20)
-            prefill(model, torch.tensor([prompt]), some)
-            prefill(model, torch.tensor([prompt]), most, every_layer=True)
-            one, other = some.blocks(0, 0, BLOCK), most.blocks(0, 0, BLOCK)
-            values.append(float(np.corrcoef(ranks(one), ranks(other))[0, 1]))
+            most = Importance(how, [0], 0 if how == "last" else 1 << 20)
+            most.layers = len(library_cache(model).layers)
+            for one in (some, most):
+                prefill(model, torch.tensor([prompt]), one)
+            both = [ranks(one.blocks(0, 0, BLOCK)) for one in (some, most)]
+            values.append(float(np.corrcoef(*both)[0, 1]))
     return {how: median(values) for how, values in found.items()}
 
 
@@ -327,7 +319,8 @@ def study(model: Any, tokens: list[int], seed: int, picture: Path | None) -> lis
             rows.append(Row(name, hit, "", more={"in the cache": there}))
     if picture is not None:
         labels = {
-            float(max(1, int(unique * part))): f"{int(unique * part):,} ({part:.0%})" for part in SIZES
+            float(max(1, int(unique * part))): f"{int(unique * part):,} ({part:.0%})"
+            for part in SIZES
         }
         title = "Attention to what hits, of the last 16 queries"
         picture.write_text(draw(title, "blocks of the cache", lines, labels))
@@ -369,7 +362,9 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--only", choices=["cost", "value"])
-    parser.add_argument("--tokens", type=int, default=1024, help="of the prompts of the random Llama")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="of the prompts of the random Llama"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out")
     parser.add_argument("--picture", type=Path)

@@ -111,7 +111,8 @@ std::uint32_t Replay::play(std::size_t request) {
     return hits;
 }
 
-// As the catalog: blocks without any importance are evicted first, the end of a chain before its head.
+// As the catalog: blocks without any importance are evicted first, the end of a chain before its
+// head.
 void Replay::hint(std::size_t request) {
     for (std::uint32_t node : trace_.nodes(request)) {
         if (id_of_[node] == none) continue;

@@ -426,9 +426,8 @@ void Value::refit() {
             }
             first = kind;
         }
-        const Row own =
-            chances(hits_[kind], ends[kind], relatives, constants_.few,
-                    run_of(blocks_[kind], squares_[kind]));
+        const Row own = chances(hits_[kind], ends[kind], relatives, constants_.few,
+                                run_of(blocks_[kind], squares_[kind]));
         for (unsigned from = 0; from < ages; ++from) {
             double left = 1, got = 0, spent = 0, best = 0;
             for (unsigned j = from; j < ages; ++j) {

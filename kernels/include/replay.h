@@ -25,7 +25,8 @@ class Trace {
     // the first request that contains a block twice
     std::int64_t repeats() const { return repeats_; }
     double seconds(std::size_t request) const { return seconds_[request]; }
-    // The importance that an engine reported of these blocks; negative: they were looked up or saved
+    // The importance that an engine reported of these blocks; negative: they were looked up or
+    // saved
     double hint(std::size_t request) const { return hints_.empty() ? -1 : hints_[request]; }
     Name name(std::uint32_t node) const { return names_[node]; }
     std::span<const std::uint32_t> nodes() const { return nodes_; }

@@ -1,6 +1,6 @@
 """The importance of a prompt's blocks: the attention that their tokens get from some queries of the prompt.
 
-Measured while the prompt is computed, in two layers with full attention: `last`, by the last queries, or
+Measured while the prompt is computed, in some layers with full attention: `last`, by the last queries, or
 `accumulated`, by queries in equal distances (H2O, but sampled). Importance is relative to attention that is
 equal for all tokens: 1/2 is that much, 2/3 twice and 1/3 half as much.
 """
@@ -15,25 +15,30 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvtier_transformers.options import ACCUMULATED, log
+from kvtier_transformers.options import ACCUMULATED, LAST, log
 
-QUERIES = 16
-LAYERS = 2
+QUERIES = {LAST: 16, ACCUMULATED: 32}
+LAYERS = {LAST: 4, ACCUMULATED: 2}
 LIMIT_SCORES = 1 << 24  # of one layer: fewer queries of longer prompts
 
 
 class Importance:
     """The attention that each token of a batch of prompts gets; see `blocks`."""
 
-    def __init__(self, how: str, pads: Sequence[int], queries: int = QUERIES) -> None:
+    def __init__(self, how: str, pads: Sequence[int], queries: int = 0) -> None:
+        self.layers = LAYERS[how]
         self._how = how
         self._pads = pads
-        self._queries = queries
+        self._queries = queries or QUERIES[how]
         self._mass: torch.Tensor | None = None  # [rows, tokens]
-        self._equal: torch.Tensor | None = None  # the same for attention that is equal for all tokens
+        self._equal: torch.Tensor | None = (
+            None  # the same for attention that is equal for all tokens
+        )
 
-    def note(self, query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float = 0) -> None:
-        """Add the attention of some of these queries, the last ones of the prompt. [rows, heads, tokens, dim]"""
+    def note(
+        self, query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float = 0
+    ) -> None:
+        """Add the attention of some of these queries, which are the last ones of the prompt."""
         rows, heads, new, _ = query.shape
         count = min(new, self._queries, max(1, LIMIT_SCORES // (rows * heads * key.shape[2])))
         places = torch.arange(new - count, new, device=key.device)
@@ -127,13 +132,14 @@ def measured(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def meters(model: Any, layers: Sequence[Any], importance: Importance) -> dict[int, ImportanceMeter]:
-    """Meters for some of these layers, by their index; {} for a model whose attention is not registered in the
-    library."""
+    """Meters for some of these layers, by their index; {} if the library has no registered attention for
+    the model."""
     name = getattr(model.config, "_attn_implementation", None)
     attention = ALL_ATTENTION_FUNCTIONS.get(name)
     if attention is None or not layers:
         return {}
     if not hasattr(attention, "is_measured"):
         AttentionInterface.register(name, measured(attention))
-    chosen = {layers[(2 * at + 1) * len(layers) // (2 * LAYERS)] for at in range(LAYERS)}
+    count = importance.layers
+    chosen = {layers[(2 * at + 1) * len(layers) // (2 * count)] for at in range(count)}
     return {index: ImportanceMeter(importance) for index in chosen}

@@ -44,5 +44,7 @@ class CacheOptions:
         whole("lease_ms", self.lease_ms, 1, LIMIT_MS)
         whole("window_history", self.window_history, 0, 1 << 30)
         if self.importance not in IMPORTANCE:
-            raise InvalidArgument(f"importance: expected one of {IMPORTANCE}, got {self.importance!r}")
+            raise InvalidArgument(
+                f"importance: expected one of {IMPORTANCE}, got {self.importance!r}"
+            )
         return self

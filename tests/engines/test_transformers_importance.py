@@ -69,11 +69,11 @@ def test_importance_is_the_attention_that_the_library_computes(
     assert torch.equal(output, model.generate(ids, max_new_tokens=3, do_sample=False))
     places = list(range(184, 200))
     if how == "accumulated":
-        places = torch.linspace(0, 199, 16).long().tolist()
+        places = torch.linspace(0, 199, 32).long().tolist()
     assert cache.source is not None and cache.source.importance is not None
     found = cache.source.importance.blocks(0, 0, BLOCK)
     layers = [at for at, layer in enumerate(cache.layers) if layer.meter is not None]
-    assert len(layers) == 2
+    assert len(layers) == (3 if how == "last" else 2)
     assert found == pytest.approx(exact(model, ids, layers, places)[0], abs=1e-4)
     assert len(set(found)) == 12
 
@@ -107,10 +107,13 @@ def test_every_generate_sends_a_hint_for_each_block_of_its_prompt(
     model = tiny_model("llama")
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(400)  # random weights give all tokens the same attention
+            layer.self_attn.q_proj.weight.mul_(
+                20
+            )  # random weights give all tokens the same attention
+    ids = torch.tensor([[5] * 96 + [9] * 104])
     record("start")
     with attach(model, client, block_tokens=BLOCK, importance="last") as attached:
-        model.generate(prompt(200, seed=5), max_new_tokens=3, do_sample=False)
+        model.generate(ids, max_new_tokens=3, do_sample=False)
         client.stats()  # an answer: the daemon has the hints before it
         assert attached.counts["hinted_blocks"] == attached.counts["saved_blocks"] == 12
     with Path(record("stop")["path"]).open() as file:

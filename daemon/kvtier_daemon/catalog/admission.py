@@ -62,9 +62,7 @@ class Admission:
         code = LITTLE if importance < 1 / 3 else NEITHER if importance < 2 / 3 else MUCH
         self._hints.note(keys, code, 0)
 
-    def worth_copying(
-        self, ids: bytes, used: bytes, keys_of: Callable[[bytes], bytes]
-    ) -> bytes:
+    def worth_copying(self, ids: bytes, used: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
         """Which of these blocks to copy when their segment is reused: a byte per block, as in `used`, which
         says if it was requested. A hint of much importance counts for one such copy."""
         if self._hints is None or not ids:

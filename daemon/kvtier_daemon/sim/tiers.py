@@ -17,7 +17,7 @@ from itertools import compress
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
-from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.planning import DiskLink, Planner
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.sim.disk import SimDisk
@@ -184,7 +184,11 @@ class Simulation:
 
     def _arrive(self, index: int, nodes: list[int]) -> None:
         if (hint := self._requests.hints[index]) >= 0:
-            self._hint(nodes, hint)
+            self._policy.now(self.now)
+            self._admission.hint(_keys(nodes), hint)
+            self._hints.update(dict.fromkeys(nodes, hint))
+            there = [node for node in nodes if self._memory[node] or node in self._frames]
+            tell_hints(self._policy, self._hints, there)
             return
         for above, node in zip([NOWHERE, *nodes], nodes, strict=False):
             self._parents[node] = above
@@ -216,16 +220,6 @@ class Simulation:
             self._loading[index] = one
             return
         self._compute(one)
-
-    def _hint(self, nodes: list[int], importance: float) -> None:
-        there = [node for node in nodes if self._memory[node] or node in self._frames]
-        self._hints.update(dict.fromkeys(set(nodes).difference(there), importance))
-        self._policy.now(self.now)
-        self._admission.hint(_keys(nodes), importance)
-        if importance > 0:
-            self._policy.hinted(_ids(there), importance, _names(there))
-        else:
-            self._policy.demoted(_ids(there[::-1]))
 
     def _load(self, one: WaitingRequest, cold: list[int]) -> bool:
         """Ask the planner. Returns True if the request waits for the disk."""
@@ -413,12 +407,9 @@ class Simulation:
             self._policy.left(_ids(away))
             above = _ids(self._parents[node] for node in nodes)
             self._policy.added(_ids(nodes), _names(nodes), above)
-            for importance in {self._hints[node] for node in nodes if node in self._hints}:
-                some = [node for node in nodes if self._hints.get(node) == importance]
-                self._policy.hinted(_ids(some), importance, _names(some))
+            tell_hints(self._policy, self._hints, nodes)
         for node in nodes:
             self._memory[node] = 1
-            self._hints.pop(node, None)
             if self._knows_engine and node in self._engine and node in self._frames:
                 self._engine.leave_first[node] = None
         self._in_memory += len(nodes)
@@ -526,6 +517,17 @@ class Simulation:
             self._budget.spend(self._frame_bytes)
             self._segments[-1].append(node)
             self._frames[node] = self._segment_number
+
+
+def tell_hints(policy: Policy, hints: dict[int, float], nodes: list[int]) -> None:
+    """Report the hints about these blocks, and remove them."""
+    found = {node: hints.pop(node) for node in nodes if node in hints}
+    for importance in set(found.values()):
+        some = [node for node, one in found.items() if one == importance]
+        if importance > 0:
+            policy.hinted(_ids(some), importance, _names(some))
+        else:
+            policy.demoted(_ids(some[::-1]))
 
 
 def _ids(nodes: Iterable[int]) -> bytes:

@@ -404,7 +404,9 @@ class ValueModel(Ages):
         for seen in self._seen.values():
             ends[seen.kind][age_kind(self.quarters - seen.at)] += 1
         every = range(KINDS)
-        families = [[kind for kind in every if both_of(kind) == both] for both in range(2 * FAMILIES)]
+        families = [
+            [kind for kind in every if both_of(kind) == both] for both in range(2 * FAMILIES)
+        ]
         pool = chances(total(self._hits, every), total(ends, every), [0.0] * AGES, 1e-6, 1.0)
         if self._hints:  # so that hints count before the first hit
             pool = [max(one, UNSEEN) for one in pool]
