@@ -48,7 +48,7 @@ ONCE, GOES_ON = (
 )  # sessions about a document that is asked once; turns that are followed by another
 SIZES = 0.02, 0.05, 0.1, 0.2, 0.4  # of all blocks
 SHOWN = 0.1
-CHECKED = 20  # prompts whose sampled attention is compared with all of it
+CHECKED = 10  # prompts whose sampled attention is compared with all of it
 WRONG = 0.2
 SEEDS = 1, 2, 3
 POLICIES = "attention", "auto"
@@ -184,13 +184,16 @@ def measured(model: Any, every: list[list[int]]) -> list[Ask]:
 
 def add_other_hints(asks: list[Ask], seed: int) -> None:
     """Controls and other hints: the same values at random blocks; for each block the most important one of
-    those that need it; whether the request's last block is used again, and the same with errors."""
+    those that need it; whether each block is used again; whether the end of the request is, and this with
+    errors."""
     chance = random.Random(seed)
     later: set[int] = set()
     for ask in reversed(asks):
-        goes_on = ask.names[-1] in later
-        later.update(ask.names)
+        # The last block of a published trace may be an incomplete one, which no other request has.
+        goes_on = not later.isdisjoint(ask.names[-2:])
         wrong = chance.random() < WRONG
+        ask.hints["reuse of blocks"] = [0.9 if name in later else 0.1 for name in ask.names]
+        later.update(ask.names)
         ask.hints["reuse"] = [0.9 if goes_on else 0.1] * len(ask.names)
         ask.hints["reuse, 20% wrong"] = [0.9 if goes_on != wrong else 0.1] * len(ask.names)
         if "last queries" in ask.hints:
@@ -347,7 +350,7 @@ def reuse(path: Path) -> list[Row]:
     rows = []
     for part in SIZES:
         for policy in POLICIES:
-            for how in ("", "reuse", "reuse, 20% wrong"):
+            for how in ("", *asks[0].hints):
                 share, _, _ = replayed(asks, policy, max(1, int(unique * part)), how)
                 rows.append(
                     Row(f"trace, {part:.0%}: {policy}, {how or 'no hints'}: hits", share, "")
@@ -375,7 +378,8 @@ def main() -> int:
     load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
     model = load(options.model, dtype=torch.float32).eval()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(options.model)
-    probes, rows = [harness.noise()], []
+    probes = [harness.noise()]
+    rows = []
     if options.only != "value":
         config = transformers.LlamaConfig(**LLAMA)
         random_llama = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -390,7 +394,7 @@ def main() -> int:
         rows += reuse(options.trace) if options.trace else []
     probes.append(harness.noise())
     return harness.report(
-        "attention", rows, probes, options.out,
+        "attention-value" if options.only == "value" else "attention", rows, probes, options.out,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )  # fmt: skip
 

@@ -4,8 +4,8 @@ While the write budget suffices, all blocks are. Otherwise only those that were 
 found again, or saved again after eviction (TinyLFU's doorkeeper; Einziger, Friedman and Manes, ACM ToS 2017).
 A block that is not admitted stays in memory until it is evicted, and is counted at that time.
 
-A hint of an engine replaces these counts: blocks of much importance are worth a write, and one more when
-their segment is reused; blocks of little importance are worth neither.
+Blocks that an engine calls important are worth a write too, and one more when their segment is reused. A hint
+of little importance changes nothing here: a block that was requested twice is used by others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import compress
+from operator import or_
 
 from kvtier.key import KEY_BYTES
 from kvtier_kernels import Notes
@@ -20,9 +21,9 @@ from kvtier_kernels import Notes
 NOTES_BYTES = 4 << 20  # 16 bytes a block
 ONCE, AGAIN = 1, 2
 AGAIN_OF = bytes(code == ONCE | AGAIN for code in range(256))
-NEITHER, LITTLE, MUCH = 1, 2, 3  # hints
+OTHER, MUCH = 1, 2  # hints
 
-WORTH = {LITTLE: 0, MUCH: 1}
+MUCH_OF = bytes(code == MUCH for code in range(256))
 
 
 class Admission:
@@ -59,8 +60,7 @@ class Admission:
         """An engine reported the importance of these blocks, from 0 to 1."""
         if self._hints is None:
             self._hints = Notes(NOTES_BYTES)
-        code = LITTLE if importance < 1 / 3 else NEITHER if importance < 2 / 3 else MUCH
-        self._hints.note(keys, code, 0)
+        self._hints.note(keys, OTHER if importance < 2 / 3 else MUCH, 0)
 
     def worth_copying(self, ids: bytes, used: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
         """Which of these blocks to copy when their segment is reused: a byte per block, as in `used`, which
@@ -71,12 +71,12 @@ class Admission:
         wanted = self._with_hints(keys, used)
         spent = (one and not before for one, before in zip(wanted, used, strict=True))
         names = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-        self._hints.note(b"".join(compress(names, spent)), NEITHER, 0)
+        self._hints.note(b"".join(compress(names, spent)), OTHER, 0)
         return wanted
 
     def _with_hints(self, keys: bytes, otherwise: bytes) -> bytes:
         assert self._hints is not None
-        return bytes(map(WORTH.get, self._hints.codes(keys), otherwise))
+        return bytes(map(or_, self._hints.codes(keys).translate(MUCH_OF), otherwise))
 
     def filter(self, ids: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
         """The blocks of these that may be written now."""

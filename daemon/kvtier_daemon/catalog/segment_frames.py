@@ -110,7 +110,7 @@ class SegmentFrames:
     def reclaim(self, segment: int, keep: int) -> FramedBlocks:
         """Select the frames of this segment for a second chance: the first `keep` blocks, in the order of
         their frames, that are only on disk and were requested since their write, or that were requested in
-        three rounds before and got no second chance for that yet; the hints of engines replace this. Resets
+        three rounds before and got no second chance for that yet, or that an engine calls important. Resets
         these records of use. `drop_segment` must follow after `rescued`."""
         store = self._blocks.store
         ids, flags = store.in_segment(segment, True)

@@ -601,7 +601,7 @@ def test_used_blocks_of_a_segment_get_a_second_chance() -> None:
     tenant.check()
 
 
-def test_a_hint_decides_once_which_blocks_of_a_segment_get_a_second_chance() -> None:
+def test_important_blocks_of_a_segment_get_a_second_chance_once() -> None:
     tenant, chains = Tenant(32), [chain(4) for _ in range(4)]
     little, much, neither, unhinted = chains
     for keys in chains:
@@ -612,7 +612,7 @@ def test_a_hint_decides_once_which_blocks_of_a_segment_get_a_second_chance() -> 
     for keys, importance in ((little, 0.1), (much, 0.9), (neither, 0.5)):
         assert tenant.catalog.hint(tenant.space, keys, importance) == 4
     rescue = tenant.catalog.segments.reclaim(1, keep=99)
-    ids = tenant.store.resident(tenant.space.index, much + unhinted)
+    ids = tenant.store.resident(tenant.space.index, much + unhinted + little)
     assert sorted(array("I", rescue.ids)) == sorted(array("I", ids))
     assert tenant.catalog.segments.reclaim(1, keep=99).ids == b"", "a hint counts for one copy"
     tenant.check()
