@@ -50,7 +50,7 @@ class Value final : public Ages {
     void on_batch_used(std::span<const Id> ids, std::span<const Name> names) override;
     void on_continued(Id id) override;
     unsigned kind_of(Id id) const override;
-    // The family of a kind, twice, plus one if it was the last of its request.
+    // Twice the family, plus one if the block was the last of its request.
     static unsigned both_of(unsigned kind) {
         return kind < plain ? kind / parts : (kind - plain) % (2 * families);
     }

@@ -460,7 +460,7 @@ class ValueModel(Ages):
 
 
 def both_of(kind: int) -> int:
-    """The family of a kind, twice, plus one if it was the last of its request."""
+    """Twice the family, plus one if the block was the last of its request."""
     return kind // PARTS if kind < PLAIN else (kind - PLAIN) % (2 * FAMILIES)
 
 
