@@ -58,7 +58,7 @@ Chains::List Ages::list_of(Id id) const {
     const std::uint64_t then = ticks_ - std::min(ticks_, age(id));
     auto after = std::ranges::upper_bound(epochs_, then, {}, &Epoch::start);
     if (after != epochs_.begin()) --after;
-    return 1 + after->slot * kinds_ + kind_of(state_of(id).own);
+    return 1 + after->slot * kinds_ + kind_of(id);
 }
 
 std::uint64_t Ages::rank(List list) const {

@@ -90,10 +90,10 @@ void bind_policy(nb::module_& m) {
         .def("demoted", &batch<&Policy::demoted>, "ids"_a)
         .def(
             "hinted",
-            [](Policy& policy, const nb::bytes& ids, double importance) {
-                policy.hinted(ids_in(ids), importance);
+            [](Policy& policy, const nb::bytes& ids, double importance, const nb::bytes& names) {
+                policy.hinted(ids_in(ids), Names(names, ids_in(ids)), importance);
             },
-            "ids"_a, "importance"_a)
+            "ids"_a, "importance"_a, "names"_a = nb::bytes("", 0))
         .def(
             "victims",
             [](const Policy& policy, std::size_t n) { return ids_out(policy.victims(n)); }, "n"_a)

@@ -22,7 +22,7 @@ class Lru final : public Policy {
     void left(std::span<const Id> ids) override { gone(ids); }
     void gone(std::span<const Id> ids) override;
     void demoted(std::span<const Id> ids) override;
-    void hinted(std::span<const Id>, double) override {}
+    void hinted(std::span<const Id>, std::span<const Name>, double) override {}
     std::vector<Id> victims(std::size_t n) const override;
     std::size_t size() const override { return size_; }
     std::size_t memory_bytes() const override { return links_.memory_bytes(); }

@@ -24,8 +24,8 @@ std::uint64_t Prefix::rank_of(unsigned kind, std::uint64_t age, unsigned place) 
     return (oldest + 1 - std::min(oldest, (age + 1) * 512 / weight)) * epochs + place;
 }
 
-void Attention::hinted(std::span<const Id> ids, double importance) {
-    const std::uint32_t level = importance < 1.0 / 3 ? 1 : importance < 2.0 / 3 ? 0 : 2;
+void Attention::hinted(std::span<const Id> ids, std::span<const Name>, double importance) {
+    const std::uint32_t level = hint_of(importance);
     for (Id id : ids) {
         if (!is_known(id)) continue;
         state_of(id).own = (state_of(id).own & (continued_bit | shared_bit)) | level << level_shift;

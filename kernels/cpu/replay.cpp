@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <optional>
@@ -21,8 +22,10 @@ constexpr std::uint32_t never = 0xFFFFFFFF;
 }  // namespace
 
 Trace::Trace(std::span<const std::uint64_t> names, std::span<const std::uint32_t> lengths,
-             std::span<const double> seconds)
-    : seconds_(seconds.begin(), seconds.end()) {
+             std::span<const double> seconds, std::span<const double> hints)
+    : seconds_(seconds.begin(), seconds.end()), hints_(hints.begin(), hints.end()) {
+    if (!hints.empty() && hints.size() != seconds.size())
+        throw std::invalid_argument("need a hint per request, or no hints");
     if (lengths.size() != seconds.size())
         throw std::invalid_argument("need a length and a time per request");
     if (names.size() >= max_records || lengths.size() >= never)
@@ -72,6 +75,10 @@ std::uint32_t Replay::play(std::size_t request) {
     policy_.now(trace_.seconds(request));
     ids_.clear(), present_.clear(), fresh_.clear(), parents_.clear();
     known_.clear(), names_.clear();
+    if (trace_.hint(request) >= 0) {
+        hint(request);
+        return 0;
+    }
     std::uint32_t hits = 0;
     for (std::uint32_t node : nodes) {
         Id id = id_of_[node];
@@ -104,6 +111,22 @@ std::uint32_t Replay::play(std::size_t request) {
     return hits;
 }
 
+// As the catalog: blocks without any importance are evicted first, the end of a chain before its
+// head.
+void Replay::hint(std::size_t request) {
+    for (std::uint32_t node : trace_.nodes(request)) {
+        if (id_of_[node] == none) continue;
+        present_.push_back(id_of_[node]);
+        known_.push_back(trace_.name(node));
+    }
+    if (trace_.hint(request) > 0) {
+        policy_.hinted(present_, known_, trace_.hint(request));
+    } else {
+        std::ranges::reverse(present_);
+        policy_.demoted(present_);
+    }
+}
+
 void Replay::evict(std::size_t n) {
     std::vector<Id> victims = policy_.victims(n);
     if (victims.size() != n) throw std::logic_error("the policy returned too few victims");
@@ -125,6 +148,7 @@ Optimum::Optimum(const Trace& trace, std::size_t blocks)
       here_(trace.unique()) {
     std::vector<std::uint32_t> wanted(trace.unique(), never);
     for (std::size_t request = trace.requests(); request-- > 0;) {
+        if (trace.hint(request) >= 0) continue;
         auto nodes = trace.nodes(request);
         for (std::size_t i = 0; i < nodes.size(); ++i) {
             again_[trace.start(request) + i] = wanted[nodes[i]];
@@ -140,6 +164,7 @@ std::vector<std::uint32_t> Optimum::run(std::size_t n) {
 }
 
 std::uint32_t Optimum::play(std::size_t request) {
+    if (trace_.hint(request) >= 0) return 0;
     auto nodes = trace_.nodes(request);
     std::uint32_t hits = 0;
     while (hits < nodes.size() && here_[nodes[hits]]) ++hits;
@@ -176,11 +201,12 @@ void bind_replay(nanobind::module_& m) {
     nb::class_<Trace>(m, "Trace", "Requests, with blocks numbered in the order of their first use.")
         .def(
             "__init__",
-            [items](Trace* self, nb::bytes names, nb::bytes lengths, nb::bytes seconds) {
+            [items](Trace* self, nb::bytes names, nb::bytes lengths, nb::bytes seconds,
+                    nb::bytes hints) {
                 new (self) Trace(items(names, std::uint64_t{}), items(lengths, std::uint32_t{}),
-                                 items(seconds, double{}));
+                                 items(seconds, double{}), items(hints, double{}));
             },
-            "names"_a, "lengths"_a, "seconds"_a)
+            "names"_a, "lengths"_a, "seconds"_a, "hints"_a = nb::bytes("", 0))
         .def_prop_ro("requests", &Trace::requests)
         .def_prop_ro("accesses", &Trace::accesses)
         .def_prop_ro("unique", &Trace::unique)

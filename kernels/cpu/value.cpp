@@ -88,8 +88,8 @@ void Value::now(double seconds) {
 std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) const {
     if (order == learned) return ranks_[kind][age_kind(age)];
     if (order != least_wanted) return 0;
-    const unsigned family = kind / (2 * parts);
-    return family * parts + (family < seldom ? 0 : kind % parts);
+    const unsigned family = both_of(kind) / 2;
+    return family * parts + (family < seldom || kind >= plain ? 0 : kind % parts);
 }
 
 // Among equals the oldest is evicted first.
@@ -99,7 +99,27 @@ std::uint64_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) c
 
 // ---- blocks ----
 
-unsigned Value::kind_of(std::uint32_t own) const { return kinds_of_own_[own]; }
+unsigned Value::kind_of(Id id) const {
+    const unsigned kind = kinds_of_own_[state_of(id).own];
+    const Hint hint = id < hints_.size() ? hints_[id] : unhinted;
+    return hint == unhinted ? kind : plain + (hint - 1) * 2 * families + kind / parts;
+}
+
+void Value::hinted(std::span<const Id> ids, std::span<const Name> names, double importance) {
+    const bool is_first = hints_.empty();
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const Id id = ids[i];
+        if (!is_known(id)) continue;
+        if (id >= hints_.size()) hints_.resize(id + 1, unhinted);
+        hints_[id] = hint_of(importance);
+        const std::uint32_t called = short_name(names[i]);
+        if (called <= sample_)
+            if (Seen& seen = seen_[find(called)]; seen.name != 0) seen.kind = kind_of(id) & 255;
+        selector_.corrected(called, kind_of(id));
+        if (state_of(id).listed && !state_of(id).demoted) relist(id);
+    }
+    if (is_first && !hints_.empty() && news_ > 0) refit();  // no kind with a hint has a rank yet
+}
 
 std::uint8_t Value::counted_kind_of(std::uint32_t own) {
     unsigned family = (own & wanted_bits) / parts, part = (own & wanted_bits) % parts;
@@ -195,7 +215,7 @@ class Value::Watch {
     const unsigned own = wanted | (last ? last_bit : 0);
     state_of(id).own = own;
     if (last) lasts_[requests_ % lasts_.size()] = {id, called};
-    const unsigned kind = kind_of(own);
+    const unsigned kind = kind_of(id);
     watch(called, kind);
     selector_.used(called, static_cast<std::uint32_t>(quarters()), kind, in_memory(), last);
 }
@@ -207,6 +227,7 @@ void Value::on_added(Id id, Name name, bool again, std::size_t batch, bool last)
         return;
     }
     if (last) next_request();
+    if (id < hints_.size()) hints_[id] = unhinted;
     const unsigned before = known(name);
     const unsigned level = before == 0 ? 0 : more(before - 1);
     know(name, level);
@@ -276,7 +297,7 @@ void Value::on_continued(Id id) {
     for (std::size_t back = 0; back < std::min(requests_, lasts_.size()); ++back) {
         const auto& [last, called] = lasts_[(requests_ - back) % lasts_.size()];
         if (last != id) continue;
-        const unsigned kind = kind_of(state_of(id).own);
+        const unsigned kind = kind_of(id);
         Seen& seen = seen_[find(called)];
         if (seen.name != 0) seen.kind = kind & 255;
         selector_.corrected(called, kind);
@@ -357,19 +378,19 @@ void Value::refit() {
         for (unsigned j = 0; j < ages; ++j) {
             hit[j] += hits_[kind][j];
             end[j] += ends[kind][j];
-            family_hit[kind / parts][j] += hits_[kind][j];
-            family_end[kind / parts][j] += ends[kind][j];
+            family_hit[both_of(kind)][j] += hits_[kind][j];
+            family_end[both_of(kind)][j] += ends[kind][j];
         }
-    const Row all = chances(hit, end, Row{}, 1e-6, 1);
-    // The average length of the runs of these kinds, weighted by blocks.
-    auto run_of = [&](unsigned first, unsigned many) {
-        double blocks = 0, squares = 0;
-        for (unsigned kind = first; kind < first + many; ++kind) {
-            blocks += blocks_[kind];
-            squares += squares_[kind];
-        }
-        return blocks > 0 ? squares / blocks : 1.0;
-    };
+    Row all = chances(hit, end, Row{}, 1e-6, 1);
+    if (!hints_.empty())  // so that hints count before the first hit
+        for (double& one : all) one = std::max(one, unseen_chance);
+    // The average length of the runs of a kind, or of a family, weighted by blocks.
+    auto run_of = [](double blocks, double squares) { return blocks > 0 ? squares / blocks : 1.0; };
+    std::array<double, both> family_blocks{}, family_squares{};
+    for (unsigned kind = 0; kind < kinds; ++kind) {
+        family_blocks[both_of(kind)] += blocks_[kind];
+        family_squares[both_of(kind)] += squares_[kind];
+    }
     std::array<double, ages> widths{};
     for (unsigned j = 0; j < ages; ++j)
         widths[j] = (ends_of_ages()[j] - (j ? ends_of_ages()[j - 1] : 0)) / 4.0;
@@ -384,16 +405,20 @@ void Value::refit() {
             for (double& one : relatives)
                 one = std::min(one * (1 + 1.0 / std::min(family / 2, seldom - 1)), 0.999);
         near[family] = chances(family_hit[family], family_end[family], relatives, constants_.few,
-                               run_of(family * parts, parts));
+                               run_of(family_blocks[family], family_squares[family]));
     }
     // The kinds of a family without observations have the same worth: only the first one is
     // computed.
     std::array<unsigned, kinds> same_as{};
     std::array<unsigned, both> unseen;
     unseen.fill(kinds);
-    for (unsigned kind = 0; kind < kinds; ++kind) {
+    for (unsigned kind = 0; kind < (hints_.empty() ? plain : kinds); ++kind) {
         same_as[kind] = kind;
-        if (hits_[kind] == Row{} && ends[kind] == Row{} && blocks_[kind] == 0) {
+        Row relatives = near[both_of(kind)];
+        if (kind >= plain) {
+            const double factor = kind < plain + both ? little_worth : much_worth;
+            for (double& one : relatives) one = std::min(one * factor, 0.999);
+        } else if (hits_[kind] == Row{} && ends[kind] == Row{} && blocks_[kind] == 0) {
             unsigned& first = unseen[kind / parts];
             if (first < kinds) {
                 same_as[kind] = first;
@@ -401,8 +426,8 @@ void Value::refit() {
             }
             first = kind;
         }
-        const Row own =
-            chances(hits_[kind], ends[kind], near[kind / parts], constants_.few, run_of(kind, 1));
+        const Row own = chances(hits_[kind], ends[kind], relatives, constants_.few,
+                                run_of(blocks_[kind], squares_[kind]));
         for (unsigned from = 0; from < ages; ++from) {
             double left = 1, got = 0, spent = 0, best = 0;
             for (unsigned j = from; j < ages; ++j) {
@@ -418,7 +443,7 @@ void Value::refit() {
     }
     std::ranges::sort(order);
     order.erase(std::unique(order.begin(), order.end()), order.end());
-    for (unsigned kind = 0; kind < kinds; ++kind) {
+    for (unsigned kind = 0; kind < (hints_.empty() ? plain : kinds); ++kind) {
         if (same_as[kind] != kind) {
             ranks_[kind] = ranks_[same_as[kind]];
             continue;
@@ -463,7 +488,7 @@ void Value::know(Name name, unsigned level) {
 
 std::size_t Value::memory_bytes() const {
     return Ages::memory_bytes() + sizeof(*this) + seen_.size() * sizeof(Seen) + sketch_.size() +
-           selector_.memory_bytes();
+           hints_.capacity() + selector_.memory_bytes();
 }
 
 std::unique_ptr<Policy> make_value() { return std::make_unique<Value>(); }

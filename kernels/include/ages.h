@@ -15,8 +15,7 @@ class Ages : public Chains {
     static constexpr unsigned epochs = 128;
 
     explicit Ages(unsigned kinds);
-    // The kind of a block, given the policy's own bits of that block.
-    virtual unsigned kind_of(std::uint32_t own) const = 0;
+    virtual unsigned kind_of(Id id) const = 0;
     // Lists with lower ranks are evicted first; a rank is never 0. Ages are quarters of a second.
     // `place` counts from 0, the oldest epoch, and is less than `epochs`.
     virtual std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const = 0;

@@ -20,7 +20,7 @@ class Chains : public Policy {
     void left(std::span<const Id> ids) override { leave(ids, away); }
     void gone(std::span<const Id> ids) override { leave(ids, nowhere); }
     void demoted(std::span<const Id> ids) override;
-    void hinted(std::span<const Id>, double) override {}
+    void hinted(std::span<const Id>, std::span<const Name>, double) override {}
     std::vector<Id> victims(std::size_t n) const override;
     std::size_t size() const override { return size_; }
     std::size_t memory_bytes() const override;

@@ -27,6 +27,12 @@ inline std::uint32_t short_name(Name name) {
     return static_cast<std::uint32_t>(mix(name) >> 32) | 1;
 }
 
+// Levels of importance: 0 neither, or no hint.
+enum Hint : std::uint8_t { unhinted, little, much };
+inline Hint hint_of(double importance) {
+    return importance < 1.0 / 3 ? little : importance < 2.0 / 3 ? unhinted : much;
+}
+
 class Policy {
  public:
     virtual ~Policy() = default;
@@ -46,7 +52,9 @@ class Policy {
     virtual void left(std::span<const Id> ids) = 0;  // only on disk from now on, and still known
     virtual void gone(std::span<const Id> ids) = 0;
     virtual void demoted(std::span<const Id> ids) = 0;  // the next victims, in this order
-    virtual void hinted(std::span<const Id> ids, double importance) = 0;
+    // An engine reported the importance of the blocks, from 0 to 1.
+    virtual void hinted(std::span<const Id> ids, std::span<const Name> names,
+                        double importance) = 0;
 
     // The next victims, coldest first. Repeated calls return the same blocks.
     virtual std::vector<Id> victims(std::size_t n) const = 0;

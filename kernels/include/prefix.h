@@ -23,7 +23,8 @@ class Prefix : public Ages {
     void on_added(Id, Name, bool, std::size_t, bool) override {}
     void used(Id, Name, bool) override {}
     void on_continued(Id id) override;
-    unsigned kind_of(std::uint32_t own) const override {
+    unsigned kind_of(Id id) const override {
+        const std::uint32_t own = state_of(id).own;
         return (own >> level_shift) * 2 + (own & shared_bit ? 1 : 0);
     }
     std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const override;
@@ -34,11 +35,11 @@ class Prefix : public Ages {
 class Attention final : public Prefix {
  public:
     Attention() : Prefix(3) {}
-    void hinted(std::span<const Id> ids, double importance) override;
+    void hinted(std::span<const Id> ids, std::span<const Name> names, double importance) override;
 
  private:
     std::uint64_t eighths(unsigned level) const override {
-        return level == 0 ? 8 : level == 1 ? 1 : 64;
+        return level == unhinted ? 8 : level == little ? 1 : 64;
     }
 };
 

@@ -51,7 +51,7 @@ class Queues : public Policy {
     void left(std::span<const Id> ids) override { leave(ids); }
     void gone(std::span<const Id> ids) override { leave(ids); }
     void demoted(std::span<const Id> ids) override;
-    void hinted(std::span<const Id>, double) override {}
+    void hinted(std::span<const Id>, std::span<const Name>, double) override {}
     std::size_t size() const override { return size_; }
     std::size_t memory_bytes() const override {
         return blocks_.memory_bytes() + ends_.capacity() * sizeof(Block);

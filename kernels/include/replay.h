@@ -17,7 +17,7 @@ namespace kvtier {
 class Trace {
  public:
     Trace(std::span<const std::uint64_t> names, std::span<const std::uint32_t> lengths,
-          std::span<const double> seconds);
+          std::span<const double> seconds, std::span<const double> hints);
 
     std::size_t requests() const { return seconds_.size(); }
     std::size_t accesses() const { return nodes_.size(); }
@@ -25,6 +25,9 @@ class Trace {
     // the first request that contains a block twice
     std::int64_t repeats() const { return repeats_; }
     double seconds(std::size_t request) const { return seconds_[request]; }
+    // The importance that an engine reported of these blocks; negative: they were looked up or
+    // saved
+    double hint(std::size_t request) const { return hints_.empty() ? -1 : hints_[request]; }
     Name name(std::uint32_t node) const { return names_[node]; }
     std::span<const std::uint32_t> nodes() const { return nodes_; }
     std::span<const std::uint32_t> nodes(std::size_t request) const {
@@ -35,7 +38,7 @@ class Trace {
  private:
     std::vector<std::uint32_t> nodes_;
     std::vector<std::size_t> starts_;
-    std::vector<double> seconds_;
+    std::vector<double> seconds_, hints_;
     std::vector<Name> names_;
     std::int64_t repeats_ = -1;
 };
@@ -49,6 +52,7 @@ class Replay {
 
  private:
     std::uint32_t play(std::size_t request);
+    void hint(std::size_t request);
     void evict(std::size_t n);
 
     const Trace& trace_;

@@ -15,13 +15,18 @@ class Value final : public Ages {
  public:
     explicit Value(const Constants& constants = {});
     void now(double seconds) override;
+    void hinted(std::span<const Id> ids, std::span<const Name> names, double importance) override;
     std::size_t memory_bytes() const override;
 
  private:
     // A kind is the use count of a block, whether it was the last of its request, and, while the
     // count is low, the number of blocks of the same batch in six steps. For higher counts the six
     // steps divide the count. Ages have steps of the square root of two, from a second to two days.
-    static constexpr unsigned families = 16, parts = 6, kinds = families * 2 * parts, ages = 36;
+    // Blocks with a hint have kinds of their own, one for each family, hint and last or not. So the
+    // policy learns what hints are worth; until then, a factor is assumed.
+    static constexpr unsigned families = 16, parts = 6, plain = families * 2 * parts, ages = 36;
+    static constexpr unsigned kinds = plain + 2 * 2 * families;
+    static constexpr double little_worth = 1.0 / 8, much_worth = 8, unseen_chance = 1e-6;
     static constexpr unsigned seldom = 4;
     // A watched block, in any tier, since its last use.
     struct Seen {
@@ -44,7 +49,11 @@ class Value final : public Ages {
     void used(Id id, Name name, bool last) override;
     void on_batch_used(std::span<const Id> ids, std::span<const Name> names) override;
     void on_continued(Id id) override;
-    unsigned kind_of(std::uint32_t own) const override;
+    unsigned kind_of(Id id) const override;
+    // Twice the family, plus one if the block was the last of its request.
+    static unsigned both_of(unsigned kind) {
+        return kind < plain ? kind / parts : (kind - plain) % (2 * families);
+    }
     std::uint64_t rank_of(unsigned kind, std::uint64_t aged, unsigned place) const override;
 
     std::uint32_t worth(unsigned order, unsigned kind, std::uint64_t age) const;
@@ -75,6 +84,7 @@ class Value final : public Ages {
     unsigned drawn_level_ = ~0U;  // the level for which `rises_` was drawn
     bool rises_ = false;
     std::array<std::uint8_t, 2 * last_bit> kinds_of_own_{};
+    std::vector<Hint> hints_;  // by id; empty until the first hint
 
     Table hits_{}, ends_{};  // at each age: used again, or no longer watched
     // Runs: consecutive blocks of a kind in one request. The number of blocks, and the sum of the

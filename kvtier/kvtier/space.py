@@ -502,8 +502,8 @@ class Space:
         return self.link.ask(lambda id_: wire.Unpin(id_, self.index, packed), wire.Counted).blocks
 
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
-        """Set the importance of these blocks, from 0 (evict first) to 1. Returns how many of them are
-        stored."""
+        """Set the importance of these blocks, from 0 (evict first) to 1: below 1/3 they leave earlier than
+        others, from 2/3 on later. Returns how many of them are stored."""
         packed, value = Keys.of(keys).packed, share("importance", importance)
         return self.link.ask(
             lambda id_: wire.Hint(id_, self.index, packed, value), wire.Counted

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from kvtier.errors import InvalidArgument
 from kvtier.space import Space
-from kvtier_transformers.layers import replaced, states
+from kvtier_transformers.importance import Importance, meters
+from kvtier_transformers.layers import FullLayer, replaced, states
 from kvtier_transformers.layout import text_config
 from kvtier_transformers.loads import PrefixLoad, Row
 from kvtier_transformers.options import CacheOptions
@@ -56,6 +57,7 @@ class Source:
     prompt: PromptBatch
     kept: list[int]
     states: dict[int, Snapshot] = field(default_factory=dict)
+    importance: Importance | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
         return replace(self, kept=list(self.kept), states=dict(self.states))
@@ -122,6 +124,8 @@ class KvtierCache(DynamicCache):
             source.kept = [max(0, end - pad) // size for pad in prompt.pads]
             store.counts["loaded_tokens"] += sum(max(0, end - pad) for pad in prompt.pads)
         cache.source = source
+        if store.options.importance:
+            cache._measure(model, source)
         if store.layout.has_states:
             cache._compute_to_block_end(model, prompt.ids)
         return cache
@@ -133,6 +137,12 @@ class KvtierCache(DynamicCache):
             Row(pad, source.space.keys(one[pad:].tolist(), salt, source.extras))
             for one, pad in zip(ids, (pad for pad in pads for _ in range(repeats)), strict=True)
         ]
+
+    def _measure(self, model: Any, source: Source) -> None:
+        source.importance = Importance(source.store.options.importance, source.prompt.pads)
+        full = [at for at, layer in enumerate(self.layers) if isinstance(layer, FullLayer)]
+        for index, meter in meters(model, full, source.importance).items():
+            self.layers[index].meter = meter
 
     def _compute_to_block_end(self, model: Any, ids: torch.Tensor) -> None:
         """Compute the prompt up to its last block end, and keep the states there."""
@@ -184,4 +194,7 @@ class KvtierCache(DynamicCache):
         save = PrefixSave(source.store, source.space, self.layers, length, source.states)
         for index, row in enumerate(self._rows(source, ids[:, :length])):
             source.kept[index] = save.row(index, row.pad, row.keys, source.kept[index])
+            if source.importance is not None:
+                found = source.importance.blocks(index, row.pad, source.store.options.block_tokens)
+                save.hint(row.keys[: source.kept[index]], found)
         source.states.clear()

@@ -19,6 +19,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvtier_transformers.importance import ImportanceMeter
+
 ROOM_TOKENS = 256
 
 
@@ -63,6 +65,7 @@ class RoomyLayer:
     values: torch.Tensor | None
     key_room: Room | None = None
     value_room: Room | None = None
+    meter: ImportanceMeter | None = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append to `keys` and `values`, which other code may have replaced meanwhile."""
@@ -97,6 +100,8 @@ class FullLayer(RoomyLayer, DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         self.append(key_states, value_states)
         assert self.keys is not None and self.values is not None
+        if self.meter is not None:
+            self.meter.expect(self.keys)
         return self.keys, self.values
 
 

@@ -6,11 +6,14 @@ import logging
 from dataclasses import dataclass
 
 from kvtier.arguments import whole
+from kvtier.errors import InvalidArgument
 from kvtier.layout import LIMIT_BLOCK_TOKENS
 
 log = logging.getLogger("kvtier.transformers")
 
 LIMIT_MS = 24 * 3600 * 1000
+LAST, ACCUMULATED = "last", "accumulated"
+IMPORTANCE = ("", LAST, ACCUMULATED)
 
 
 class UnsupportedModel(ValueError):  # noqa: N818
@@ -23,7 +26,8 @@ class CacheOptions:
     """`salt`: prompts with different salts share nothing. `block_tokens`: the tokens of a block.
     `patience_ms`: the longest wait for blocks from disk. `lease_ms`: the longest time of a copy.
     `window_history`: how many tokens before their window the layers with a window keep until they are saved.
-    `weights`: a name of the weights, if kvtier cannot identify them."""
+    `weights`: a name of the weights, if kvtier cannot identify them. `importance`: measure how much attention
+    the blocks of a prompt get, by its `last` queries or `accumulated` over all, and send it as hints."""
 
     salt: bytes = b""
     block_tokens: int = 32
@@ -31,6 +35,7 @@ class CacheOptions:
     lease_ms: int = 60_000
     window_history: int = 4096
     weights: str = ""
+    importance: str = ""
 
     def checked(self) -> CacheOptions:
         """Return self if it is valid. Raises InvalidArgument otherwise."""
@@ -38,4 +43,8 @@ class CacheOptions:
         whole("patience_ms", self.patience_ms, 0, LIMIT_MS)
         whole("lease_ms", self.lease_ms, 1, LIMIT_MS)
         whole("window_history", self.window_history, 0, 1 << 30)
+        if self.importance not in IMPORTANCE:
+            raise InvalidArgument(
+                f"importance: expected one of {IMPORTANCE}, got {self.importance!r}"
+            )
         return self

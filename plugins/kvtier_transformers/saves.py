@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from kvtier_transformers.layout import CachedGroup
 from kvtier_transformers.loads import copy_threads
 from kvtier_transformers.store import Store
 
+LEAST_IMPORTANCE = 0.01  # 0 would evict blocks at once
 ROOM_WAIT_S = 1.0  # how long a save waits while the daemon's memory grows
 
 # The states of all layers by layer and name, after a number of tokens.
@@ -45,6 +47,16 @@ class PrefixSave:
                 end = self._save(number, group, tensors, index, pad, keys[:kept], at)
                 kept = end if group.kind == "full" else kept
         return kept
+
+    def hint(self, keys: Keys, importance: Sequence[float]) -> None:
+        """Report the importance of the first of these blocks: one message for little, much, and neither."""
+        some = list(zip(keys, importance, strict=False))
+        self._store.counts["hinted_blocks"] += len(some)
+        for low, high in pairwise((0, 1 / 3, 2 / 3, 2)):
+            found = [(key, one) for key, one in some if low <= one < high]
+            if found:
+                mean = sum(one for _, one in found) / len(found)
+                self._space.begin_hint([key for key, _ in found], max(mean, LEAST_IMPORTANCE))
 
     @property
     def _tokens(self) -> int:

@@ -48,6 +48,28 @@ def serve(space: Space, prompts: list[list[int]]) -> None:
         space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
 
 
+def test_hints_are_recorded_and_no_lookups(
+    daemon: Daemon, record: Kvtier, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon.connect() as client:
+        space = client.open(spec_of("hints"))
+        result = record("start")
+        serve(space, PROMPTS[:1])
+        keys = space.keys(PROMPTS[0])
+        assert space.hint(keys[:4], 0.75) == 4
+        space.begin_hint(keys[4:], 0)
+        serve(space, PROMPTS[:1])
+        result = record("stop")
+    told = [line.get("importance") for line in lines(result["path"])]
+    assert told == [None, 0.75, 0.0, None]
+    requests = read(Path(result["path"]))
+    assert list(requests.hints) == [-1, 0.75, 0, -1] and requests.looked_up_blocks == 20
+    with pytest.raises(SystemExit):
+        main(["sim", result["path"], "--blocks", "10", "--policy", "attention", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["looked_up_blocks"], found["hit_blocks"]) == (20, 10)
+
+
 def lines(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 

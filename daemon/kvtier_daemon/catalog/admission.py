@@ -3,6 +3,9 @@
 While the write budget suffices, all blocks are. Otherwise only those that were requested twice: saved and
 found again, or saved again after eviction (TinyLFU's doorkeeper; Einziger, Friedman and Manes, ACM ToS 2017).
 A block that is not admitted stays in memory until it is evicted, and is counted at that time.
+
+Blocks that an engine calls important are worth a write too, and one more when their segment is reused. A hint
+of little importance changes nothing here: a block that was requested twice is used by others.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import compress
+from operator import or_
 
 from kvtier.key import KEY_BYTES
 from kvtier_kernels import Notes
@@ -17,6 +21,9 @@ from kvtier_kernels import Notes
 NOTES_BYTES = 4 << 20  # 16 bytes a block
 ONCE, AGAIN = 1, 2
 AGAIN_OF = bytes(code == ONCE | AGAIN for code in range(256))
+OTHER, MUCH = 1, 2  # hints
+
+MUCH_OF = bytes(code == MUCH for code in range(256))
 
 
 class Admission:
@@ -26,6 +33,7 @@ class Admission:
         self.strict = False  # admit only blocks that were requested twice
         self.is_on = False
         self._notes: Notes | None = None
+        self._hints: Notes | None = None
 
     def turn_on(self) -> None:
         """Remember requested blocks from now on."""
@@ -34,7 +42,7 @@ class Admission:
             self.is_on = True
 
     def memory_bytes(self) -> int:
-        return self._notes.memory_bytes() if self._notes is not None else 0
+        return sum(one.memory_bytes() for one in (self._notes, self._hints) if one is not None)
 
     def note(self, keys: bytes) -> None:
         """These blocks were saved, or a request found them."""
@@ -45,7 +53,30 @@ class Admission:
         """A byte per block: whether it was requested twice."""
         if self._notes is None:
             return b"\1" * (len(keys) // KEY_BYTES)
-        return self._notes.codes(keys).translate(AGAIN_OF)
+        again = self._notes.codes(keys).translate(AGAIN_OF)
+        return again if self._hints is None else self._with_hints(keys, again)
+
+    def hint(self, keys: bytes, importance: float) -> None:
+        """An engine reported the importance of these blocks, from 0 to 1."""
+        if self._hints is None:
+            self._hints = Notes(NOTES_BYTES)
+        self._hints.note(keys, OTHER if importance < 2 / 3 else MUCH, 0)
+
+    def worth_copying(self, ids: bytes, used: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
+        """Which of these blocks to copy when their segment is reused: a byte per block, as in `used`, which
+        says if it was requested. A hint of much importance counts for one such copy."""
+        if self._hints is None or not ids:
+            return used
+        keys = keys_of(ids)
+        wanted = self._with_hints(keys, used)
+        spent = (one and not before for one, before in zip(wanted, used, strict=True))
+        names = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        self._hints.note(b"".join(compress(names, spent)), OTHER, 0)
+        return wanted
+
+    def _with_hints(self, keys: bytes, otherwise: bytes) -> bytes:
+        assert self._hints is not None
+        return bytes(map(or_, self._hints.codes(keys).translate(MUCH_OF), otherwise))
 
     def filter(self, ids: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
         """The blocks of these that may be written now."""

@@ -115,9 +115,9 @@ class DeferredPolicy:
         self.settle()
         self.policy.demoted(ids)
 
-    def hinted(self, ids: bytes, importance: float) -> None:
+    def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
         self.settle()
-        self.policy.hinted(ids, importance)
+        self.policy.hinted(ids, importance, names)
 
     def victims(self, n: int) -> bytes:
         self.settle()

@@ -365,10 +365,12 @@ class Catalog:
     # --- hints, and the end of blocks ----------------------------------------------------------
 
     def hint(self, space: KnownSpace, keys: bytes, importance: float) -> int:
-        """Tell the policy the importance of these blocks, from 0 (evict first) to 1."""
+        """Tell the policy, and admission to the disk, the importance of these blocks, from 0 (evict first) to
+        1."""
         ids = self.blocks.resident(space, keys)
+        self.blocks.admission.hint(keys, importance)
         if importance > 0:
-            self._policy.hinted(ids, importance)
+            self._policy.hinted(ids, importance, self.blocks.store.names(ids))
         else:
             self._policy.demoted(last_first(ids))
         return len(ids) // ID_BYTES

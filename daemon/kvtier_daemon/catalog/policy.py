@@ -51,7 +51,7 @@ class Policy(Protocol):
     def demoted(self, ids: bytes) -> None:
         """Select these blocks first from now on, in the order of the batch: no match can find them."""
 
-    def hinted(self, ids: bytes, importance: float) -> None:
+    def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
         """An engine reported the importance of these blocks, up to 1. A policy may ignore it."""
 
     def victims(self, n: int) -> bytes:

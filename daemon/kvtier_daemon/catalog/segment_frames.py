@@ -35,6 +35,7 @@ USED, ONLY_THERE, USED_BEFORE = 1, 2, 4  # flags of `Store.in_segment`
 ALONE = bytes(bool(flag & ONLY_THERE) for flag in range(256))
 USED_ALONE = bytes(flag > ONLY_THERE and bool(flag & ONLY_THERE) for flag in range(256))
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
+ALONE = bytes(flag & ONLY_THERE for flag in range(256))
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,11 +119,14 @@ class SegmentFrames:
     def reclaim(self, segment: int, keep: int) -> FramedBlocks:
         """Select the frames of this segment for a second chance: the first `keep` blocks, in the order of
         their frames, that are only on disk and were requested since their write, or that were requested in
-        three rounds before and got no second chance for that yet. Resets these records of use. `drop_segment`
-        must follow after `rescued`."""
+        three rounds before and got no second chance for that yet, or that an engine calls important. Resets
+        these records of use. `drop_segment` must follow after `rescued`."""
         store = self._blocks.store
         ids, flags = store.in_segment(segment, True)
-        wanted = compress(array("I", ids), flags.translate(WANTED))
+        only_there = array("I", compress(array("I", ids), flags.translate(ALONE)))
+        used = bytes(compress(flags.translate(WANTED), flags.translate(ALONE)))
+        used = self._blocks.admission.worth_copying(only_there.tobytes(), used, store.keys_of)
+        wanted = compress(only_there, used)
         kept = array("I", islice(wanted, keep)).tobytes()
         return FramedBlocks(kept, *store.frames(kept))
 

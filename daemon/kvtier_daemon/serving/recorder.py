@@ -1,4 +1,4 @@
-"""Records lookups and saves as a trace for `kvtier sim`, on request.
+"""Records lookups, saves and hints as a trace for `kvtier sim`, on request.
 
 A trace contains only renamed keys: a keyed hash with a secret that is created for one trace and never stored.
 So a trace cannot be matched with prompts, keys or another trace. It contains no text and no token.
@@ -40,13 +40,14 @@ SECRET_BYTES = 32
 
 @dataclass(slots=True)
 class Seen:
-    """A lookup or a save."""
+    """A lookup, a save, or a hint."""
 
     milliseconds: int
     saved: bool
     place: bytes  # names the tenant and the space
     block_tokens: int
     keys: bytes
+    importance: float | None = None
 
 
 @dataclass(slots=True)
@@ -142,7 +143,15 @@ class Recorder:
         """Note a save of these keys below `parent`. Keys that were looked up recently are omitted later."""
         self._note(True, tenant, space, block_tokens, parent + keys)
 
-    def _note(self, saved: bool, tenant: str, space: int, block_tokens: int, keys: bytes) -> None:
+    def hinted(
+        self, tenant: str, space: int, block_tokens: int, keys: bytes, importance: float
+    ) -> None:
+        self._note(False, tenant, space, block_tokens, keys, importance)
+
+    def _note(
+        self, saved: bool, tenant: str, space: int, block_tokens: int, keys: bytes,
+        importance: float | None = None,
+    ) -> None:  # fmt: skip
         trace = self._trace
         if trace is None or not self.is_on or not keys:
             return
@@ -152,7 +161,8 @@ class Recorder:
             return
         now = round((self._clock() - trace.started_at) * 1000)
         self._waiting_bytes += len(keys)
-        self._waiting.append(Seen(now, saved, f"{tenant}\0{space}".encode(), block_tokens, keys))
+        place = f"{tenant}\0{space}".encode()
+        self._waiting.append(Seen(now, saved, place, block_tokens, keys, importance))
 
     def _put_into_lines(self, trace: Trace) -> Iterator[None]:
         """Convert noted requests to lines with the names of this trace; yield between portions."""
@@ -173,7 +183,8 @@ class Recorder:
                 self._add_line(trace, seen, names)
 
     def _add_line(self, trace: Trace, seen: Seen, names: list[int]) -> None:
-        for name in names:
+        is_hint = seen.importance is not None
+        for name in () if is_hint else names:
             self._recent[name] = None
             self._recent.move_to_end(name)
         while len(self._recent) > LIMIT_RECENT:
@@ -181,12 +192,13 @@ class Recorder:
         line = msgspec.json.encode(
             {
                 "timestamp": seen.milliseconds,
-                "input_length": len(names) * seen.block_tokens,
+                "input_length": 0 if is_hint else len(names) * seen.block_tokens,
                 "output_length": 0,
                 "hash_ids": names,
                 "block_tokens": seen.block_tokens,
                 "saved": seen.saved,
             }
+            | ({"importance": seen.importance} if is_hint else {})
         )
         if trace.written_bytes + len(line) + 1 > trace.limit_bytes:
             trace.full = True

@@ -13,10 +13,11 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import compress
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
-from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.planning import DiskLink, Planner
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.sim.disk import SimDisk
@@ -126,6 +127,7 @@ class Simulation:
             machine.admission == "auto" and machine.daily_bytes
         ):
             self._admission.turn_on()
+        self._hints: dict[int, float] = {}  # of blocks that are not stored yet
         self._loading: dict[int, WaitingRequest] = {}
         self._waiters: dict[int, list[WaitingRequest]] = {}
         self._reading: set[int] = set()
@@ -181,6 +183,13 @@ class Simulation:
     # --- a request -----------------------------------------------------------------------------
 
     def _arrive(self, index: int, nodes: list[int]) -> None:
+        if (hint := self._requests.hints[index]) >= 0:
+            self._policy.now(self.now)
+            self._admission.hint(_keys(nodes), hint)
+            self._hints.update(dict.fromkeys(nodes, hint))
+            there = [node for node in nodes if self._memory[node] or node in self._frames]
+            tell_hints(self._policy, self._hints, there)
+            return
         for above, node in zip([NOWHERE, *nodes], nodes, strict=False):
             self._parents[node] = above
         if self._requests.saved[index]:
@@ -398,6 +407,7 @@ class Simulation:
             self._policy.left(_ids(away))
             above = _ids(self._parents[node] for node in nodes)
             self._policy.added(_ids(nodes), _names(nodes), above)
+            tell_hints(self._policy, self._hints, nodes)
         for node in nodes:
             self._memory[node] = 1
             if self._knows_engine and node in self._engine and node in self._frames:
@@ -489,7 +499,10 @@ class Simulation:
         number = self._segment_number - len(self._segments) + 1
         old = [node for node in self._segments.popleft() if self._frames.get(node) == number]
         wanted = self._wanted | self._engine.away
-        again = [node for node in old if node in wanted and not self._memory[node]]
+        alone = [node for node in old if not self._memory[node]]
+        used = bytes(node in wanted for node in alone)
+        used = self._admission.worth_copying(_ids(alone), used, lambda ids: _keys(array("I", ids)))
+        again = list(compress(alone, used))
         for node in old:
             del self._frames[node]
             self._engine.leave_first.pop(node, None)
@@ -504,6 +517,17 @@ class Simulation:
             self._budget.spend(self._frame_bytes)
             self._segments[-1].append(node)
             self._frames[node] = self._segment_number
+
+
+def tell_hints(policy: Policy, hints: dict[int, float], nodes: list[int]) -> None:
+    """Report the hints about these blocks, and remove them."""
+    found = {node: hints.pop(node) for node in nodes if node in hints}
+    for importance in set(found.values()):
+        some = [node for node, one in found.items() if one == importance]
+        if importance > 0:
+            policy.hinted(_ids(some), importance, _names(some))
+        else:
+            policy.demoted(_ids(some[::-1]))
 
 
 def _ids(nodes: Iterable[int]) -> bytes:

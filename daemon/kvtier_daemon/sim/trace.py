@@ -3,8 +3,8 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
 `timestamp` is in milliseconds and never decreases, lengths are in tokens, and an id names a block with all
-blocks before it. Traces of `kvtier record` also contain `block_tokens`, and `saved` for blocks that were
-saved and not looked up.
+blocks before it. Traces of `kvtier record` also contain `block_tokens`, `saved` for blocks that were saved
+and not looked up, and `importance` for a hint about the importance of these blocks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class TraceLine(msgspec.Struct):
     hash_ids: Ids
     block_tokens: int = 0
     saved: bool = False
+    importance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class TraceRequests:
     seconds: array[float]
     inputs: array[int]
     lengths: array[int]  # in blocks
-    saved: bytes  # 1 for blocks that were saved, and not looked up
+    saved: bytes  # 1 for blocks that were saved, and not looked up; 2 for a hint
+    hints: array[float]  # the importance of the blocks; -1 if it is no hint
     block_tokens: int
 
     def __len__(self) -> int:
@@ -61,7 +63,7 @@ def read(path: Path, block_tokens: int = 0) -> TraceRequests:
     """Read a trace. Raises ConfigError with the number of the first invalid line."""
     decode = msgspec.json.Decoder(TraceLine).decode
     names, lengths, lines = array("Q"), array("I"), array("I")
-    seconds, inputs, saved = array("d"), array("Q"), bytearray()
+    seconds, inputs, saved, hints = array("d"), array("Q"), bytearray(), array("d")
     told = 0
 
     def wrong(number: int, why: object) -> ConfigError:
@@ -88,18 +90,23 @@ def read(path: Path, block_tokens: int = 0) -> TraceRequests:
                     raise wrong(number, "its timestamp is before that of the line before it")
                 if line.block_tokens < 0 or (seconds and line.block_tokens != told):
                     raise wrong(number, f"block_tokens={line.block_tokens} after {told}")
+                hint = -1 if line.importance is None else line.importance
+                if line.importance is not None and not 0 <= hint <= 1:
+                    raise wrong(number, f"importance={hint}, it must be 0 to 1")
                 told = line.block_tokens
                 seconds.append(line.timestamp / 1000)
                 lengths.append(len(line.hash_ids))
                 lines.append(number)
-                saved.append(line.saved)
+                saved.append(line.saved if hint < 0 else 2)
+                hints.append(hint)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     if not names:
         raise ConfigError(f"{path}: contains no requests")
-    native = Trace(names.tobytes(), lengths.tobytes(), seconds.tobytes())
+    native = Trace(names.tobytes(), lengths.tobytes(), seconds.tobytes(), hints.tobytes())
     if native.repeats is not None:
         raise wrong(lines[native.repeats], "hash_ids has a block twice")
     return TraceRequests(
-        path, native, seconds, inputs, lengths, bytes(saved), block_tokens or told or BLOCK_TOKENS
-    )
+        path, native, seconds, inputs, lengths, bytes(saved), hints,
+        block_tokens or told or BLOCK_TOKENS,
+    )  # fmt: skip

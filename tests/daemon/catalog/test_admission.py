@@ -64,6 +64,18 @@ def test_a_block_that_is_saved_again_after_its_eviction_is_written() -> None:
     assert tenant.written() == {key(1)}
 
 
+def test_a_block_that_is_called_important_is_worth_a_write() -> None:
+    tenant = Tenant()
+    tenant.save(1, 2, 3, 4)
+    for name in (1, 3):
+        look_up(tenant.catalog, tenant.space, key(name))
+    for name, importance in ((1, 0.2), (2, 0.8), (4, 0.5)):
+        tenant.catalog.hint(tenant.space, key(name), importance)
+    assert tenant.written() == {key(1), key(2), key(3)}
+    tenant.catalog.hint(tenant.space, key(2), 0.5)
+    assert tenant.written() == {key(1), key(3)}
+
+
 def test_write_through_applies_admission_too() -> None:
     tenant = Tenant()
     ids = tenant.save(1, 2)

@@ -26,10 +26,11 @@ from kvtier.wire import (
     Opened,
 )
 from kvtier_daemon.catalog import Catalog, Granted, KnownSpace, LeaseId, SessionId
-from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_kernels import Store
 from models.policies.attention import Attention, AttentionModel
 from models.policies.lru import LruModel
+from models.policies.value import Value, ValueModel
 from support.specs import spec_of
 from support.stores import look_up
 
@@ -358,9 +359,9 @@ def test_unimportant_blocks_are_evicted_first() -> None:
     assert (ready(catalog, space, old), ready(catalog, space, young)) == (4, 0)
 
 
-def test_important_blocks_outlive_their_peers() -> None:
-    policy = AttentionModel() if isinstance(make("lru"), LruModel) else Attention()
-    catalog = Catalog(Store(), policy)
+@pytest.mark.parametrize("kinds", [(Attention, AttentionModel), (Value, ValueModel)])
+def test_important_blocks_outlive_their_peers(kinds: tuple[type[Policy], type[Policy]]) -> None:
+    catalog = Catalog(Store(), kinds[isinstance(make("lru"), LruModel)]())
     catalog.add_extent(16 * SIZE, bytearray(-(-16 * SIZE // 4096) * 8))
     space, chains = space_of(catalog), [chain(4) for _ in range(3)]
     for keys in chains:

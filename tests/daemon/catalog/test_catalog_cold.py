@@ -617,6 +617,23 @@ def test_used_blocks_of_a_segment_get_a_second_chance() -> None:
     tenant.check()
 
 
+def test_important_blocks_of_a_segment_get_a_second_chance_once() -> None:
+    tenant, chains = Tenant(32), [chain(4) for _ in range(4)]
+    little, much, neither, unhinted = chains
+    for keys in chains:
+        tenant.save(keys)
+        tenant.move_out(keys)
+    for keys in (little, unhinted):
+        tenant.found(keys)
+    for keys, importance in ((little, 0.1), (much, 0.9), (neither, 0.5)):
+        assert tenant.catalog.hint(tenant.space, keys, importance) == 4
+    rescue = tenant.catalog.segments.reclaim(1, keep=99)
+    ids = tenant.store.resident(tenant.space.index, much + unhinted + little)
+    assert sorted(array("I", rescue.ids)) == sorted(array("I", ids))
+    assert tenant.catalog.segments.reclaim(1, keep=99).ids == b"", "a hint counts for one copy"
+    tenant.check()
+
+
 def test_blocks_in_memory_are_written_again_after_their_segment_was_dropped() -> None:
     tenant, keys = Tenant(8), chain(4)
     ids = tenant.save(keys)

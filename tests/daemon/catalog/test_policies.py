@@ -139,7 +139,7 @@ def test_native_and_model_agree_on_random_events(native, model, seed):
                 parents[one] = rnd.choice([NO_PARENT, one - 1 if one else NO_PARENT])
             more = [packed([one % 41 for one in ids]), pack(*(parents[one] for one in ids))]
         elif event == "hinted":
-            more = [rnd.choice([0.1, 0.5, 1.0])]
+            more = [rnd.choice([0.1, 0.5, 1.0]), packed([one % 41 for one in ids])]
         for policy in policies:
             if event == "now":
                 policy.now(now)
@@ -316,7 +316,7 @@ def test_value_uses_recency_while_the_clock_does_not_advance():
 
 
 def test_hints_keep_important_chains_and_evict_unimportant_ones_first():
-    for kind in (Attention, AttentionModel):
+    for kind in (Attention, AttentionModel, Value, ValueModel):
         policy = kind()
         chains = [list(range(first, first + 4)) for first in (0, 10, 20)]
         for at, chain in enumerate(chains):
@@ -325,9 +325,37 @@ def test_hints_keep_important_chains_and_evict_unimportant_ones_first():
         policy.now(100.0)
         oldest, middle, newest = (chain[::-1] for chain in chains)
         assert unpack(policy.victims(12)) == oldest + middle + newest
-        policy.hinted(pack(*chains[0]), 1.0)
-        policy.hinted(pack(*chains[2]), 0.1)
+        policy.hinted(pack(*chains[0]), 1.0, packed(chains[0]))
+        policy.hinted(pack(*chains[2]), 0.1, packed(chains[2]))
         assert unpack(policy.victims(12)) == newest + middle + oldest
+
+
+def hits_with_hints(policies, importance):
+    """The hits of conversations of which every other one goes on after 20 requests. `importance` is reported
+    when one begins, given whether it goes on."""
+    rnd, cache, open_ones = random.Random(7), Cache(policies, 120), []
+    for number in range(600):
+        chain = list(range(number * 100, number * 100 + 6))
+        cache.request(float(number), chain)
+        here = [name for name in chain if name in cache.at]
+        goes_on = rnd.random() < 0.5
+        told = importance(goes_on, rnd)
+        cache.tell("hinted", [cache.at[name] for name in here], told, packed(here))
+        open_ones += [chain] * goes_on
+        if len(open_ones) > 20:
+            cache.request(number + 0.5, open_ones.pop(0))
+    return cache.hits
+
+
+def test_auto_uses_hints_that_tell_what_is_used_again_and_learns_which_ones_are_wrong():
+    without = hits_with_hints([make("auto")], lambda goes_on, _: 0.5)
+    right = hits_with_hints([make("auto"), ValueModel()], lambda on, _: 1.0 if on else 0.1)
+    wrong = hits_with_hints([make("auto"), ValueModel()], lambda on, _: 0.1 if on else 1.0)
+    noise = hits_with_hints([make("auto")], lambda _, rnd: rnd.choice([0.1, 1.0]))
+    print(f"hits: {without} without hints, {right} right, {wrong} wrong, {noise} random ones")
+    assert right > 1.5 * without
+    assert wrong > 1.2 * without
+    assert noise > 0.95 * without
 
 
 def test_blocks_shared_by_chains_outlive_a_newer_chain():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier_daemon.cli import main
+from kvtier_daemon.sim.replay import replay
 from kvtier_daemon.sim.report import percentiles, report, without_tiers
 from kvtier_daemon.sim.tiers import RESIDENCY, SEGMENTS, Machine, Simulation
 from kvtier_daemon.sim.trace import TraceRequests, read
@@ -57,6 +58,59 @@ def machine(**more: Any) -> Machine:
         "prefill": PrefillCost(1e-4), "engines": 2, "nvme_read_bytes_s": 3e9,
     }  # fmt: skip
     return Machine(**fields | more)
+
+
+def hinted(path: Path, hints: bool, blocks: int = 8, gap: int = 24) -> TraceRequests:
+    """Chains, of which every fourth returns once when `gap` others came, and hints that tell which ones."""
+    lines, seconds = [], 0
+    for number in range(400):
+        for first in (number, number - gap):
+            if first < number and (first < 0 or first % 4):
+                continue
+            seconds += 1
+            line = {"timestamp": seconds * 1000, "input_length": blocks * 512, "output_length": 1}
+            line["hash_ids"] = list(range(first * blocks, (first + 1) * blocks))
+            lines.append(line)
+            if hints:
+                importance = 0.1 if first % 4 or first < number else 0.9
+                lines.append(line | {"input_length": 0, "importance": importance})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read(path)
+
+
+@pytest.mark.parametrize("policy", ["attention", "auto"])
+@pytest.mark.parametrize("nvme", [0, 64])
+def test_hints_of_a_trace_add_hits(policy: str, nvme: int, tmp_path: Path) -> None:
+    """Memory has room for 10 chains, the disk for 8; 24 others come between two uses of one."""
+    block = 131_072 * 512
+    hits = []
+    for hints in (False, True):
+        requests = hinted(tmp_path / "trace.jsonl", hints)
+        one = machine(policy=policy, memory_bytes=80 * block, nvme_bytes=nvme * block)
+        simulation = Simulation(requests, one)
+        simulation.run()
+        assert simulation.totals.looked_up_blocks == requests.looked_up_blocks == 494 * 8
+        hits.append(sum(simulation.totals.hit_blocks.values()))
+        alone = replay(requests, policy, 80, one.prefill)
+        best = replay(requests, "optimum", 80, one.prefill)
+        assert alone.hit_blocks <= best.hit_blocks <= requests.looked_up_blocks
+        hits.append(alone.hit_blocks)
+    print(policy, nvme, hits)
+    assert hits[2] > 1.15 * hits[0] and hits[3] > 1.15 * hits[1] and hits[3] > 600
+
+
+def test_the_disk_of_the_simulation_keeps_what_hints_call_important(tmp_path: Path) -> None:
+    """A policy that ignores hints, so only the reuse of segments differs."""
+    block = 131_072 * 512
+    hits = []
+    for hints in (False, True):
+        requests = hinted(tmp_path / "trace.jsonl", hints, 8, 140)
+        one = machine(policy="lru", memory_bytes=80 * block, nvme_bytes=1024 * block)
+        simulation = Simulation(requests, one)
+        simulation.run()
+        hits.append(simulation.totals.hit_blocks["nvme"])
+    print(hits)
+    assert hits[1] > 10 * hits[0] and hits[1] > 100
 
 
 # --- one tier --------------------------------------------------------------------------------------

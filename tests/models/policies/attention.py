@@ -7,7 +7,7 @@ models", NeurIPS 2023; G. Xiao et al., "Efficient streaming language models with
 ICLR 2024. `Attention` is native, `AttentionModel` the same in Python.
 """
 
-from models.policies.model import unpack
+from models.policies.model import hint_of, unpack
 from models.policies.native import Attention
 from models.policies.prefix import CONTINUED, LEVEL_SHIFT, SHARED, PrefixModel
 
@@ -17,8 +17,8 @@ __all__ = ["Attention", "AttentionModel"]
 class AttentionModel(PrefixModel):
     eighths = (8, 1, 64)  # no hint, little, much
 
-    def hinted(self, ids: bytes, importance: float) -> None:
-        level = 1 if importance < 1 / 3 else 0 if importance < 2 / 3 else 2
+    def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
+        level = hint_of(importance)
         for number in unpack(ids):
             block = self.blocks.get(number)
             if block is None or block.where == "nowhere":

@@ -64,7 +64,7 @@ class LruModel:
             if block in self._order:
                 self._order.move_to_end(block, last=False)
 
-    def hinted(self, ids: bytes, importance: float) -> None:
+    def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
         unpack(ids)  # only recency matters
 
     def victims(self, n: int) -> bytes:

@@ -51,6 +51,11 @@ def short_name(name: int) -> int:
 FEW = 1 << 16
 
 
+def hint_of(importance: float) -> int:
+    """1: little, 2: much, 0: neither."""
+    return 1 if importance < 1 / 3 else 0 if importance < 2 / 3 else 2
+
+
 # --- blocks in queues ----------------------------------------------------------------------------
 
 
@@ -178,7 +183,7 @@ class Queues:
                 self.push(number)
                 self.queues[0].move_to_end(number, last=False)
 
-    def hinted(self, ids: bytes, importance: float) -> None:
+    def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
         unpack(ids)  # these policies ignore hints
 
     def __len__(self) -> int:
@@ -363,7 +368,7 @@ class Chains:
                 if was_listed:
                     self._list(number, hot=False)
 
-    def hinted(self, ids: bytes, importance: float) -> None:
+    def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
         unpack(ids)
 
     def victims(self, n: int) -> bytes:
@@ -463,7 +468,7 @@ class Ages(Chains):
         self._spare = list(reversed(range(EPOCHS)))
         self._open()
 
-    def kind_of(self, own: int) -> int:
+    def kind_of(self, number: int) -> int:
         raise NotImplementedError
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
@@ -514,7 +519,7 @@ class Ages(Chains):
         for start, _, at in self._epochs:
             if start <= block.stamp:
                 slot = at
-        return 1 + slot * self.kinds + self.kind_of(block.own)
+        return 1 + slot * self.kinds + self.kind_of(number)
 
     def rank(self, number: int) -> int:
         slot, kind = divmod(number - 1, self.kinds)

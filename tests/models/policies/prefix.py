@@ -35,7 +35,8 @@ class PrefixModel(Ages):
             block.own |= SHARED
             number = block.parent
 
-    def kind_of(self, own: int) -> int:
+    def kind_of(self, number: int) -> int:
+        own = self.blocks[number].own
         return (own >> LEVEL_SHIFT) * 2 + bool(own & SHARED)
 
     def rank_of(self, kind: int, age: int, place: int) -> int:

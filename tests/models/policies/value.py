@@ -14,10 +14,10 @@ C. Waldspurger et al., "Cache modeling and optimization using miniature simulati
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from models.policies.model import Ages, mix, short_name
+from models.policies.model import Ages, hint_of, mix, short_name, unpack, unpack_names
 from models.policies.native import Value
 
 __all__ = ["Value", "ValueModel"]
@@ -25,7 +25,12 @@ __all__ = ["Value", "ValueModel"]
 # A kind is the use count of a block (a family, and six parts of it), and whether it was the last
 # of its request. While the count is low, its part is the number of blocks of the same batch.
 FAMILIES, PARTS, SELDOM = 16, 6, 4
-KINDS = FAMILIES * 2 * PARTS
+PLAIN = FAMILIES * 2 * PARTS
+# Blocks with a hint have kinds of their own, one for each family, hint and last or not. So the policy
+# learns what hints are worth; until then, a factor is assumed.
+KINDS = PLAIN + 2 * 2 * FAMILIES
+WORTH = {1: 1 / 8, 2: 8.0}  # little, much
+UNSEEN = 1e-6
 WANTED, LAST = 255, 256  # own bits
 AGES = 36
 ENDS = [int((1.4142135623730951 if at % 2 else 1.0) * 2.0 ** (at // 2 + 2)) for at in range(AGES)]
@@ -231,6 +236,7 @@ class ValueModel(Ages):
     def __init__(self) -> None:
         super().__init__(KINDS)
         self._seen: dict[int, Seen] = {}
+        self._hints: dict[int, int] = {}
         self._sample = 0xFFFFFFFF  # names up to this are watched
         # The last blocks of requests, the latest first.
         self._lasts: deque[tuple[int, int]] = deque(maxlen=64)
@@ -264,23 +270,42 @@ class ValueModel(Ages):
             return self._ranks[kind][age_kind(age)]
         if order != LEAST_WANTED:
             return 0
-        family = kind // (2 * PARTS)
-        return family * PARTS + (0 if family < SELDOM else kind % PARTS)
+        family = both_of(kind) // 2
+        return family * PARTS + (0 if family < SELDOM or kind >= PLAIN else kind % PARTS)
 
     # Blocks.
 
-    def kind_of(self, own: int) -> int:
+    def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
+        is_first, numbers = not self._hints, unpack(ids)
+        for number, name in zip(numbers, unpack_names(names, numbers), strict=True):
+            if number not in self.blocks or self.blocks[number].where == "nowhere":
+                continue
+            self._hints[number] = hint_of(importance)
+            called, kind = short_name(name), self.kind_of(number)
+            if called in self._seen:
+                self._seen[called].kind = kind
+            self._selector.corrected(called, kind)
+            if self.blocks[number].listed > 0:
+                self.relist(number)
+        if is_first and self._hints and self._news:
+            self._refit()  # no kind with a hint has a rank yet
+
+    def kind_of(self, number: int) -> int:
+        own, hint = self.blocks[number].own, self._hints.get(number, 0)
         family, part = divmod(own & WANTED, PARTS)
         if family >= SELDOM:
             family, part = divmod(step_of(level_of(own)), PARTS)
             family += SELDOM
-        return (family * 2 + bool(own & LAST)) * PARTS + part
+        both = family * 2 + bool(own & LAST)
+        return PLAIN + (hint - 1) * 2 * FAMILIES + both if hint else both * PARTS + part
 
     def met(self, number: int, name: int, again: bool, batch: int, last: bool) -> None:
         """A forgotten block has the count that the sketch remembers."""
         if again:
             self.used(number, name, last)
             return
+        if number in self._hints:
+            self._hints[number] = 0
         self._requests += last
         before = self._known(name)
         level = self._more(before - 1) if before else 0
@@ -302,7 +327,7 @@ class ValueModel(Ages):
         wanted = level * PARTS + came_with if level < SELDOM else SELDOM * PARTS + level - SELDOM
         own = wanted | (LAST if last else 0)
         self.blocks[number].own = own
-        called, kind = short_name(name), self.kind_of(own)
+        called, kind = short_name(name), self.kind_of(number)
         if last:
             self._lasts.appendleft((number, called))
         self._watch(called, kind)
@@ -323,10 +348,10 @@ class ValueModel(Ages):
         called = next((called for one, called in self._lasts if one == number), None)
         if called is None:
             return
-        self._selector.corrected(called, self.kind_of(block.own))
+        self._selector.corrected(called, self.kind_of(number))
         self._selector.joined(called)
         if called in self._seen:
-            self._seen[called].kind = self.kind_of(block.own)
+            self._seen[called].kind = self.kind_of(number)
 
     # Learning.
 
@@ -365,7 +390,7 @@ class ValueModel(Ages):
         for row in (*self._hits, *self._ends, self._blocks, self._squares):
             row[:] = [one * by for one in row]
 
-    def _mean_run(self, which: range) -> float:
+    def _mean_run(self, which: Sequence[int]) -> float:
         """The average length of the runs of these kinds, weighted by blocks."""
         blocks = squares = 0.0
         for kind in which:
@@ -379,10 +404,14 @@ class ValueModel(Ages):
         for seen in self._seen.values():
             ends[seen.kind][age_kind(self.quarters - seen.at)] += 1
         every = range(KINDS)
-        families = [range(first, first + PARTS) for first in range(0, KINDS, PARTS)]
+        families = [
+            [kind for kind in every if both_of(kind) == both] for both in range(2 * FAMILIES)
+        ]
         pool = chances(total(self._hits, every), total(ends, every), [0.0] * AGES, 1e-6, 1.0)
+        if self._hints:  # so that hints count before the first hit
+            pool = [max(one, UNSEEN) for one in pool]
         near: list[Row] = []
-        worth = []
+        worth: dict[int, Row] = {}
         for family in families:
             relatives = pool
             # The prior of a family is derived from an earlier family, scaled up: more uses make
@@ -395,11 +424,18 @@ class ValueModel(Ages):
                 chances(total(self._hits, family), total(ends, family), relatives, FEW, run)
             )
             for kind in family:
-                run = self._mean_run(range(kind, kind + 1))
-                own = chances(self._hits[kind], ends[kind], near[-1], FEW, run)
-                worth.append([best_rate(own, first) for first in range(AGES)])
-        order = {one: at for at, one in enumerate(sorted({one for row in worth for one in row}))}
-        self._ranks = [[order[one] for one in row] for row in worth]
+                relatives = near[-1]
+                if kind >= PLAIN:
+                    if not self._hints:
+                        continue
+                    factor = WORTH[1 + (kind - PLAIN) // (2 * FAMILIES)]
+                    relatives = [min(one * factor, 0.999) for one in relatives]
+                own = chances(self._hits[kind], ends[kind], relatives, FEW, self._mean_run([kind]))
+                worth[kind] = [best_rate(own, first) for first in range(AGES)]
+        every_worth = sorted({one for row in worth.values() for one in row})
+        order = {one: at for at, one in enumerate(every_worth)}
+        for kind, row in worth.items():
+            self._ranks[kind] = [order[one] for one in row]
         # The first observations, when all blocks were new, become outdated quickly.
         self._scale(max(0.0, 1 - (self._news - self._fitted) / min(MEMORY, self._news)))
         self._fitted = self._news
@@ -423,7 +459,12 @@ class ValueModel(Ages):
             self._sketch = {at: was // 2 for at, was in self._sketch.items()}
 
 
-def total(table: list[Row], which: range) -> Row:
+def both_of(kind: int) -> int:
+    """Twice the family, plus one if the block was the last of its request."""
+    return kind // PARTS if kind < PLAIN else (kind - PLAIN) % (2 * FAMILIES)
+
+
+def total(table: list[Row], which: Sequence[int]) -> Row:
     found = [0.0] * AGES
     for kind in which:
         for at in range(AGES):

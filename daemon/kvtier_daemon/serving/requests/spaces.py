@@ -80,6 +80,10 @@ class SpaceRequests:
         if not 0.0 <= request.importance <= 1.0:
             raise Refused("bad_request", f"importance is {request.importance}, it must be 0 to 1")
         blocks = tenant.catalog.hint(space, request.keys, request.importance)
+        if (recorder := self._server.recorder).is_on:
+            recorder.hinted(
+                tenant.name, space.number, space.spec.block_tokens, request.keys, request.importance
+            )
         return wire.Counted(request.id, blocks)
 
     def resident(self, tenant: Tenant, request: wire.Resident) -> wire.Reply:
