@@ -240,6 +240,32 @@ def copy_out(
 ) -> bytes:
     """Copies each slot into its target: the reverse of `copy_in`."""
 
+def copy_parts(
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    starts: Sequence[int],
+    each: int,
+    targets: Buffers,
+    threads: int = 1,
+) -> None:
+    """Copies, of each slot, `each` bytes from each of `starts`, one after another into its target.
+    Checks all bounds before a byte moves."""
+
+def copy_tokens(
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    starts: Sequence[int],
+    each: int,
+    tokens: _Integers,
+    block_tokens: int,
+    first: int,
+    targets: Buffers,
+    threads: int = 1,
+) -> bool:
+    """Copies tokens of `each` bytes, one after another; there is a target for each of `starts`, where
+    the tokens of every slot begin. The first slot contains the tokens from `first` on. Returns
+    False, and copies nothing, if a token is in none of the slots."""
+
 def seal_frame(header: bytearray, payload: Buffer) -> bytes:
     """Fills in a frame header's digests (see kvtier_daemon/codec/frame.py), and returns the
     payload's. ValueError if the header is invalid, or describes a payload of another size."""

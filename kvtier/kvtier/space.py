@@ -16,6 +16,7 @@ from kvtier.errors import InvalidArgument, Refused, StaleLease
 from kvtier.key import KEY_BYTES, Keys, hash_keys, token_keys
 from kvtier.layout import LIMIT_SHARDS, KvSpec
 from kvtier.loading import Lease, Loading
+from kvtier.parts import Chosen, choose
 from kvtier.saving import Saved, Saving
 from kvtier_kernels import Buffers
 
@@ -272,6 +273,8 @@ class Space:
         shard: int = 0,
         *,
         wait_ms: int = 0,
+        layers: Sequence[int] | None = None,
+        tokens: range | None = None,
     ) -> Loading:
         """Return a context manager, `with space.load(keys) as blocks:`, with read-only views of the ready
         prefix, held for `deadline_ms`. It first waits for blocks from disk, for at most `wait_ms`.
@@ -280,11 +283,17 @@ class Space:
         needs only its last blocks). If the `with` block takes longer than the deadline and a slot was
         reused, its end raises StaleLease: do not use the data. Raises ViewsInUse at its end if an object
         still refers to a view.
+
+        With `layers` or `tokens`, as in `load_into`, a view contains only these bytes of its block. They must
+        be consecutive: layers one after another, or tokens of one layer if it has one part.
         """
         _check_place(self.spec, group, shard)
-        return Loading(
-            self, keys, deadline_ms, group, shard, whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
-        )
+        chosen = choose(self.spec, group, layers, tokens)
+        if chosen is not None and len(chosen.starts) != 1:
+            text = "these layers and tokens are not consecutive in a block: use load_into"
+            raise InvalidArgument(text)
+        wait_ms = whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
+        return Loading(self, keys, deadline_ms, group, shard, wait_ms, chosen)
 
     def load_into(
         self,
@@ -296,39 +305,51 @@ class Space:
         threads: int | None = None,
         *,
         wait_ms: int = 0,
+        layers: Sequence[int] | None = None,
+        tokens: range | None = None,
     ) -> int:
         """Copy the ready prefix into `targets`: one buffer per block, or one buffer for all. Returns how
         many blocks of the prefix can be used. It first waits for blocks from disk, for at most `wait_ms`.
 
         Block i is copied to `targets[i]`. Buffers of blocks that this group does not need, and buffers
         after the prefix, are not changed. `threads`: None selects the number by the size.
+
+        With `layers` (a range or a list) or `tokens` (a range within the block), only these bytes of each
+        block are copied, and `targets` have their size: layer after layer, and within a layer as in the
+        block. In memory they are found by the description of the space: it must not be opaque, and its
+        layout must begin with `layer`. The checksum of a block covers all of it, so a client with `verify`
+        still reads whole blocks, and another one verifies no bytes, as in a whole load.
         """
         _check_place(self.spec, group, shard)
-        _check_threads(threads)
+        check_threads(threads)
+        chosen = choose(self.spec, group, layers, tokens)
         lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
         if not lease.ready:
             return 0
         blocks = good = 0
         try:
-            part, nbytes = lease.part(group, shard), self._block_bytes[group]
+            part = lease.part(group, shard)
+            nbytes = chosen.nbytes if chosen is not None else self._block_bytes[group]
             count = len(part.slots) // wire.SLOT_BYTES
             with Checking("targets"):
                 wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
-            good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
+            good = lease.copy_out(part, wanted, threads or copy_threads(count * nbytes), chosen)
             # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
             blocks = lease.ready if good == count else good if self.is_full(group) else 0
         finally:
-            lease.release(*self.used(group, shard, blocks, good))
+            lease.release(*self.used(group, shard, blocks, good, chosen))
         return blocks
 
-    def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]:
+    def used(
+        self, group: int, shard: int, blocks: int, slots: int, chosen: Chosen | None = None
+    ) -> tuple[int, int]:
         """Return the tokens and bytes that a load of one part used, for `Lease.release`. All parts
-        contain the same tokens, so only the first part counts tokens."""
+        contain the same tokens, so only the first part, and its first layer, count tokens."""
+        tokens, nbytes = self.spec.block_tokens, self._block_bytes[group]
+        if chosen is not None:
+            tokens, nbytes = chosen.tokens, chosen.nbytes
         first = (group, shard) == (0, 0)
-        return (
-            blocks * self.spec.block_tokens if first else 0,
-            slots * self._block_bytes[group] if blocks else 0,
-        )
+        return blocks * tokens if first else 0, slots * nbytes if blocks else 0
 
     def lease(
         self,
@@ -450,7 +471,7 @@ class Space:
         `ttl_s`: as in `reserve`.
         """
         keys = Keys.of(keys)
-        _check_threads(threads)
+        check_threads(threads)
         nbytes = self._block_bytes[group]
         with Checking("arrays"):
             sources = Buffers(arrays, 0, len(keys), nbytes)
@@ -464,7 +485,7 @@ class Space:
             try:
                 with saving:
                     if saving.slots:
-                        many = threads or _copy_threads(len(saving) * nbytes)
+                        many = threads or copy_threads(len(saving) * nbytes)
                         saving.copy(sources, many, checksum)
             except StaleLease:
                 continue  # the daemon has ended, and its memory was not kept: save again
@@ -601,12 +622,12 @@ def _check_place(spec: KvSpec, group: int, shard: int) -> None:
         raise InvalidArgument(f"the space has no group {group}, shard {shard}")
 
 
-def _check_threads(threads: int | None) -> None:
+def check_threads(threads: int | None) -> None:
     if threads is not None:
         whole("threads", threads, 1, LIMIT_COPY_THREADS)
 
 
-def _copy_threads(nbytes: int) -> int:
+def copy_threads(nbytes: int) -> int:
     """Return how many threads copy `nbytes` if the caller does not select a number."""
     if nbytes < LARGE_COPY_BYTES:
         return 1

@@ -80,6 +80,14 @@ def split(slots: bytes, parts: int, nbytes: int) -> list[bytes]:
     ]
 
 
+def moved(slots: bytes, nbytes: int) -> bytes:
+    """Return the packed places that are `nbytes` after the begin of each slot."""
+    return b"".join(
+        SLOT.pack(extent, reserved, offset + nbytes, generation)
+        for extent, reserved, offset, generation in SLOT.iter_unpack(slots)
+    )
+
+
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     id: int
 
