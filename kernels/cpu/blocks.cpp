@@ -410,6 +410,21 @@ void bind_blocks(nb::module_& m) {
         .def(nb::init<nb::handle, size_t, size_t, uint64_t, bool, bool>(), "memory"_a, "first"_a,
              "count"_a, "nbytes"_a, "writable"_a = false, "exact"_a = true)
         .def("__len__", &Buffers::count)
+        .def(
+            "write",
+            [](const Buffers& buffers, size_t number, nb::handle data) {
+                HeldMemory from;
+                from.take(data, Access::kRead, Shape::kContiguous, "data");
+                if (!buffers.writable()) throw nb::value_error("targets: a buffer is read-only");
+                if (number >= buffers.count()) {
+                    fail(nb::index_error, "buffer ", number, " of ", buffers.count());
+                }
+                if (from.size() != buffers.bytes()) {
+                    fail(nb::value_error, "data: ", from.size(), " bytes, not ", buffers.bytes());
+                }
+                if (from.size() != 0) std::memcpy(buffers.at(number), from.data(), from.size());
+            },
+            "number"_a, "data"_a)
         .def_prop_ro("nbytes", &Buffers::bytes);
     m.def(
         "copy_in",

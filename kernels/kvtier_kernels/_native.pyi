@@ -216,6 +216,9 @@ class Buffers:
         exact: bool = True,
     ) -> None: ...
     def __len__(self) -> int: ...
+    def write(self, number: int, data: _Memory) -> None:
+        """Copies the content of one buffer, as many bytes as it has."""
+
     @property
     def nbytes(self) -> int: ...
 

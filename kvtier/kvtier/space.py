@@ -106,6 +106,7 @@ class Space:
         self._most_shards = max(group.shards for group in spec.cache_groups)
         self._prefill: tuple[float, float] | None = None
         self._is_watched = self._missed_changes = False
+        self._reads_directly = all(self.is_full(at) for at in range(len(spec.cache_groups)))
 
     def reopened(self, opened: wire.Opened) -> list[wire.Message]:
         """The client is connected again. Return what else the daemon must know. Raises Refused if the tenant
@@ -117,6 +118,7 @@ class Space:
             raise Refused("no_tenant", text)
         self.index, self._secret, self._accepted = opened.space, opened.secret, opened.accepted
         self._missed_changes = self._is_watched
+        self._reads_directly = all(self.is_full(at) for at in range(len(self.spec.cache_groups)))
         return [] if self._prefill is None else [wire.Prefill(0, self.index, *self._prefill)]
 
     @property
@@ -318,27 +320,21 @@ class Space:
         block are copied, and `targets` have their size: layer after layer, and within a layer as in the
         block. In memory they are found by the description of the space: it must not be opaque, and its
         layout must begin with `layer`. The checksum of a block covers all of it, so a client with `verify`
-        still reads whole blocks, and another one verifies no bytes, as in a whole load.
+        still reads whole blocks in memory, and another one verifies no bytes, as in a whole load.
+
+        With `wait_ms` too, blocks that are only on disk are not read to memory: this process reads the pages
+        of their frames that it needs, and compares the digests of these, but not that of the whole block. If
+        the tenant has no `direct_reads`, in a space with groups that are not `full`, and for frames that are
+        encrypted or have a codec `zstd`, `ecsq` or `cachegen`, the daemon reads whole blocks as usual.
         """
         _check_place(self.spec, group, shard)
         check_threads(threads)
         chosen = choose(self.spec, group, layers, tokens)
+        if chosen is not None and wait_ms and self._reads_directly:
+            place = group, shard
+            return _load_parts(self, keys, targets, deadline_ms, place, threads, wait_ms, chosen)
         lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
-        if not lease.ready:
-            return 0
-        blocks = good = 0
-        try:
-            part = lease.part(group, shard)
-            nbytes = chosen.nbytes if chosen is not None else self._block_bytes[group]
-            count = len(part.slots) // wire.SLOT_BYTES
-            with Checking("targets"):
-                wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
-            good = lease.copy_out(part, wanted, threads or copy_threads(count * nbytes), chosen)
-            # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
-            blocks = lease.ready if good == count else good if self.is_full(group) else 0
-        finally:
-            lease.release(*self.used(group, shard, blocks, good, chosen))
-        return blocks
+        return _copy(self, lease, targets, 0, (group, shard), threads, chosen)
 
     def used(
         self, group: int, shard: int, blocks: int, slots: int, chosen: Chosen | None = None
@@ -553,6 +549,63 @@ class Space:
         return self.link.ask(
             lambda id_: wire.Forget(id_, self.index, packed, *others), wire.Counted
         ).blocks
+
+
+def _load_parts(
+    space: Space, given: Keys | Sequence[bytes], targets: Sequence[Any] | Any, deadline_ms: int,
+    place: tuple[int, int], threads: int | None, wait_ms: int, chosen: Chosen,
+) -> int:  # fmt: skip
+    """Copy what is in memory, and read what is only on disk, in turn. What neither gets, such as a frame that
+    only the daemon decodes, is loaded through the daemon's memory."""
+    from kvtier.direct_parts import read_parts  # imported here because few clients need it
+
+    keys, done, found, clock = Keys.of(given), 0, True, space.link.connection.clock
+    until, shards = clock() + wait_ms / 1000, [place[1]]
+    while found and done < len(keys) and clock() < until:
+        make = _lease_request(space, keys[done:], deadline_ms, shards, bring=False)
+        done += _copy(
+            space, Lease.of(space.link, make, make), targets, done, place, threads, chosen
+        )
+        try:
+            parts = read_parts(space, space.spec, keys, chosen, *place, done, wait_ms)
+        except Refused as error:
+            space._reads_directly = space._reads_directly and error.code == "too_many"
+            break
+        with Checking("targets"):
+            wanted = Buffers(targets, done, len(parts), chosen.nbytes, writable=True, exact=False)
+        for number, part in enumerate(parts):
+            wanted.write(number, part)
+        found, done = bool(parts), done + len(parts)
+    if done < len(keys):
+        left_ms = max(0, int((until - clock()) * 1000))
+        lease = space.lease(keys[done:], deadline_ms, shards, wait_ms=left_ms)
+        done += _copy(space, lease, targets, done, place, threads, chosen)
+    return done
+
+
+def _copy(
+    space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
+    threads: int | None, chosen: Chosen | None,
+) -> int:  # fmt: skip
+    """Copy the blocks of a lease into the targets from `at` on, and release it. Return how many blocks can be
+    used."""
+    if not lease.ready:
+        return 0
+    group, shard = place
+    blocks = good = 0
+    try:
+        part = lease.part(group, shard)
+        nbytes = chosen.nbytes if chosen is not None else space.group_block_bytes(group)
+        count = len(part.slots) // wire.SLOT_BYTES
+        with Checking("targets"):
+            first = at + part.first
+            wanted = Buffers(targets, first, count, nbytes, writable=True, exact=False)
+        good = lease.copy_out(part, wanted, threads or copy_threads(count * nbytes), chosen)
+        # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
+        blocks = lease.ready if good == count else good if space.is_full(group) else 0
+    finally:
+        lease.release(*space.used(group, shard, blocks, good, chosen))
+    return blocks
 
 
 def _lease_request(

@@ -446,11 +446,13 @@ class DirectRead(Message, tag=112):
 
 class DirectReadEnd(Message, tag=113):
     """End such a lease. `failed` has a byte for each granted block, 1 if its frame was not that block. The
-    daemon only counts it: a Prefetch lets the daemon verify the frame, and drop it if it is damaged. Answered
-    with a DirectReadChecked."""
+    daemon only counts it: a Prefetch lets the daemon verify the frame, and drop it if it is damaged. Of each
+    block, at most `tokens` and `nbytes` count as used. Answered with a DirectReadChecked."""
 
     lease: int
     failed: bytes
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
 
 
 class Resident(Message, tag=96):

@@ -20,23 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import FrameError, Keys, KvSpec, Space
-from kvtier.direct import DirectFrame, DirectLease, read_directly
-from kvtier.frame import (
-    ELEMENTS,
-    FIX4,
-    FP8,
-    ONCE,
-    PAGE,
-    Q2,
-    Q4,
-    Q8,
-    R32,
-    RAW,
-    ZERO_DIGEST,
-    Frame,
-    pages,
+from kvtier.direct import (
+    LOSSLESS,
+    DirectFrame,
+    DirectLease,
+    codecs_for,
+    is_decodable,
+    read_directly,
 )
-from kvtier.layout import PAGE_MARK
+from kvtier.frame import ELEMENTS, PAGE, RAW, ZERO_DIGEST, Frame, pages
+from kvtier.read_file import read_whole
 from kvtier.wire import LIMIT_DIRECT_BLOCKS, DirectReadCalibrated
 from kvtier_kernels.cuda import Driver
 from kvtier_kernels.cuda.codecs import ENCODED_PART, Codecs, Coder, DeviceCalibration, calibration
@@ -48,11 +41,8 @@ from kvtier_plugins.payload_reads import (
     PayloadReads,
     PinnedReads,
     direct_reads_fail,
-    read_whole,
 )
 
-LOSSLESS, LOSSY = (RAW, FIX4, R32), (Q8, Q4, Q2, FP8)
-FLOATS = ("bfloat16", "float16", "float32")
 LEASE_MS = 2000
 RING_BYTES = 64 << 20
 DIGESTS = 4096  # in one batch
@@ -72,15 +62,6 @@ class Counts:
         self.read = 0  # blocks that arrived
         self.failed = 0  # frames that were not these blocks, or blocks that are no longer stored
         self.nbytes = 0  # of payloads that arrived
-
-
-def codecs_for(spec: KvSpec) -> bytes:
-    """The numbers of the codecs that a device decodes for this space without a calibration. The daemon
-    decodes `zstd`, encrypted frames, and lossy ones of pages with an order of their own."""
-    if spec.dtype not in ELEMENTS:
-        return bytes([RAW])
-    lossy = spec.dtype in FLOATS and PAGE_MARK not in spec.layout
-    return bytes([*LOSSLESS, *(LOSSY if lossy else ())])
 
 
 class Ring:
@@ -236,7 +217,7 @@ class DirectReader:
             header = frame.verify(text, self._block_bytes)
         except FrameError:
             return None
-        if header.codec not in self.codecs or not _is_decodable(header):
+        if header.codec not in self.codecs or not is_decodable(header):
             return None
         one = self._calibrated
         wanted = one.profile if one is not None and header.codec == one.codec else ZERO_DIGEST
@@ -286,22 +267,6 @@ class DirectReader:
             bad = np.flatnonzero(self._coder.finish()["bad"]).tolist()
             sound[[parts[at][0] for at in bad]] = False
         return blocks
-
-
-def _is_decodable(header: Frame) -> bool:
-    """Whether the entries are parts of one codec, in order, and a lossy codec was applied only once."""
-    if header.codec not in LOSSLESS and header.lossy_generation != ONCE:
-        return False
-    at = 0
-    for entry in header.entries:
-        if entry.codec not in (RAW, header.codec):
-            return False
-        if entry.codec == RAW and entry.nbytes != entry.raw_bytes:
-            return False
-        if header.codec == RAW and entry.offset != at:
-            return False
-        at += entry.raw_bytes
-    return header.codec != RAW or at == header.payload_bytes
 
 
 def open_source(
