@@ -310,6 +310,21 @@ def decode_frame(
     frame must be an encrypted one of this identity; the payload, which must be writable, is then
     undefined."""
 
+def read_frame_parts(
+    frames: Sequence[tuple[int, int, int, int, int, int, bytes, bytes]],
+    element: int,
+    block_bytes: int,
+    starts: Sequence[int],
+    each: int,
+    into: _Memory,
+    threads: int = 1,
+) -> bytes:
+    """Reads, of the block of each frame, `each` bytes from each of `starts`, one after another into
+    `into`. A frame is a descriptor, its place, the bytes of header and payload, codec, epoch,
+    digest of the payload and identity. Reads the pages of the header, and of the entries that
+    contain these bytes, and compares their digests. Returns a byte for each frame: 0 if it is
+    damaged or another one, or a read failed; then its part of `into` is undefined."""
+
 @final
 class FrameKeys:
     """The keys of one tenant for AES-256-GCM, by OpenSSL's libcrypto, without the GIL. Python code

@@ -18,7 +18,6 @@ from kvtier.frame import (
     ELEMENTS,
     FIX4,
     FP8,
-    ONCE,
     PAGE,
     Q2,
     Q4,
@@ -103,22 +102,6 @@ def codecs_for(spec: KvSpec) -> bytes:
         return bytes([RAW])
     lossy = spec.dtype in FLOATS and PAGE_MARK not in spec.layout
     return bytes([*LOSSLESS, *(LOSSY if lossy else ())])
-
-
-def is_decodable(header: Frame) -> bool:
-    """Whether the entries are parts of one codec, in order, and a lossy codec was applied only once."""
-    if header.codec not in LOSSLESS and header.lossy_generation != ONCE:
-        return False
-    at = 0
-    for entry in header.entries:
-        if entry.codec not in (RAW, header.codec):
-            return False
-        if entry.codec == RAW and entry.nbytes != entry.raw_bytes:
-            return False
-        if header.codec == RAW and entry.offset != at:
-            return False
-        at += entry.raw_bytes
-    return header.codec != RAW or at == header.payload_bytes
 
 
 class DirectLease:

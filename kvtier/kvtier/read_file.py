@@ -44,18 +44,3 @@ class ReadFiles:
 
     def clear(self) -> None:
         self._of.clear()
-
-
-def read_whole(file: ReadFile, into: memoryview, at: int) -> bool:
-    """Read these bytes of a file; False if they cannot be read, or if the file is shorter. Without a page
-    cache, place and size are whole pages."""
-    done = 0
-    while done < len(into):
-        try:
-            count = os.preadv(file.fd, [into[done:]], at + done)
-        except OSError:
-            return False
-        if count == 0:
-            return False
-        done += count
-    return True

@@ -555,31 +555,31 @@ def _load_parts(
     space: Space, given: Keys | Sequence[bytes], targets: Sequence[Any] | Any, deadline_ms: int,
     place: tuple[int, int], threads: int | None, wait_ms: int, chosen: Chosen,
 ) -> int:  # fmt: skip
-    """Copy what is in memory, and read what is only on disk, in turn. What neither gets, such as a frame that
-    only the daemon decodes, is loaded through the daemon's memory."""
-    from kvtier.direct_parts import read_parts  # imported here because few clients need it
+    """Read the blocks that are only on disk, and load those between them through the daemon's memory: also
+    those that only the daemon can read."""
+    from kvtier.direct_parts import batches  # imported here because few clients need it
 
-    keys, done, found, clock = Keys.of(given), 0, True, space.link.connection.clock
-    until, shards = clock() + wait_ms / 1000, [place[1]]
-    while found and done < len(keys) and clock() < until:
-        make = _lease_request(space, keys[done:], deadline_ms, shards, bring=False)
-        done += _copy(
-            space, Lease.of(space.link, make, make), targets, done, place, threads, chosen
-        )
-        try:
-            parts = read_parts(space, space.spec, keys, chosen, *place, done, wait_ms)
-        except Refused as error:
-            space._reads_directly = space._reads_directly and error.code == "too_many"
-            break
-        with Checking("targets"):
-            wanted = Buffers(targets, done, len(parts), chosen.nbytes, writable=True, exact=False)
-        for number, part in enumerate(parts):
-            wanted.write(number, part)
-        found, done = bool(parts), done + len(parts)
-    if done < len(keys):
-        left_ms = max(0, int((until - clock()) * 1000))
-        lease = space.lease(keys[done:], deadline_ms, shards, wait_ms=left_ms)
-        done += _copy(space, lease, targets, done, place, threads, chosen)
+    keys, done, clock = Keys.of(given), 0, space.link.connection.clock
+    until = clock() + wait_ms / 1000
+    for found, end in batches(space, space.spec, keys, chosen, place, clock, until):
+        while done < end:
+            is_read, stop = done in found, done + 1
+            while stop < end and (stop in found) == is_read:
+                stop += 1
+            if is_read:
+                with Checking("targets"):
+                    wanted = Buffers(
+                        targets, done, stop - done, chosen.nbytes, writable=True, exact=False
+                    )
+                for number in range(stop - done):
+                    wanted.write(number, found[done + number])
+                done = stop
+                continue
+            left_ms = max(0, int((until - clock()) * 1000))
+            lease = space.lease(keys[done:stop], deadline_ms, [place[1]], wait_ms=left_ms)
+            done += _copy(space, lease, targets, done, place, threads, chosen)
+            if done < stop:
+                return done
     return done
 
 

@@ -20,16 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import FrameError, Keys, KvSpec, Space
-from kvtier.direct import (
-    LOSSLESS,
-    DirectFrame,
-    DirectLease,
-    codecs_for,
-    is_decodable,
-    read_directly,
-)
-from kvtier.frame import ELEMENTS, PAGE, RAW, ZERO_DIGEST, Frame, pages
-from kvtier.read_file import read_whole
+from kvtier.direct import LOSSLESS, DirectFrame, DirectLease, codecs_for, read_directly
+from kvtier.frame import ELEMENTS, ONCE, PAGE, RAW, ZERO_DIGEST, Frame, pages
 from kvtier.wire import LIMIT_DIRECT_BLOCKS, DirectReadCalibrated
 from kvtier_kernels.cuda import Driver
 from kvtier_kernels.cuda.codecs import ENCODED_PART, Codecs, Coder, DeviceCalibration, calibration
@@ -41,6 +33,7 @@ from kvtier_plugins.payload_reads import (
     PayloadReads,
     PinnedReads,
     direct_reads_fail,
+    read_whole,
 )
 
 LEASE_MS = 2000
@@ -217,7 +210,7 @@ class DirectReader:
             header = frame.verify(text, self._block_bytes)
         except FrameError:
             return None
-        if header.codec not in self.codecs or not is_decodable(header):
+        if header.codec not in self.codecs or not _is_decodable(header):
             return None
         one = self._calibrated
         wanted = one.profile if one is not None and header.codec == one.codec else ZERO_DIGEST
@@ -267,6 +260,22 @@ class DirectReader:
             bad = np.flatnonzero(self._coder.finish()["bad"]).tolist()
             sound[[parts[at][0] for at in bad]] = False
         return blocks
+
+
+def _is_decodable(header: Frame) -> bool:
+    """Whether the entries are parts of one codec, in order, and a lossy codec was applied only once."""
+    if header.codec not in LOSSLESS and header.lossy_generation != ONCE:
+        return False
+    at = 0
+    for entry in header.entries:
+        if entry.codec not in (RAW, header.codec):
+            return False
+        if entry.codec == RAW and entry.nbytes != entry.raw_bytes:
+            return False
+        if header.codec == RAW and entry.offset != at:
+            return False
+        at += entry.raw_bytes
+    return header.codec != RAW or at == header.payload_bytes
 
 
 def open_source(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvtier.direct import DirectFrame
 from kvtier.errors import KvtierError
-from kvtier.read_file import ReadFile, read_whole
+from kvtier.read_file import ReadFile
 from kvtier_kernels.cuda import Driver
 
 READERS = 8  # threads, which wait for the disk
@@ -163,6 +163,21 @@ def _read_bytes(read: Any) -> int:
         return int(read.get()) if read is not None else 0
     except (OSError, RuntimeError):
         return 0
+
+
+def read_whole(file: ReadFile, into: memoryview, at: int) -> bool:
+    """Read these bytes of a file; False if they cannot be read, or if the file is shorter. Without a page
+    cache, place and size are whole pages."""
+    done = 0
+    while done < len(into):
+        try:
+            count = os.preadv(file.fd, [into[done:]], at + done)
+        except OSError:
+            return False
+        if count == 0:
+            return False
+        done += count
+    return True
 
 
 def counted_reads(stats: Path = STATS) -> int | None:
