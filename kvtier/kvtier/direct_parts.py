@@ -15,7 +15,7 @@ from kvtier.errors import Refused
 from kvtier.frame import ELEMENTS
 from kvtier.key import Keys
 from kvtier.layout import KvSpec
-from kvtier.parts import Chosen
+from kvtier.parts import Selection
 from kvtier.wire import LIMIT_DIRECT_BLOCKS
 from kvtier_kernels import read_frame_parts
 
@@ -24,7 +24,7 @@ BATCH_BYTES = 64 << 20  # of chosen bytes, in memory until the daemon has confir
 
 
 def batches(
-    space: OpenSpace, spec: KvSpec, keys: Keys, chosen: Chosen, place: tuple[int, int],
+    space: OpenSpace, spec: KvSpec, keys: Keys, chosen: Selection, place: tuple[int, int],
     clock: Clock, until: float,
 ) -> Iterator[tuple[dict[int, memoryview], int]]:  # fmt: skip
     """Read the chosen bytes of the blocks of this group and shard that are only on disk. Each batch has those

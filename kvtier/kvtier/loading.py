@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvtier.key import Keys
     from kvtier.link import BothMappings, Link, Make, Mappings
-    from kvtier.parts import Chosen
+    from kvtier.parts import Selection
     from kvtier_kernels._native import _Integers
 
 
@@ -125,7 +125,7 @@ class Lease:
             raise InvalidArgument(f"views of a part: {error}") from error
 
     def copy_out(
-        self, part: wire.Part, targets: Buffers, threads: int, chosen: Chosen | None = None
+        self, part: wire.Part, targets: Buffers, threads: int, chosen: Selection | None = None
     ) -> int:
         """Copy the slots of a part, or these bytes of each. Returns how many leading blocks were not reused
         during the copy and, with digests, are the blocks that were saved: that reads the whole blocks."""
@@ -138,7 +138,7 @@ class Lease:
         return self._sound(part, self._digests(part, chosen.block_bytes))
 
     def copy_tokens(
-        self, part: wire.Part, chosen: Chosen, tokens: _Integers, block_tokens: int,
+        self, part: wire.Part, chosen: Selection, tokens: _Integers, block_tokens: int,
         targets: Buffers, threads: int,
     ) -> bool:  # fmt: skip
         """Copy tokens of the prefix: from each of the places `chosen` in its block, to one target each.
@@ -326,7 +326,7 @@ class Loadable(Protocol):
     def is_full(self, group: int) -> bool: ...
     def group_block_bytes(self, group: int) -> int: ...
     def used(
-        self, group: int, shard: int, blocks: int, slots: int, chosen: Chosen | None = ...
+        self, group: int, shard: int, blocks: int, slots: int, chosen: Selection | None = ...
     ) -> tuple[int, int]: ...
 
 
@@ -343,7 +343,7 @@ class Loading:
         group: int,
         shard: int,
         wait_ms: int,
-        chosen: Chosen | None = None,
+        chosen: Selection | None = None,
     ) -> None:
         """`chosen` has one start: a view is one range of bytes."""
         self._chosen = chosen

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtier.layout import KvSpec
 
 
-class Chosen(NamedTuple):
+class Selection(NamedTuple):
     """The same bytes of every block, which has `block_bytes`: `each` bytes from each of `starts`. `tokens`:
     how many tokens of a block a load of them counts as used; those of all layers count once."""
 
@@ -29,7 +29,7 @@ class Chosen(NamedTuple):
 
 def choose(
     spec: KvSpec, group: int, layers: Sequence[int] | None, tokens: range | None
-) -> Chosen | None:
+) -> Selection | None:
     """Return where these layers and tokens are in a block of the group; None for all of it. Raises
     InvalidArgument if the block has no such layers or tokens, or a layout that does not show them."""
     kind, many, nbytes = spec.cache_groups[group], spec.block_tokens, spec.group_block_bytes(group)
@@ -48,12 +48,12 @@ def choose(
         each, starts = nbytes // kind.layers, numbers
         if all(number == numbers[0] + at for at, number in enumerate(numbers)):
             each, starts = each * len(numbers), numbers[:1]
-        return Chosen(
+        return Selection(
             nbytes, tuple(number * (nbytes // kind.layers) for number in starts), each, used
         )
     starts, each = token_places(spec, group, numbers)
     first = tokens.start * each
-    return Chosen(nbytes, tuple(start + first for start in starts), len(tokens) * each, used)
+    return Selection(nbytes, tuple(start + first for start in starts), len(tokens) * each, used)
 
 
 def token_places(

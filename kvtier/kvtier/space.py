@@ -16,7 +16,7 @@ from kvtier.errors import InvalidArgument, Refused, StaleLease
 from kvtier.key import KEY_BYTES, Keys, hash_keys, token_keys
 from kvtier.layout import LIMIT_SHARDS, KvSpec
 from kvtier.loading import Lease, Loading
-from kvtier.parts import Chosen, choose
+from kvtier.parts import Selection, choose
 from kvtier.saving import Saved, Saving
 from kvtier_kernels import Buffers
 
@@ -290,7 +290,8 @@ class Space:
         be consecutive: layers one after another, or tokens of one layer if it has one part.
         """
         _check_place(self.spec, group, shard)
-        chosen = choose(self.spec, group, layers, tokens)
+        is_whole = layers is None and tokens is None
+        chosen = None if is_whole else choose(self.spec, group, layers, tokens)
         if chosen is not None and len(chosen.starts) != 1:
             text = "these layers and tokens are not consecutive in a block: use load_into"
             raise InvalidArgument(text)
@@ -329,7 +330,8 @@ class Space:
         """
         _check_place(self.spec, group, shard)
         check_threads(threads)
-        chosen = choose(self.spec, group, layers, tokens)
+        is_whole = layers is None and tokens is None
+        chosen = None if is_whole else choose(self.spec, group, layers, tokens)
         if chosen is not None and wait_ms and self._reads_directly:
             place = group, shard
             return _load_parts(self, keys, targets, deadline_ms, place, threads, wait_ms, chosen)
@@ -337,7 +339,7 @@ class Space:
         return _copy(self, lease, targets, 0, (group, shard), threads, chosen)
 
     def used(
-        self, group: int, shard: int, blocks: int, slots: int, chosen: Chosen | None = None
+        self, group: int, shard: int, blocks: int, slots: int, chosen: Selection | None = None
     ) -> tuple[int, int]:
         """Return the tokens and bytes that a load of one part used, for `Lease.release`. All parts
         contain the same tokens, so only the first part, and its first layer, count tokens."""
@@ -553,7 +555,7 @@ class Space:
 
 def _load_parts(
     space: Space, given: Keys | Sequence[bytes], targets: Sequence[Any] | Any, deadline_ms: int,
-    place: tuple[int, int], threads: int | None, wait_ms: int, chosen: Chosen,
+    place: tuple[int, int], threads: int | None, wait_ms: int, chosen: Selection,
 ) -> int:  # fmt: skip
     """Read the blocks that are only on disk, and load those between them through the daemon's memory: also
     those that only the daemon can read."""
@@ -585,7 +587,7 @@ def _load_parts(
 
 def _copy(
     space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
-    threads: int | None, chosen: Chosen | None,
+    threads: int | None, chosen: Selection | None,
 ) -> int:  # fmt: skip
     """Copy the blocks of a lease into the targets from `at` on, and release it. Return how many blocks can be
     used."""

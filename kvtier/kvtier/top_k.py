@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.arguments import Checking
 from kvtier.errors import InvalidArgument
 from kvtier.key import Keys
-from kvtier.parts import Chosen, token_places
+from kvtier.parts import Selection, token_places
 from kvtier.space import Space, check_threads, copy_threads
 from kvtier_kernels import Buffers
 
@@ -44,7 +44,7 @@ def load_tokens(
         count = len(tokens)  # type: ignore[arg-type]  # only a sequence or an array has places
     with Checking("targets"):
         wanted = Buffers(targets, 0, len(starts), count * each, writable=True)
-    chosen = Chosen(block_bytes, starts, each, 0)
+    chosen = Selection(block_bytes, starts, each, 0)
     keys = Keys.of(keys)
     lease, copied = space.lease(keys, deadline_ms, [shard], wait_ms=wait_ms), False
     try:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvtier import Client, Group, InvalidArgument, KvSpec, StaleLease, load_tokens, wire
 from kvtier.client import Lease
-from kvtier.parts import Chosen, choose
+from kvtier.parts import Selection, choose
 from kvtier_kernels import Buffers, release_views, views
 from support.daemons import Daemon
 from support.specs import spec_of
@@ -235,11 +235,11 @@ def test_parts_of_blocks_that_are_evicted_under_the_read_are_misses(
         part = lease.part(0, 0)
         reuse(writer, spec, lease)
         chosen = choose(spec, 0, [2], range(5, 9))
-        assert isinstance(chosen, Chosen)
+        assert isinstance(chosen, Selection)
         into = Buffers(bytearray(BLOCKS * chosen.nbytes), 0, BLOCKS, chosen.nbytes, writable=True)
         assert lease.copy_out(part, into, 1, chosen) == 0
         into = Buffers(bytearray(2048), 0, 1, 2048, writable=True)
-        one = Chosen(chosen.block_bytes, (0,), 1024, 0)
+        one = Selection(chosen.block_bytes, (0,), 1024, 0)
         assert not lease.copy_tokens(part, one, [0, 9], 64, into, 1)
 
 
