@@ -16,7 +16,8 @@ import itertools
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from bench_warm import buffers
 from harness import Arm, Daemon, Row, at_most, interval, pairs
 from kvtier import Client, Group, Keys, KvSpec, Space, load_tokens
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 LAYERS = 32
 ROUNDS = 15
 SHARE = 0.05
@@ -40,6 +41,7 @@ def row(name: str, part: Arm, whole: Arm, bar: float | None, rounds: int = ROUND
     low, high = interval(ratios)
     value = median(ratios)
     more = {"ms": 1e3 * median(part.seconds), "whole ms": 1e3 * median(whole.seconds)}
+    more["CPU x"] = median(part.cpu_seconds) / max(1e-6, median(whole.cpu_seconds))
     if bar is None:
         return Row(name, value, "x", low=low, high=high, more=more)
     found = at_most(name, value, "x", bar, **more)
@@ -123,14 +125,15 @@ def top_k(
     (target,) = buffers(1, groups[0].parts * len(choices[0]) * token)
     indexer = buffers(count, nbytes[1]) if len(groups) > 1 else []
 
-    def chosen() -> None:
+    def chosen(before: Callable[[int], None] = lambda layer: None) -> None:
+        lease = space.lease(keys, 10_000)
         for layer, choice in enumerate(choices):
-            assert load_tokens(space, keys, choice, target, layers=[layer], deadline_ms=10_000)
+            before(layer)
+            assert load_tokens(space, lease, choice, target, layers=[layer])
+        lease.release()
 
-    def with_indexer() -> None:
-        for layer, choice in enumerate(choices):
-            assert space.load_into(keys, indexer_part(layer), group=1, layers=[layer]) == count
-            assert load_tokens(space, keys, choice, target, layers=[layer], deadline_ms=10_000)
+    def indexer_keys(layer: int) -> None:
+        assert space.load_into(keys, indexer_part(layer), 10_000, group=1, layers=[layer]) == count
 
     def indexer_part(layer: int) -> list[memoryview]:
         size = nbytes[1] // groups[1].layers
@@ -147,7 +150,7 @@ def top_k(
     yield row(f"{title}, relative to all", Arm(chosen), Arm(all_of_it), 0.15)
     if indexer:
         title += ", and before that all keys of its indexer"
-        yield row(title, Arm(with_indexer), Arm(all_of_it), None)
+        yield row(title, Arm(lambda: chosen(indexer_keys)), Arm(all_of_it), None)
     space.forget(keys)
 
 
@@ -182,66 +185,70 @@ def memory(folder: Path) -> Iterator[Row]:
 # --- from disk ----------------------------------------------------------------------------------
 
 
-class Blocks:
-    """Single blocks that are only on disk. Each load of a whole block takes another one, because then the
-    block is in memory."""
+SINGLES, CHAINS, LONG = 45, 8, 64
 
-    def __init__(self, space: Space, count: int) -> None:
-        self.space = space
-        self.keys = [space.keys([n] * 16) for n in range(count)]
-        self.fresh = itertools.chain(self.keys)
 
-    def load(self, next_keys: Callable[[], Keys], target: Any, **options: Any) -> None:
-        assert self.space.load_into(next_keys(), target, wait_ms=WAIT_MS, **options) == 1
+class OnDisk:
+    """Prefixes that are only on disk. A load of whole blocks takes the next one, because its blocks are then
+    in memory; the last ones stay on disk, and parts are read from these."""
+
+    def __init__(self, space: Space, count: int, blocks: int, kept: int) -> None:
+        self.space, self.blocks = space, blocks
+        tail = list(range(16 * (blocks - 1)))
+        self.keys = [space.keys([blocks * 1000 + n] * 16 + tail) for n in range(count + kept)]
+        self.kept = self.keys[-kept:]
+        self._fresh, self._cold = iter(self.keys), itertools.cycle(self.kept)
+
+    def whole(self, targets: Any) -> None:
+        self._load(next(self._fresh), targets)
+
+    def part(self, targets: Any, layers: Sequence[int]) -> None:
+        self._load(next(self._cold), targets, layers=layers)
+
+    def _load(self, keys: Keys, targets: Any, **options: Any) -> None:
+        assert self.space.load_into(keys, targets, wait_ms=WAIT_MS, **options) == self.blocks
 
 
 def disk(folder: Path) -> Iterator[Row]:
-    count = 4 * ROUNDS + 16
-    size = 2 * count * 2 * MIB
+    size = 3 * GIB
     options: dict[str, Any] = {"write": "through", "options": PERMIT}
-    sources = noise_of(count * 2 * MIB)
-    with ColdDaemon(folder, size, 2 * size, **options) as daemon:
+    source = noise_of(2 * MIB)  # a layer of one block is not that of another
+    with ColdDaemon(folder, size, size, **options) as daemon:
         daemon.wait_for_arena()
-        space = daemon.client.open(gqa())
-        blocks = Blocks(space, count)
-        for number, keys in enumerate(blocks.keys):
-            one = sources[number * 2 * MIB : (number + 1) * 2 * MIB]
-            assert space.save(keys, [one]).stored == 1
-        daemon.wait_for_written(count)
-    with ColdDaemon(folder, size, 2 * size, **options) as daemon:
+        blocks = 0
+        for one in prefixes(daemon.client.open(gqa())):
+            for keys in one.keys:
+                assert one.space.save(keys, [source] * one.blocks).stored == one.blocks
+            blocks += len(one.keys) * one.blocks
+        daemon.wait_for_written(blocks)
+    with ColdDaemon(folder, size, size, **options) as daemon:
         daemon.wait_for_arena()
-        space = daemon.client.open(gqa())
-        until = harness.time.monotonic() + 60
-        while daemon.client.stats()["tiers"]["cold"]["blocks"] < count:
-            assert harness.time.monotonic() < until
-            harness.time.sleep(0.05)
-        yield from disk_rows(Blocks(space, count), sources, count)
+        until = time.monotonic() + 60
+        while daemon.client.stats()["tiers"]["cold"]["blocks"] < blocks:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for one in prefixes(daemon.client.open(gqa())):
+            yield from disk_rows(one, source)
 
 
-def disk_rows(blocks: Blocks, sources: memoryview, count: int) -> Iterator[Row]:
-    size = 2 * MIB // LAYERS
-    (part,), (target,) = buffers(1, size), buffers(1, 2 * MIB)
-    numbers = itertools.cycle(range(LAYERS))
-    # The last ones stay on disk: parts are read from these.
-    cold = itertools.cycle(blocks.keys[-2 * ROUNDS :])
-    for at, keys in list(enumerate(blocks.keys))[-2 * ROUNDS :]:
-        blocks.load(lambda keys=keys: keys, part, layers=[7])  # type: ignore[misc]
-        start = at * 2 * MIB + 7 * size
-        assert part == sources[start : start + size]
-    name = f"one layer of {LAYERS} of one block of 2 MiB on disk, relative to the block"
-    arms: dict[str, tuple[Arm, float | None]] = {
-        "through the daemon's memory": (
-            Arm(lambda: blocks.load(lambda: next(blocks.fresh), target)), 0.25,
-        ),
-        "read by the client too": (
-            Arm(lambda: blocks.load(lambda: next(cold), target, layers=range(LAYERS))), None,
-        ),
-    }  # fmt: skip
-    for how, (whole, bar) in arms.items():
-        one = Arm(lambda: blocks.load(lambda: next(cold), part, layers=[next(numbers)]))
-        yield row(f"{name} {how}", one, whole, bar)
-    ready = blocks.space.match(blocks.keys[-1]).ready
-    assert ready == 0, "the blocks that parts were read from are still only on disk"
+def prefixes(space: Space) -> tuple[OnDisk, OnDisk]:
+    return OnDisk(space, SINGLES + 2, 1, 20), OnDisk(space, CHAINS + 2, LONG, 2)
+
+
+def disk_rows(on: OnDisk, source: memoryview) -> Iterator[Row]:
+    size, numbers = 2 * MIB // LAYERS, itertools.cycle(range(LAYERS))
+    parts, targets = buffers(on.blocks, size), buffers(on.blocks, 2 * MIB)
+    for layer in range(LAYERS):
+        on.part(parts, [layer])
+        assert all(part == source[layer * size : (layer + 1) * size] for part in parts)
+    which = "one block" if on.blocks == 1 else f"{on.blocks} blocks"
+    name = f"one layer of {LAYERS} of {which} of 2 MiB on disk"
+    rounds = SINGLES if on.blocks == 1 else CHAINS
+    one = Arm(lambda: on.part(parts, [next(numbers)]))
+    yield row(
+        f"{name}, relative to the load of it all", one, Arm(lambda: on.whole(targets)), 0.25, rounds
+    )
+    assert on.space.locate(on.kept)[0].memory == 0, "parts were read from disk"
 
 
 def main() -> int:

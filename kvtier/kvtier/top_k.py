@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.arguments import Checking
 from kvtier.errors import InvalidArgument
 from kvtier.key import Keys
+from kvtier.loading import Lease
 from kvtier.parts import Selection, token_places
 from kvtier.space import Space, check_threads, copy_threads
 from kvtier_kernels import Buffers
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def load_tokens(
     space: Space,
-    keys: Keys | Sequence[bytes],
+    keys: Keys | Sequence[bytes] | Lease,
     tokens: _Integers,
     targets: Sequence[Any] | Any,
     deadline_ms: int = 500,
@@ -36,24 +37,33 @@ def load_tokens(
     part, and in each of these the tokens in the order of `tokens`. A layout with heads before tokens has a
     buffer per head too. `layers`, and what is verified: as in `Space.load_into`. The prefix must be in memory
     as a whole: the load first waits for blocks from disk, for at most `wait_ms`, and these are read whole.
+
+    In place of `keys`, a caller that loads several times passes a lease that it holds, from `Space.lease`.
     """
-    block_bytes, block_tokens = space.group_block_bytes(group), space.spec.block_tokens
+    block_tokens = space.spec.block_tokens
     starts, each = token_places(space.spec, group, layers)
+    chosen = Selection(space.group_block_bytes(group), starts, each, 0)
     check_threads(threads)
     with Checking("tokens"):
         count = len(tokens)  # type: ignore[arg-type]  # only a sequence or an array has places
     with Checking("targets"):
         wanted = Buffers(targets, 0, len(starts), count * each, writable=True)
-    chosen = Selection(block_bytes, starts, each, 0)
+    many = threads or copy_threads(count * chosen.nbytes)
+
+    def copied(lease: Lease) -> bool:
+        if not lease.ready:
+            return False
+        part = lease.part(group, shard)
+        return lease.copy_tokens(part, chosen, tokens, block_tokens, wanted, many)
+
+    if isinstance(keys, Lease):
+        return copied(keys)
     keys = Keys.of(keys)
-    lease, copied = space.lease(keys, deadline_ms, [shard], wait_ms=wait_ms), False
+    lease, is_whole = space.lease(keys, deadline_ms, [shard], wait_ms=wait_ms), False
     try:
-        if lease.ready:
-            many = threads or copy_threads(count * chosen.nbytes)
-            part = lease.part(group, shard)
-            copied = lease.copy_tokens(part, chosen, tokens, block_tokens, wanted, many)
-            if not copied and max(tokens, default=0) >= len(keys) * block_tokens:  # type: ignore[arg-type]
-                raise InvalidArgument(f"tokens: the prefix has {len(keys) * block_tokens} tokens")
+        is_whole = copied(lease)
+        if not is_whole and max(tokens, default=0) >= len(keys) * block_tokens:  # type: ignore[arg-type]
+            raise InvalidArgument(f"tokens: the prefix has {len(keys) * block_tokens} tokens")
     finally:
-        lease.release(0, count * chosen.nbytes if copied else 0)
-    return copied
+        lease.release(0, count * chosen.nbytes if is_whole else 0)
+    return is_whole

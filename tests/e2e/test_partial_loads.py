@@ -324,6 +324,14 @@ def test_chosen_tokens_are_those_of_a_whole_load(spaces: dict[str, Saved], data:
     options["threads"] = data.draw(st.sampled_from([None, 2]))
     assert load_tokens(saved.space, saved.keys, chosen, one, **options)
     assert one == wanted.tobytes()
+    lease = saved.space.lease(saved.keys, shards=[shard])
+    one[:] = bytes(len(one))
+    assert load_tokens(saved.space, lease, chosen, one, **options) and one == wanted.tobytes()
+    assert (
+        not load_tokens(saved.space, lease, [BLOCKS * TOKENS] * len(chosen), one, **options)
+        or not chosen
+    )
+    lease.release()
     many = [np.zeros(wanted[0, 0].size, np.uint8) for _ in range(wanted.shape[0] * wanted.shape[1])]
     numbers: Sequence[int] | Any = np.array(chosen, np.int64)
     assert load_tokens(saved.space, saved.keys, numbers, many, **options)
