@@ -118,8 +118,8 @@ class Lease:
     def views(self, part: wire.Part, nbytes: int, start: int = 0) -> list[memoryview]:
         """Return read-only views of the slots of a part: of `nbytes` from the byte `start` of each. Call
         `fresh` after reading. Verifies nothing: `matching` does."""
-        slots = wire.moved(part.slots, start) if start else part.slots
         try:
+            slots = wire.moved(part.slots, start) if start else part.slots
             return views(self._extents, slots, nbytes, False)
         except WRONG as error:
             raise InvalidArgument(f"views of a part: {error}") from error
@@ -132,10 +132,12 @@ class Lease:
         with Checking("copying a part"):
             if chosen is None:
                 digests = copy_out(self._extents, part.slots, targets, threads, bool(part.digests))
-                return self._sound(part, digests)
-            starts, each = chosen.starts, chosen.each
-            copy_parts(self._extents, part.slots, starts, each, targets, threads)
-        return self._sound(part, self._digests(part, chosen.block_bytes))
+            else:
+                starts, each = chosen.starts, chosen.each
+                copy_parts(self._extents, part.slots, starts, each, targets, threads)
+        if chosen is not None:
+            digests = self._digests(part, chosen.block_bytes)
+        return self._sound(part, digests)
 
     def copy_tokens(
         self, part: wire.Part, chosen: Selection, tokens: _Integers, block_tokens: int,
