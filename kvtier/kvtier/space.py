@@ -106,7 +106,7 @@ class Space:
         self._most_shards = max(group.shards for group in spec.cache_groups)
         self._prefill: tuple[float, float] | None = None
         self._is_watched = self._missed_changes = False
-        self._reads_directly = all(self.is_full(at) for at in range(len(spec.cache_groups)))
+        self._is_all_full = all(self.is_full(at) for at in range(len(spec.cache_groups)))
 
     def reopened(self, opened: wire.Opened) -> list[wire.Message]:
         """The client is connected again. Return what else the daemon must know. Raises Refused if the tenant
@@ -118,7 +118,6 @@ class Space:
             raise Refused("no_tenant", text)
         self.index, self._secret, self._accepted = opened.space, opened.secret, opened.accepted
         self._missed_changes = self._is_watched
-        self._reads_directly = all(self.is_full(at) for at in range(len(self.spec.cache_groups)))
         return [] if self._prefill is None else [wire.Prefill(0, self.index, *self._prefill)]
 
     @property
@@ -332,7 +331,7 @@ class Space:
         check_threads(threads)
         is_whole = layers is None and tokens is None
         chosen = None if is_whole else choose(self.spec, group, layers, tokens)
-        if chosen is not None and wait_ms and self._reads_directly:
+        if chosen is not None and wait_ms and self._is_all_full:
             place = group, shard
             return _load_parts(self, keys, targets, deadline_ms, place, threads, wait_ms, chosen)
         lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
