@@ -131,6 +131,7 @@ format: venv    ## fix the format
 
 bench: venv     ## the benchmarks, against memcpy in the same run; results in benchmarks/results
 	$(BIN)/python benchmarks/bench_warm.py
+	$(BIN)/python benchmarks/bench_partial.py
 	$(BIN)/python benchmarks/bench_control.py
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py

@@ -39,6 +39,7 @@ SOURCES = {
     "sglang": "python benchmarks/bench_sglang.py",
     "peers": "python benchmarks/bench_peers.py",
     "writes": "python benchmarks/bench_writes.py",
+    "partial": "python benchmarks/bench_partial.py",
 }
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 import kvtier
-from kvtier import client, key, layout
+from kvtier import client, key, layout, top_k
 
 WIDTH = 100
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "Name blocks": (key.Keys,),
     "Look up, load and save": (
         client.Space, client.Match, client.Blocks, client.Lease, client.Saving, client.Saved,
+        top_k.load_tokens,
     ),
     "Other results": (client.Pinned, client.Changes, client.Change, client.Reader),
     "Exceptions": (

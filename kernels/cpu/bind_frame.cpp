@@ -13,6 +13,8 @@
 #include "codec/numbers.h"
 #include "encryption.h"
 #include "frame.h"
+#include "page.h"
+#include "parallel.h"
 #include "python_bytes.h"
 #include "unlocked.h"
 
@@ -50,6 +52,10 @@ size_t encode(const By& by, uint32_t element, const FrameMemory& held, const How
     return found;
 }
 
+// fd, place, bytes of header and payload, codec, epoch, digest of the payload, identity
+using FrameTuple =
+    std::tuple<int, uint64_t, size_t, size_t, uint32_t, uint64_t, nb::bytes, nb::bytes>;
+
 // Copies the bytes of an object with exactly that many.
 template <size_t kSize>
 std::array<uint8_t, kSize> exactly(nb::bytes object, const char* what) {
@@ -57,6 +63,44 @@ std::array<uint8_t, kSize> exactly(nb::bytes object, const char* what) {
     std::array<uint8_t, kSize> copy;
     std::memcpy(copy.data(), object.c_str(), kSize);
     return copy;
+}
+
+nb::bytes read_parts(const std::vector<FrameTuple>& rows, uint32_t element, size_t block_bytes,
+                     const std::vector<uint64_t>& starts, size_t each, nb::handle into,
+                     size_t threads) {
+    const codec::Element is = codec::element_of(element);
+    HeldMemory to;
+    to.take(into, Access::kWrite, Shape::kContiguous, "into");
+    for (const uint64_t start : starts) {
+        if (each > block_bytes || start > block_bytes - each) {
+            throw nb::index_error("starts: outside of the block");
+        }
+    }
+    const size_t bytes = starts.size() * each;
+    if (bytes == 0 || to.size() / bytes != rows.size() || to.size() % bytes != 0) {
+        throw nb::value_error("into: not of the size of the parts of all frames");
+    }
+    std::vector<FramePlace> frames;
+    for (const auto& [fd, at, header_bytes, payload_bytes, by, epoch, digest, identity] : rows) {
+        if (header_bytes == 0 || header_bytes % kPage != 0) {
+            throw nb::value_error("header: must be whole pages");
+        }
+        frames.push_back({fd, at, header_bytes, payload_bytes, codec::codec_of(by), epoch,
+                          exactly<kDigestBytes>(digest, "digest"),
+                          exactly<kIdentityBytes>(identity, "identity")});
+    }
+    NewBytes sound(frames.size());
+    {
+        const Unlocked unlocked;
+        in_parallel(
+            frames.size(), threads, 0,
+            [&](size_t i) {
+                sound.data()[i] = read_frame_parts(frames[i], is, block_bytes, starts, each,
+                                                   to.data() + i * bytes);
+            },
+            [] {});
+    }
+    return sound.object;
 }
 
 SharedKeys keys_of(const std::vector<std::tuple<nb::bytes, nb::bytes>>& secrets) {
@@ -182,6 +226,8 @@ void bind_frame(nb::module_& m) {
         "element"_a, "header"_a, "payload"_a, "digest"_a, "into"_a, "lossy"_a.none() = nb::none(),
         "arrived"_a = std::vector<size_t>(), "keys"_a.none() = nb::none(),
         "identity"_a = nb::bytes("", 0));
+    m.def("read_frame_parts", &read_parts, "frames"_a, "element"_a, "block_bytes"_a, "starts"_a,
+          "each"_a, "into"_a, "threads"_a = 1);
     nb::class_<SharedKeys>(m, "FrameKeys", nb::is_final())
         .def(
             "__init__",

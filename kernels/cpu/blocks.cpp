@@ -185,6 +185,75 @@ nb::bytes copy_whole(nb::handle mappings, nb::handle packed, const Buffers& buff
     return digests.object;
 }
 
+// The same `each` bytes from each of these places of every block.
+struct Parts {
+    Parts(const std::vector<uint64_t>& starts, uint64_t each) : starts(starts), each(each) {
+        if (starts.empty() || each == 0) throw nb::value_error("parts: none");
+        const uint64_t last = *std::max_element(starts.begin(), starts.end());
+        if (last > kMost || each > kMost) throw nb::value_error("parts: too many bytes");
+        end = last + each;
+    }
+
+    static constexpr uint64_t kMost = uint64_t{1} << 31;  // products with 32 bits fit
+    const std::vector<uint64_t>& starts;
+    uint64_t each, end;
+};
+
+void check_targets(const Buffers& targets, size_t count, uint64_t bytes) {
+    if (!targets.writable()) throw nb::value_error("targets: a buffer is read-only");
+    if (targets.count() != count || targets.bytes() != bytes) {
+        fail(nb::value_error, targets.count(), " targets of ", targets.bytes(), " bytes, not ",
+             count, " of ", bytes);
+    }
+}
+
+void copy_parts(nb::handle mappings, nb::handle packed, const std::vector<uint64_t>& starts,
+                uint64_t each, const Buffers& targets, long threads) {
+    const size_t most = checked_threads(threads);
+    const Parts parts(starts, each);
+    Slots slots(mappings, packed);
+    check_targets(targets, slots.count(), starts.size() * each);
+    const std::vector<uint8_t*> at = places(slots, parts.end, false);
+    const Unlocked unlocked;
+    copy_blocks(at.size(), targets.bytes(), most, 0, nullptr, [&](size_t i, const auto& sink) {
+        const uint8_t* const after = at[i + 1 < at.size() ? i + 1 : i] + starts[0];
+        uint8_t* to = targets.at(i);
+        for (size_t j = 0; j < starts.size(); j++, to += each) {
+            const bool last = j + 1 == starts.size();
+            sink(to, at[i] + starts[j], static_cast<size_t>(each),
+                 last ? after : at[i] + starts[j + 1]);
+        }
+    });
+}
+
+bool copy_tokens(nb::handle mappings, nb::handle packed, const std::vector<uint64_t>& starts,
+                 uint64_t each, nb::handle tokens, uint32_t block_tokens, uint64_t first,
+                 const Buffers& targets, long threads) {
+    const size_t most = checked_threads(threads);
+    if (block_tokens == 0) throw nb::value_error("block_tokens: must be at least 1");
+    const std::vector<uint32_t> wanted = read_u32(tokens, "tokens", true);
+    const Parts parts(starts, each);
+    Slots slots(mappings, packed);
+    check_targets(targets, starts.size(), wanted.size() * each);
+    const uint64_t bytes = parts.end + each * (block_tokens - uint64_t{1});
+    const std::vector<uint8_t*> at = places(slots, bytes, false);
+    std::vector<const uint8_t*> from(wanted.size());
+    for (size_t k = 0; k < wanted.size(); k++) {
+        if (wanted[k] < first || (wanted[k] - first) / block_tokens >= at.size()) return false;
+        const uint64_t token = wanted[k] - first;
+        from[k] = at[token / block_tokens] + token % block_tokens * each;
+    }
+    const Unlocked unlocked;
+    copy_blocks(starts.size(), targets.bytes(), most, 0, nullptr, [&](size_t j, const auto& sink) {
+        uint8_t* to = targets.at(j);
+        for (size_t k = 0; k < from.size(); k++, to += each) {
+            const uint8_t* const next = from[k + 1 < from.size() ? k + 1 : k];
+            sink(to, from[k] + starts[j], static_cast<size_t>(each), next + starts[j]);
+        }
+    });
+    return true;
+}
+
 // Where the pieces of an engine's paged blocks are.
 class EnginePieces {
  public:
@@ -341,6 +410,21 @@ void bind_blocks(nb::module_& m) {
         .def(nb::init<nb::handle, size_t, size_t, uint64_t, bool, bool>(), "memory"_a, "first"_a,
              "count"_a, "nbytes"_a, "writable"_a = false, "exact"_a = true)
         .def("__len__", &Buffers::count)
+        .def(
+            "write",
+            [](const Buffers& buffers, size_t number, nb::handle data) {
+                HeldMemory from;
+                from.take(data, Access::kRead, Shape::kContiguous, "data");
+                if (!buffers.writable()) throw nb::value_error("targets: a buffer is read-only");
+                if (number >= buffers.count()) {
+                    fail(nb::index_error, "buffer ", number, " of ", buffers.count());
+                }
+                if (from.size() != buffers.bytes()) {
+                    fail(nb::value_error, "data: ", from.size(), " bytes, not ", buffers.bytes());
+                }
+                if (from.size() != 0) std::memcpy(buffers.at(number), from.data(), from.size());
+            },
+            "number"_a, "data"_a)
         .def_prop_ro("nbytes", &Buffers::bytes);
     m.def(
         "copy_in",
@@ -357,6 +441,10 @@ void bind_blocks(nb::module_& m) {
             return copy_whole(mappings, slots, targets, nb::none(), threads, checksum, false);
         },
         "mappings"_a, "slots"_a, "targets"_a, "threads"_a = 1, "checksum"_a = false);
+    m.def("copy_parts", &copy_parts, "mappings"_a, "slots"_a, "starts"_a, "each"_a, "targets"_a,
+          "threads"_a = 1);
+    m.def("copy_tokens", &copy_tokens, "mappings"_a, "slots"_a, "starts"_a, "each"_a, "tokens"_a,
+          "block_tokens"_a, "first"_a, "targets"_a, "threads"_a = 1);
     nb::class_<EnginePieces>(m, "Pieces", nb::is_final())
         .def(nb::init<nb::sequence, const std::vector<int64_t>&, const std::vector<int64_t>&,
                       const std::vector<int64_t>&>(),

@@ -2,15 +2,20 @@
 // frames, and decodes them.
 #include "frame.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "codec/parts.h"
 #include "copy.h"
+#include "page.h"
 #include "xxh3.h"
 
 namespace kvtier {
@@ -34,7 +39,9 @@ constexpr uint16_t kEncrypted = 0x80;  // in the codec
 constexpr char kKeyInfo[] = "kvtier frame 1";
 constexpr uint16_t kVersion = 1;
 constexpr uint32_t kFlags = 1;  // there is a parent
-constexpr uint8_t kOnce = 1;    // was encoded with a lossy codec: never encode it lossily again
+// Fewer unneeded bytes between two entries are read with them: that is faster than another read.
+constexpr size_t kGapMost = 64 * 1024;
+constexpr uint8_t kOnce = 1;  // was encoded with a lossy codec: never encode it lossily again
 
 template <typename T>
 T field(const uint8_t* at) {
@@ -263,6 +270,71 @@ struct Encoding {
         return encoded;
     }
 };
+
+// Memory in whole pages, which reads without the page cache need.
+struct Freed {
+    void operator()(uint8_t* memory) const { std::free(memory); }
+};
+using Pages = std::unique_ptr<uint8_t, Freed>;
+
+// Bytes of a file, in whole pages. Null if they cannot be read.
+Pages read_pages(int fd, uint64_t at, size_t bytes) {
+    Pages memory(static_cast<uint8_t*>(std::aligned_alloc(kPage, bytes)));
+    for (size_t done = 0; memory != nullptr && done < bytes;) {
+        const ssize_t count =
+            pread(fd, memory.get() + done, bytes - done, static_cast<off_t>(at + done));
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) return nullptr;
+        done += static_cast<size_t>(count);
+    }
+    return memory;
+}
+
+// Whether a header is the one of this frame, and undamaged.
+bool is_of(const FramePlace& frame, uint8_t* header, size_t block_bytes) {
+    return fits(header, frame.header_bytes, frame.payload_bytes) &&
+           field<uint16_t>(header + kVersionAt) == kVersion &&
+           field<uint16_t>(header + kCodecAt) == static_cast<uint16_t>(frame.codec) &&
+           field<uint32_t>(header + kHeaderBytesAt) == frame.header_bytes &&
+           (field<uint32_t>(header + kFlagsAt) & ~kFlags) == 0 &&
+           field<uint64_t>(header + kRawBytesAt) == block_bytes &&
+           field<uint64_t>(header + kEpochAt) == frame.epoch &&
+           std::memcmp(header + kPayloadDigestAt, frame.digest.data(), kDigestBytes) == 0 &&
+           identity_of(header) == frame.identity && is_sound(header, frame.header_bytes) &&
+           (frame.codec <= Codec::kR32 || header[kGenerationAt] == kOnce);
+}
+
+struct NeededEntry {
+    const uint8_t* entry;
+    size_t offset, bytes, at, raw_bytes;  // in the payload; in the block
+};
+
+// The entries that have chosen bytes. Returns false if the entries do not make up the block.
+bool needed_entries(const FramePlace& frame, const uint8_t* header, size_t block_bytes,
+                    std::span<const uint64_t> starts, size_t each,
+                    std::vector<NeededEntry>& needed) {
+    size_t at = 0, from = 0;
+    const size_t count = field<uint32_t>(header + kEntriesAt);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t* const entry = entry_of(header, i);
+        const size_t offset = field<uint32_t>(entry + kOffsetAt);
+        const size_t bytes = field<uint32_t>(entry + kBytesAt);
+        const size_t raw_bytes = field<uint32_t>(entry + kEntryRawAt);
+        const auto by = static_cast<Codec>(entry[kEntryCodecAt]);
+        if (offset < from || raw_bytes > block_bytes - at) return false;
+        if (by != Codec::kRaw && by != frame.codec) return false;
+        if (by == Codec::kRaw && bytes != raw_bytes) return false;
+        const auto has = [&](uint64_t start) {
+            return start < at + raw_bytes && at < start + each;
+        };
+        if (std::any_of(starts.begin(), starts.end(), has)) {
+            needed.push_back({entry, offset, bytes, at, raw_bytes});
+        }
+        from = offset + bytes;
+        at += raw_bytes;
+    }
+    return at == block_bytes;
+}
 
 }  // namespace
 
@@ -552,6 +624,47 @@ bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, si
     uint8_t own[kDigestBytes];
     xxh3_128(header, header_bytes, 0, own);
     std::memcpy(header + kDigestAt, own, kDigestBytes);
+    return true;
+}
+
+bool read_frame_parts(const FramePlace& frame, codec::Element element, size_t block_bytes,
+                      std::span<const uint64_t> starts, size_t each, uint8_t* into) {
+    const Pages header = read_pages(frame.fd, frame.at, frame.header_bytes);
+    if (header == nullptr || !is_of(frame, header.get(), block_bytes)) return false;
+    std::vector<NeededEntry> needed;
+    if (!needed_entries(frame, header.get(), block_bytes, starts, each, needed)) return false;
+    for (size_t first = 0, end; first < needed.size(); first = end) {
+        const size_t low = needed[first].offset / kPage * kPage;
+        size_t high = low;
+        for (end = first; end < needed.size(); end++) {
+            if (end != first && needed[end].offset > high + kGapMost) break;
+            high = (needed[end].offset + needed[end].bytes + kPage - 1) / kPage * kPage;
+        }
+        if (high == low) high += kPage;  // entries without bytes
+        const Pages read = read_pages(frame.fd, frame.at + frame.header_bytes + low, high - low);
+        if (read == nullptr) return false;
+        for (size_t i = first; i < end; i++) {
+            const NeededEntry& one = needed[i];
+            const uint8_t* from = read.get() + (one.offset - low);
+            if (!is_digest(one.entry + kEntryDigestAt, from, one.bytes)) return false;
+            const auto by = static_cast<Codec>(one.entry[kEntryCodecAt]);
+            if (by != Codec::kRaw) {
+                uint8_t* const raw = rooms().parts.fit(one.raw_bytes);
+                codec::Decoded part = {from, one.bytes, by, nullptr, one.raw_bytes};
+                if (!decode_to(element, std::span(&part, 1), raw)) return false;
+                from = raw;
+            }
+            uint8_t* to = into;
+            for (const uint64_t start : starts) {
+                const size_t left = std::max<size_t>(start, one.at);
+                const size_t right = std::min<size_t>(start + each, one.at + one.raw_bytes);
+                if (left < right) {
+                    std::memcpy(to + (left - start), from + (left - one.at), right - left);
+                }
+                to += each;
+            }
+        }
+    }
     return true;
 }
 

@@ -73,6 +73,25 @@ class FrameDecryption {
     std::optional<Gcm> gcm_;
 };
 
+// A frame of a file, as its header must describe it.
+struct FramePlace {
+    int fd;
+    uint64_t at;
+    size_t header_bytes, payload_bytes;
+    codec::Codec codec;  // one that needs no profile
+    uint64_t epoch;
+    std::array<uint8_t, kDigestBytes> digest;  // the payload's
+    FrameIdentity identity;
+};
+
+// Reads `each` bytes from each of `starts` of the block of a frame, one after another, to `into`.
+// Reads whole pages, of the header and of the entries that have some of these bytes. Returns false
+// if the header is not the one described, an entry that was read has another digest or cannot be
+// decoded, or a read fails; then the content of `into` is undefined. Compares no digest of the
+// whole payload or block.
+bool read_frame_parts(const FramePlace& frame, codec::Element element, size_t block_bytes,
+                      std::span<const uint64_t> starts, size_t each, uint8_t* into);
+
 // Parts in sequence that are decoded together; whole pages if the codec reorders pages.
 struct FrameRun {
     size_t first, count, bytes;

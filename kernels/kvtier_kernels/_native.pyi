@@ -216,6 +216,9 @@ class Buffers:
         exact: bool = True,
     ) -> None: ...
     def __len__(self) -> int: ...
+    def write(self, number: int, data: _Memory) -> None:
+        """Copies the content of one buffer, as many bytes as it has."""
+
     @property
     def nbytes(self) -> int: ...
 
@@ -239,6 +242,32 @@ def copy_out(
     checksum: bool = False,
 ) -> bytes:
     """Copies each slot into its target: the reverse of `copy_in`."""
+
+def copy_parts(
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    starts: Sequence[int],
+    each: int,
+    targets: Buffers,
+    threads: int = 1,
+) -> None:
+    """Copies, of each slot, `each` bytes from each of `starts`, one after another into its target.
+    Checks all bounds before a byte moves."""
+
+def copy_tokens(
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    starts: Sequence[int],
+    each: int,
+    tokens: _Integers,
+    block_tokens: int,
+    first: int,
+    targets: Buffers,
+    threads: int = 1,
+) -> bool:
+    """Copies tokens of `each` bytes, one after another; there is a target for each of `starts`, where
+    the tokens of every slot begin. The first slot contains the tokens from `first` on. Returns
+    False, and copies nothing, if a token is in none of the slots."""
 
 def seal_frame(header: bytearray, payload: Buffer) -> bytes:
     """Fills in a frame header's digests (see kvtier_daemon/codec/frame.py), and returns the
@@ -280,6 +309,21 @@ def decode_frame(
     payload that have arrived: decodes after each, like a disk worker during a read. With `keys` the
     frame must be an encrypted one of this identity; the payload, which must be writable, is then
     undefined."""
+
+def read_frame_parts(
+    frames: Sequence[tuple[int, int, int, int, int, int, bytes, bytes]],
+    element: int,
+    block_bytes: int,
+    starts: Sequence[int],
+    each: int,
+    into: _Memory,
+    threads: int = 1,
+) -> bytes:
+    """Reads, of the block of each frame, `each` bytes from each of `starts`, one after another into
+    `into`. A frame is a descriptor, its place, the bytes of header and payload, codec, epoch,
+    digest of the payload and identity. Reads the pages of the header, and of the entries that
+    contain these bytes, and compares their digests. Returns a byte for each frame: 0 if it is
+    damaged or another one, or a read failed; then its part of `into` is undefined."""
 
 @final
 class FrameKeys:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from kvtier.key import Key, Keys
     from kvtier.layout import Group, KvSpec
+    from kvtier.top_k import load_tokens
 
 __version__ = "0.1.0"
 
@@ -48,12 +49,14 @@ __all__ = [
     "TierError",
     "Unavailable",
     "ViewsInUse",
+    "load_tokens",
 ]
 
 _HOME = {
     "client": ("Blocks", "Client", "Lease", "Match", "Saved", "Saving", "Space"),
     "key": ("Key", "Keys"),
     "layout": ("Group", "KvSpec"),
+    "top_k": ("load_tokens",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

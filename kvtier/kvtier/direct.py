@@ -10,14 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier import wire
 from kvtier.errors import FrameError, ProtocolError
-from kvtier.frame import PAGE, Frame, Identity, decode, pages
+from kvtier.frame import (
+    ELEMENTS,
+    FIX4,
+    FP8,
+    PAGE,
+    Q2,
+    Q4,
+    Q8,
+    R32,
+    RAW,
+    Frame,
+    Identity,
+    decode,
+    pages,
+)
 from kvtier.key import KEY_BYTES, Keys
+from kvtier.layout import PAGE_MARK, KvSpec
 from kvtier.link import Link
 from kvtier.read_file import ReadFile
-from kvtier.space import Space
+
+LOSSLESS, LOSSY = (RAW, FIX4, R32), (Q8, Q4, Q2, FP8)
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+class OpenSpace(Protocol):
+    """A space, as direct reads see it."""
+
+    link: Link
+    index: int
+    identity: bytes
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,6 +95,15 @@ class DirectFrame:
         return found
 
 
+def codecs_for(spec: KvSpec) -> bytes:
+    """The numbers of the codecs that the kernels decode for this space without a calibration. The daemon
+    decodes `zstd`, encrypted frames, and lossy ones of pages with an order of their own."""
+    if spec.dtype not in ELEMENTS:
+        return bytes([RAW])
+    lossy = spec.dtype in FLOATS and PAGE_MARK not in spec.layout
+    return bytes([*LOSSLESS, *(LOSSY if lossy else ())])
+
+
 class DirectLease:
     """Frames that are not reused before the lease ends or its deadline passes, unless the daemon ends."""
 
@@ -78,9 +113,10 @@ class DirectLease:
         self._connection = link.connection
         self._lease = lease
 
-    def end(self, sound: Sequence[bool]) -> list[bool]:
+    def end(self, sound: Sequence[bool], used: tuple[int, int] | None = None) -> list[bool]:
         """End the lease, with which frames were verified. Return which of these blocks are still stored: no
-        other block may be used. Raises Unavailable if the daemon has ended."""
+        other block may be used. `used`: the tokens and bytes of each block that count as used, if not all.
+        Raises Unavailable if the daemon has ended."""
         lease, self._lease = self._lease, 0
         if not lease:
             return [False] * len(self.frames)
@@ -93,7 +129,9 @@ class DirectLease:
                 valid.append(checked.valid)
 
         self._link.ask(
-            lambda id_: wire.DirectReadEnd(id_, lease, failed), wire.DirectReadChecked, take
+            lambda id_: wire.DirectReadEnd(id_, lease, failed, *(used or ())),
+            wire.DirectReadChecked,
+            take,
         )
         if not valid or len(valid[0]) != len(self.frames):
             return [False] * len(self.frames)
@@ -101,7 +139,7 @@ class DirectLease:
 
 
 def calibration_of(
-    space: Space, group: int = 0, shard: int = 0
+    space: OpenSpace, group: int = 0, shard: int = 0
 ) -> wire.DirectReadCalibrated | None:
     """Get the calibration that frames of this group and shard need, or None. Raises Refused if the
     configuration of the tenant does not permit direct reads."""
@@ -112,7 +150,7 @@ def calibration_of(
 
 
 def read_directly(
-    space: Space, keys: Keys | Sequence[bytes], codecs: bytes, group: int = 0, shard: int = 0,
+    space: OpenSpace, keys: Keys | Sequence[bytes], codecs: bytes, group: int = 0, shard: int = 0,
     deadline_ms: int = 2000, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,
 ) -> DirectLease:  # fmt: skip
     """Get the frames of blocks that a load of these keys needs and that are only on disk, if their codec is

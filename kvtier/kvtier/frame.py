@@ -41,6 +41,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.errors import FrameError
 from kvtier_kernels import xxh3_128
@@ -93,8 +94,7 @@ class Identity:
         return IDENTITY.pack(self.space, self.key, self.group, self.shard)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One part of one layer: the place of its bytes in the payload, and their decoded size."""
 
     layer: int
@@ -191,10 +191,8 @@ def decode(text: bytes, epoch: int | None = None) -> Frame:
         raise FrameError(
             f"flags {flags:#x}, a payload of {payload_bytes} bytes: not of this version"
         )
-    entries = tuple(
-        Entry(*ENTRY.unpack_from(text, HEADER.size + number * ENTRY.size))
-        for number in range(count)
-    )
+    rows = text[HEADER.size : HEADER.size + count * ENTRY.size]
+    entries = tuple(map(Entry._make, ENTRY.iter_unpack(rows)))
     frame = Frame(
         Identity(space, group, shard, key), parent if flags & HAS_PARENT else b"", codec, payload_bytes,
         raw_bytes, found_epoch, sequence, raw_digest, payload_digest, entries, nonce, tag, profile,

@@ -10,13 +10,26 @@ from kvtier import wire
 from kvtier.arena import same_slots
 from kvtier.arguments import WRONG, Checking
 from kvtier.errors import InvalidArgument, SpoiltBlocks, StaleLease, Unavailable, ViewsInUse
-from kvtier_kernels import Buffers, Pieces, copy_out, fresh, release_views, scatter, views, xxh3_128
+from kvtier_kernels import (
+    Buffers,
+    Pieces,
+    copy_out,
+    copy_parts,
+    copy_tokens,
+    fresh,
+    release_views,
+    scatter,
+    views,
+    xxh3_128,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.key import Keys
     from kvtier.link import BothMappings, Link, Make, Mappings
+    from kvtier.parts import Selection
+    from kvtier_kernels._native import _Integers
 
 
 class Lease:
@@ -102,19 +115,54 @@ class Lease:
         """Return a reader for the slots of this lease, for copies by other code."""
         return Reader((self._extents, self._tables), self._link.welcome.daemon)
 
-    def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
-        """Return read-only views of the slots of a part. `nbytes` is the size of a block. Call `fresh`
-        after reading. Verifies nothing: `matching` does."""
+    def views(self, part: wire.Part, nbytes: int, start: int = 0) -> list[memoryview]:
+        """Return read-only views of the slots of a part: of `nbytes` from the byte `start` of each. Call
+        `fresh` after reading. Verifies nothing: `matching` does."""
         try:
-            return views(self._extents, part.slots, nbytes, False)
+            slots = wire.moved(part.slots, start) if start else part.slots
+            return views(self._extents, slots, nbytes, False)
         except WRONG as error:
             raise InvalidArgument(f"views of a part: {error}") from error
 
-    def copy_out(self, part: wire.Part, targets: Buffers, threads: int) -> int:
-        """Copy the slots of a part. Returns how many leading blocks were not reused during the copy and, with
-        digests, are the blocks that were saved."""
+    def copy_out(
+        self, part: wire.Part, targets: Buffers, threads: int, chosen: Selection | None = None
+    ) -> int:
+        """Copy the slots of a part, or these bytes of each. Returns how many leading blocks were not reused
+        during the copy and, with digests, are the blocks that were saved: that reads the whole blocks."""
         with Checking("copying a part"):
-            digests = copy_out(self._extents, part.slots, targets, threads, bool(part.digests))
+            if chosen is None:
+                digests = copy_out(self._extents, part.slots, targets, threads, bool(part.digests))
+            else:
+                starts, each = chosen.starts, chosen.each
+                copy_parts(self._extents, part.slots, starts, each, targets, threads)
+        if chosen is not None:
+            digests = self._digests(part, chosen.block_bytes)
+        return self._sound(part, digests)
+
+    def copy_tokens(
+        self, part: wire.Part, chosen: Selection, tokens: _Integers, block_tokens: int,
+        targets: Buffers, threads: int,
+    ) -> bool:  # fmt: skip
+        """Copy tokens of the prefix: from each of the places `chosen` in its block, to one target each.
+        Returns whether the part contains them all, and its blocks are as `copy_out` says."""
+        with Checking("copying tokens"):
+            found = copy_tokens(
+                self._extents, part.slots, chosen.starts, chosen.each, tokens, block_tokens,
+                part.first * block_tokens, targets, threads,
+            )  # fmt: skip
+        sound = self._sound(part, self._digests(part, chosen.block_bytes))
+        return found and sound * wire.SLOT_BYTES == len(part.slots)
+
+    def _digests(self, part: wire.Part, block_bytes: int) -> bytes:
+        if not part.digests:
+            return b""
+        blocks = self.views(part, block_bytes)
+        try:
+            return b"".join(map(xxh3_128, blocks))
+        finally:
+            release_views(blocks)
+
+    def _sound(self, part: wire.Part, digests: bytes) -> int:
         good = self.fresh(part)
         if part.digests and (sound := leading(digests, part.digests)) < good:
             self.recheck()
@@ -279,13 +327,15 @@ class Loadable(Protocol):
     ) -> Lease: ...
     def is_full(self, group: int) -> bool: ...
     def group_block_bytes(self, group: int) -> int: ...
-    def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]: ...
+    def used(
+        self, group: int, shard: int, blocks: int, slots: int, chosen: Selection | None = ...
+    ) -> tuple[int, int]: ...
 
 
 class Loading:
     """A load as a context manager; see Space.load."""
 
-    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_views", "_wait_ms")
+    __slots__ = ("_args", "_blocks", "_chosen", "_lease", "_part", "_space", "_views", "_wait_ms")
 
     def __init__(
         self,
@@ -295,7 +345,10 @@ class Loading:
         group: int,
         shard: int,
         wait_ms: int,
+        chosen: Selection | None = None,
     ) -> None:
+        """`chosen` has one start: a view is one range of bytes."""
+        self._chosen = chosen
         self._space = space
         self._args = (keys, deadline_ms, group, shard)
         self._wait_ms = wait_ms
@@ -312,6 +365,10 @@ class Loading:
                 part = self._part = lease.part(group, shard)
                 self._views = lease.views(part, self._space.group_block_bytes(group))
                 self._keep(lease.matching(part, self._views))
+                if self._chosen is not None and self._part is not None:
+                    release_views(self._views)
+                    (start,) = self._chosen.starts
+                    self._views = lease.views(self._part, self._chosen.each, start)
             except BaseException:
                 release_views(self._views)
                 lease.release()
@@ -348,7 +405,7 @@ class Loading:
             kept = release_views(self._views)
         used = len(self._views) if kind is None and not stale else 0
         self._lease.release(
-            *self._space.used(*self._args[2:], self._lease.ready if used else 0, used)
+            *self._space.used(*self._args[2:], self._lease.ready if used else 0, used, self._chosen)
         )
         if stale and kind is None:
             raise StaleLease("the lease expired while its blocks were read: discard what was read")

@@ -16,6 +16,7 @@ from kvtier.errors import InvalidArgument, Refused, StaleLease
 from kvtier.key import KEY_BYTES, Keys, hash_keys, token_keys
 from kvtier.layout import LIMIT_SHARDS, KvSpec
 from kvtier.loading import Lease, Loading
+from kvtier.parts import Selection, choose
 from kvtier.saving import Saved, Saving
 from kvtier_kernels import Buffers
 
@@ -105,6 +106,7 @@ class Space:
         self._most_shards = max(group.shards for group in spec.cache_groups)
         self._prefill: tuple[float, float] | None = None
         self._is_watched = self._missed_changes = False
+        self._is_all_full = all(self.is_full(at) for at in range(len(spec.cache_groups)))
 
     def reopened(self, opened: wire.Opened) -> list[wire.Message]:
         """The client is connected again. Return what else the daemon must know. Raises Refused if the tenant
@@ -272,6 +274,8 @@ class Space:
         shard: int = 0,
         *,
         wait_ms: int = 0,
+        layers: Sequence[int] | None = None,
+        tokens: range | None = None,
     ) -> Loading:
         """Return a context manager, `with space.load(keys) as blocks:`, with read-only views of the ready
         prefix, held for `deadline_ms`. It first waits for blocks from disk, for at most `wait_ms`.
@@ -280,11 +284,18 @@ class Space:
         needs only its last blocks). If the `with` block takes longer than the deadline and a slot was
         reused, its end raises StaleLease: do not use the data. Raises ViewsInUse at its end if an object
         still refers to a view.
+
+        With `layers` or `tokens`, as in `load_into`, a view contains only these bytes of its block. They must
+        be consecutive: layers one after another, or tokens of one layer if it has one part.
         """
         _check_place(self.spec, group, shard)
-        return Loading(
-            self, keys, deadline_ms, group, shard, whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
-        )
+        is_whole = layers is None and tokens is None
+        chosen = None if is_whole else choose(self.spec, group, layers, tokens)
+        if chosen is not None and len(chosen.starts) != 1:
+            text = "these layers and tokens are not consecutive in a block: use load_into"
+            raise InvalidArgument(text)
+        wait_ms = whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
+        return Loading(self, keys, deadline_ms, group, shard, wait_ms, chosen)
 
     def load_into(
         self,
@@ -296,39 +307,46 @@ class Space:
         threads: int | None = None,
         *,
         wait_ms: int = 0,
+        layers: Sequence[int] | None = None,
+        tokens: range | None = None,
     ) -> int:
         """Copy the ready prefix into `targets`: one buffer per block, or one buffer for all. Returns how
         many blocks of the prefix can be used. It first waits for blocks from disk, for at most `wait_ms`.
 
         Block i is copied to `targets[i]`. Buffers of blocks that this group does not need, and buffers
         after the prefix, are not changed. `threads`: None selects the number by the size.
+
+        With `layers` (a range or a list) or `tokens` (a range within the block), only these bytes of each
+        block are copied, and `targets` have their size: layer after layer, and within a layer as in the
+        block. In memory they are found by the description of the space: it must not be opaque, and its
+        layout must begin with `layer`. The checksum of a block covers all of it, so a client with `verify`
+        still reads whole blocks in memory, and another one verifies no bytes, as in a whole load.
+
+        With `wait_ms` too, blocks that are only on disk are not read to memory: this process reads the pages
+        of their frames that it needs, and compares the digests of these, but not that of the whole block. If
+        the tenant has no `direct_reads`, in a space with groups that are not `full`, and for frames that are
+        encrypted or have a codec `zstd`, `ecsq` or `cachegen`, the daemon reads whole blocks as usual.
         """
         _check_place(self.spec, group, shard)
-        _check_threads(threads)
+        check_threads(threads)
+        is_whole = layers is None and tokens is None
+        chosen = None if is_whole else choose(self.spec, group, layers, tokens)
+        if chosen is not None and wait_ms and self._is_all_full:
+            place = group, shard
+            return _load_parts(self, keys, targets, deadline_ms, place, threads, wait_ms, chosen)
         lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
-        if not lease.ready:
-            return 0
-        blocks = good = 0
-        try:
-            part, nbytes = lease.part(group, shard), self._block_bytes[group]
-            count = len(part.slots) // wire.SLOT_BYTES
-            with Checking("targets"):
-                wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
-            good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
-            # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
-            blocks = lease.ready if good == count else good if self.is_full(group) else 0
-        finally:
-            lease.release(*self.used(group, shard, blocks, good))
-        return blocks
+        return _copy(self, lease, targets, 0, (group, shard), threads, chosen)
 
-    def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]:
+    def used(
+        self, group: int, shard: int, blocks: int, slots: int, chosen: Selection | None = None
+    ) -> tuple[int, int]:
         """Return the tokens and bytes that a load of one part used, for `Lease.release`. All parts
-        contain the same tokens, so only the first part counts tokens."""
+        contain the same tokens, so only the first part, and its first layer, count tokens."""
+        tokens, nbytes = self.spec.block_tokens, self._block_bytes[group]
+        if chosen is not None:
+            tokens, nbytes = chosen.tokens, chosen.nbytes
         first = (group, shard) == (0, 0)
-        return (
-            blocks * self.spec.block_tokens if first else 0,
-            slots * self._block_bytes[group] if blocks else 0,
-        )
+        return blocks * tokens if first else 0, slots * nbytes if blocks else 0
 
     def lease(
         self,
@@ -450,7 +468,7 @@ class Space:
         `ttl_s`: as in `reserve`.
         """
         keys = Keys.of(keys)
-        _check_threads(threads)
+        check_threads(threads)
         nbytes = self._block_bytes[group]
         with Checking("arrays"):
             sources = Buffers(arrays, 0, len(keys), nbytes)
@@ -464,7 +482,7 @@ class Space:
             try:
                 with saving:
                     if saving.slots:
-                        many = threads or _copy_threads(len(saving) * nbytes)
+                        many = threads or copy_threads(len(saving) * nbytes)
                         saving.copy(sources, many, checksum)
             except StaleLease:
                 continue  # the daemon has ended, and its memory was not kept: save again
@@ -534,6 +552,63 @@ class Space:
         ).blocks
 
 
+def _load_parts(
+    space: Space, given: Keys | Sequence[bytes], targets: Sequence[Any] | Any, deadline_ms: int,
+    place: tuple[int, int], threads: int | None, wait_ms: int, chosen: Selection,
+) -> int:  # fmt: skip
+    """Read the blocks that are only on disk, and load those between them through the daemon's memory: also
+    those that only the daemon can read."""
+    from kvtier.direct_parts import batches  # imported here because few clients need it
+
+    keys, done, clock = Keys.of(given), 0, space.link.connection.clock
+    until = clock() + wait_ms / 1000
+    for found, end in batches(space, space.spec, keys, chosen, place, clock, until):
+        while done < end:
+            is_read, stop = done in found, done + 1
+            while stop < end and (stop in found) == is_read:
+                stop += 1
+            if is_read:
+                with Checking("targets"):
+                    wanted = Buffers(
+                        targets, done, stop - done, chosen.nbytes, writable=True, exact=False
+                    )
+                for number in range(stop - done):
+                    wanted.write(number, found[done + number])
+                done = stop
+                continue
+            left_ms = max(0, int((until - clock()) * 1000))
+            lease = space.lease(keys[done:stop], deadline_ms, [place[1]], wait_ms=left_ms)
+            done += _copy(space, lease, targets, done, place, threads, chosen)
+            if done < stop:
+                return done
+    return done
+
+
+def _copy(
+    space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
+    threads: int | None, chosen: Selection | None,
+) -> int:  # fmt: skip
+    """Copy the blocks of a lease into the targets from `at` on, and release it. Return how many blocks can be
+    used."""
+    if not lease.ready:
+        return 0
+    group, shard = place
+    blocks = good = 0
+    try:
+        part = lease.part(group, shard)
+        nbytes = chosen.nbytes if chosen is not None else space.group_block_bytes(group)
+        count = len(part.slots) // wire.SLOT_BYTES
+        with Checking("targets"):
+            first = at + part.first
+            wanted = Buffers(targets, first, count, nbytes, writable=True, exact=False)
+        good = lease.copy_out(part, wanted, threads or copy_threads(count * nbytes), chosen)
+        # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
+        blocks = lease.ready if good == count else good if space.is_full(group) else 0
+    finally:
+        lease.release(*space.used(group, shard, blocks, good, chosen))
+    return blocks
+
+
 def _lease_request(
     space: Space,
     keys: Keys | Sequence[bytes],
@@ -601,12 +676,12 @@ def _check_place(spec: KvSpec, group: int, shard: int) -> None:
         raise InvalidArgument(f"the space has no group {group}, shard {shard}")
 
 
-def _check_threads(threads: int | None) -> None:
+def check_threads(threads: int | None) -> None:
     if threads is not None:
         whole("threads", threads, 1, LIMIT_COPY_THREADS)
 
 
-def _copy_threads(nbytes: int) -> int:
+def copy_threads(nbytes: int) -> int:
     """Return how many threads copy `nbytes` if the caller does not select a number."""
     if nbytes < LARGE_COPY_BYTES:
         return 1

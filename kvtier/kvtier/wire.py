@@ -80,6 +80,14 @@ def split(slots: bytes, parts: int, nbytes: int) -> list[bytes]:
     ]
 
 
+def moved(slots: bytes, nbytes: int) -> bytes:
+    """Return the packed places that are `nbytes` after the begin of each slot."""
+    return b"".join(
+        SLOT.pack(extent, reserved, offset + nbytes, generation)
+        for extent, reserved, offset, generation in SLOT.iter_unpack(slots)
+    )
+
+
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     id: int
 
@@ -438,11 +446,13 @@ class DirectRead(Message, tag=112):
 
 class DirectReadEnd(Message, tag=113):
     """End such a lease. `failed` has a byte for each granted block, 1 if its frame was not that block. The
-    daemon only counts it: a Prefetch lets the daemon verify the frame, and drop it if it is damaged. Answered
-    with a DirectReadChecked."""
+    daemon only counts it: a Prefetch lets the daemon verify the frame, and drop it if it is damaged. Of each
+    block, at most `tokens` and `nbytes` count as used. Answered with a DirectReadChecked."""
 
     lease: int
     failed: bytes
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
 
 
 class Resident(Message, tag=96):

@@ -20,23 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import FrameError, Keys, KvSpec, Space
-from kvtier.direct import DirectFrame, DirectLease, read_directly
-from kvtier.frame import (
-    ELEMENTS,
-    FIX4,
-    FP8,
-    ONCE,
-    PAGE,
-    Q2,
-    Q4,
-    Q8,
-    R32,
-    RAW,
-    ZERO_DIGEST,
-    Frame,
-    pages,
-)
-from kvtier.layout import PAGE_MARK
+from kvtier.direct import LOSSLESS, DirectFrame, DirectLease, codecs_for, read_directly
+from kvtier.frame import ELEMENTS, ONCE, PAGE, RAW, ZERO_DIGEST, Frame, pages
 from kvtier.wire import LIMIT_DIRECT_BLOCKS, DirectReadCalibrated
 from kvtier_kernels.cuda import Driver
 from kvtier_kernels.cuda.codecs import ENCODED_PART, Codecs, Coder, DeviceCalibration, calibration
@@ -51,8 +36,6 @@ from kvtier_plugins.payload_reads import (
     read_whole,
 )
 
-LOSSLESS, LOSSY = (RAW, FIX4, R32), (Q8, Q4, Q2, FP8)
-FLOATS = ("bfloat16", "float16", "float32")
 LEASE_MS = 2000
 RING_BYTES = 64 << 20
 DIGESTS = 4096  # in one batch
@@ -72,15 +55,6 @@ class Counts:
         self.read = 0  # blocks that arrived
         self.failed = 0  # frames that were not these blocks, or blocks that are no longer stored
         self.nbytes = 0  # of payloads that arrived
-
-
-def codecs_for(spec: KvSpec) -> bytes:
-    """The numbers of the codecs that a device decodes for this space without a calibration. The daemon
-    decodes `zstd`, encrypted frames, and lossy ones of pages with an order of their own."""
-    if spec.dtype not in ELEMENTS:
-        return bytes([RAW])
-    lossy = spec.dtype in FLOATS and PAGE_MARK not in spec.layout
-    return bytes([*LOSSLESS, *(LOSSY if lossy else ())])
 
 
 class Ring:

@@ -241,6 +241,89 @@ def test_buffers_of_the_wrong_size_or_kind_are_refused():
     assert len(kernels.Buffers([], 0, 0, 4096)) == 0
 
 
+PARTS = [([0], 1), ([5], 4000), ([0, 0, 300], 100), ([9000, 64, 4100], 513), ([0, 70000], 70001)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("starts, each", PARTS)
+def test_copies_of_parts_match_their_model(
+    copies, make_mapping, packed, random_bytes, guarded, starts, each, threads
+):
+    place = Place(make_mapping, packed, 9, max(starts) + each, False)
+    for view, twin in zip(place.views, place.twins, strict=True):
+        if view is not None:
+            twin[:] = view[:] = random_bytes(len(view))
+    size = len(starts) * each
+    targets = [guarded(size, 3 * i) for i in range(9)]
+    twins = [np.zeros(size, np.uint8) for _ in range(9)]
+    reference.copy_parts(place.twins, place.slots, starts, each, twins)
+    arrays = [target.array for target in targets]
+    into = kernels.Buffers(arrays, 0, 9, size, writable=True)
+    kernels.copy_parts(place.mappings, place.slots, starts, each, into, threads)
+    for target, twin in zip(targets, twins, strict=True):
+        assert np.array_equal(target.array, twin) and target.intact()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("each, block_tokens, count", [(1, 5, 40), (576, 64, 900), (2048, 7, 700)])
+def test_copies_of_tokens_match_their_model(
+    copies, make_mapping, packed, random_bytes, guarded, each, block_tokens, count, threads
+):
+    starts = [0, 7 + each * block_tokens, 3]
+    place = Place(make_mapping, packed, 9, max(starts) + each * block_tokens, False)
+    for view, twin in zip(place.views, place.twins, strict=True):
+        if view is not None:
+            twin[:] = view[:] = random_bytes(len(view))
+    first = 11 * block_tokens
+    tokens = random.Random(each).choices(range(first, first + 9 * block_tokens), k=count)
+    targets = [guarded(count * each, 5 * i) for i in range(3)]
+    twins = [np.zeros(count * each, np.uint8) for _ in starts]
+    arrays = [target.array for target in targets]
+    into = kernels.Buffers(arrays, 0, 3, count * each, writable=True)
+    for outside in (first - 1, first + 9 * block_tokens):
+        wrong = [*tokens[1:], outside]
+        given = wrong, block_tokens, first
+        assert not reference.copy_tokens(place.twins, place.slots, starts, each, *given, twins)
+        assert not kernels.copy_tokens(place.mappings, place.slots, starts, each, *given, into)
+        assert not any(array.any() for array in arrays)
+    given = tokens, block_tokens, first
+    assert reference.copy_tokens(place.twins, place.slots, starts, each, *given, twins)
+    assert kernels.copy_tokens(place.mappings, place.slots, starts, each, *given, into, threads)
+    for target, twin in zip(targets, twins, strict=True):
+        assert np.array_equal(target.array, twin) and target.intact()
+
+
+def test_copies_of_parts_check_everything_before_a_byte_moves(make_mapping, packed):
+    mapping, target = make_mapping(8192), bytearray(64)
+    mapping_view = np.frombuffer(mapping, np.uint8)
+    mapping_view[:] = 7
+    one, two = packed((0, 0)), packed((0, 0), (0, 4096))
+    into = kernels.Buffers(target, 0, 1, 64, writable=True)
+
+    def refuse(error, match, slots, starts, each, to=into):
+        with pytest.raises(error, match=match):
+            kernels.copy_parts([mapping], slots, starts, each, to)
+        with pytest.raises((ValueError, IndexError)):
+            kernels.copy_tokens([mapping], slots, starts, each, [0, 0], 4, 0, to)
+
+    refuse(IndexError, "bytes at", one, [8192], 64)
+    refuse(IndexError, "bytes at", packed((0, 4096)), [4090], 64)
+    refuse(ValueError, "1 targets of 64 bytes, not 2 of 64", two, [0], 64)
+    refuse(ValueError, "not 1 of 128", one, [0, 64], 64)
+    refuse(ValueError, "parts", one, [], 64)
+    refuse(ValueError, "parts", one, [0], 0)
+    refuse(ValueError, "too many bytes", one, [2**64 - 1], 64)
+    large = kernels.Buffers(bytearray(), 0, 1, 0, writable=True, exact=False)
+    with pytest.raises((ValueError, IndexError)):
+        kernels.copy_tokens([mapping], one, [0], 2**31, [], 2**32 - 1, 0, large)
+    refuse(ValueError, "read-only", one, [0], 64, kernels.Buffers(bytes(64), 0, 1, 64))
+    for wrong in ({"block_tokens": 0}, {"threads": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            given = {"tokens": [1], "block_tokens": 4, "first": 0, "targets": into, **wrong}
+            kernels.copy_tokens([mapping], one, [0], 64, **given)
+    assert target == bytes(64)
+
+
 PIECES = {  # name: (piece sizes, array sizes follow from 7 blocks and a gap)
     "one": [4096],
     "a word": [8] * 40,

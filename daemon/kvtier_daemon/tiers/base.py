@@ -167,8 +167,9 @@ class DirectReads(Protocol):
         needs and that are only in this tier, from the key `first` on. Takes no frame in a file that the
         session may not use."""
 
-    def end(self, session: int, lease: int, failed: bytes) -> bytes:
-        """End the lease; return a byte for each block, 1 if it has not `failed` and is still stored."""
+    def end(self, session: int, lease: int, failed: bytes, tokens: int, nbytes: int) -> bytes:
+        """End the lease; return a byte for each block, 1 if it has not `failed` and is still stored. Of each
+        of these, at most `tokens` and `nbytes` count as used."""
 
     def session_ended(self, session: int) -> None:
         """End the leases of this session."""
@@ -304,7 +305,9 @@ class NoDirectReads:
     def grant(self, *_: Any) -> DirectGrant:
         return DirectGrant()
 
-    def end(self, _session: int, _lease: int, failed: bytes) -> bytes:
+    def end(
+        self, _session: int, _lease: int, failed: bytes, _tokens: int, _nbytes: int
+    ) -> bytes:  # fmt: skip
         return bytes(len(failed))
 
     def session_ended(self, session: int) -> None:

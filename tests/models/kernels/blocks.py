@@ -95,3 +95,38 @@ def fresh(tables: Sequence[npt.NDArray[np.uint64]], slots: bytes) -> int:
             break
         count += 1
     return count
+
+
+def copy_parts(
+    mappings: Sequence[Bytes],
+    slots: bytes,
+    starts: Sequence[int],
+    each: int,
+    targets: Sequence[Bytes],
+) -> None:
+    """Copies parts of each slot, one after another, into its target."""
+    at = places(mappings, slots, max(starts) + each)
+    for slot, target in zip(at, targets, strict=True):
+        target[:] = np.concatenate([slot[start : start + each] for start in starts])
+
+
+def copy_tokens(
+    mappings: Sequence[Bytes],
+    slots: bytes,
+    starts: Sequence[int],
+    each: int,
+    tokens: Sequence[int],
+    block_tokens: int,
+    first: int,
+    targets: Sequence[Bytes],
+) -> bool:
+    """Copies tokens from each of `starts` in their slots into one target."""
+    at = places(mappings, slots, max(starts) + each * block_tokens)
+    if any(not first <= token < first + len(at) * block_tokens for token in tokens):
+        return False
+    for start, target in zip(starts, targets, strict=True):
+        for number, token in enumerate(tokens):
+            block, within = divmod(token - first, block_tokens)
+            place = start + within * each
+            target[number * each : (number + 1) * each] = at[block][place : place + each]
+    return True

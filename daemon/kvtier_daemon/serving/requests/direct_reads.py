@@ -84,7 +84,9 @@ class DirectReadRequests:
         return wire.DirectReadCalibrated(request.id) if too_large else reply
 
     def end(self, tenant: Tenant, request: wire.DirectReadEnd) -> wire.Reply:
-        valid = tenant.tier.direct.end(self._session.id, request.lease, request.failed)
+        valid = tenant.tier.direct.end(
+            self._session.id, request.lease, request.failed, request.tokens, request.nbytes
+        )
         return wire.DirectReadChecked(request.id, valid)
 
 

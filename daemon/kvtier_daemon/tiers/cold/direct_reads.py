@@ -135,7 +135,7 @@ class SegmentReads:
         )
         return DirectGrant(lease, tuple(rows))
 
-    def end(self, session: int, lease: int, failed: bytes) -> bytes:
+    def end(self, session: int, lease: int, failed: bytes, tokens: int, nbytes: int) -> bytes:
         held = self._leases.get(lease)
         if held is None or held.session != session:
             return bytes(len(failed))
@@ -150,9 +150,9 @@ class SegmentReads:
         still = self._catalog.direct.still(held.space, held.keys, held.blocks)
         valid = bytes(there and not bad for there, bad in zip(still, failed, strict=True))
         # All parts of a block contain the same tokens, so only the first part counts tokens.
-        tokens = sum(valid) * held.space.spec.block_tokens * (held.place == (0, 0))
-        nbytes = sum(valid) * held.space.block_bytes[held.place[0]]
-        self._catalog.usage.count_used(held.space, 0, tokens, nbytes)
+        tokens = min(tokens, held.space.spec.block_tokens) * (held.place == (0, 0))
+        nbytes = min(nbytes, held.space.block_bytes[held.place[0]])
+        self._catalog.usage.count_used(held.space, 0, sum(valid) * tokens, sum(valid) * nbytes)
         self._counts["direct"] += sum(valid)
         self._counts["not_direct"] += blocks - sum(valid)
         return valid

@@ -1,0 +1,67 @@
+"""Read parts of blocks on disk from their frames: the pages of the header and of the entries that are needed.
+
+The kernel verifies the header, which names the block, and the digests of the entries that it reads, as they
+are on disk. The digest of the whole block is not compared. A block counts only if the daemon confirms after
+the read that it is still stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtier.connection import Clock
+from kvtier.direct import OpenSpace, codecs_for, read_directly
+from kvtier.errors import Refused
+from kvtier.frame import ELEMENTS
+from kvtier.key import Keys
+from kvtier.layout import KvSpec
+from kvtier.parts import Selection
+from kvtier.wire import LIMIT_DIRECT_BLOCKS
+from kvtier_kernels import read_frame_parts
+
+READERS = 8  # threads, which wait for the disk
+BATCH_BYTES = 64 << 20  # of chosen bytes, in memory until the daemon has confirmed their blocks
+
+
+def batches(
+    space: OpenSpace, spec: KvSpec, keys: Keys, chosen: Selection, place: tuple[int, int],
+    clock: Clock, until: float,
+) -> Iterator[tuple[dict[int, memoryview], int]]:  # fmt: skip
+    """Read the chosen bytes of the blocks of this group and shard that are only on disk. Each batch has those
+    that were verified and are still stored, by the places of their keys, among the keys before a place, which
+    is returned too. Blocks before that place that it does not have are in memory, or their frames are damaged
+    or such that only the daemon can read them. The last batch ends with the keys; it has no blocks if the
+    tenant's configuration does not permit direct reads, or after `until`."""
+    nbytes, element = chosen.nbytes, ELEMENTS.get(spec.dtype, 0)
+    most, first = max(1, min(LIMIT_DIRECT_BLOCKS, BATCH_BYTES // nbytes)), 0
+    codecs = codecs_for(spec)
+    while first < len(keys) and (left_s := until - clock()) > 0:
+        within_ms = max(1, int(left_s * 1000))
+        try:
+            lease = read_directly(space, keys, codecs, *place, within_ms, first, most)
+        except Refused:
+            break
+        if not lease.frames:
+            break
+        rows = [
+            (
+                one.file.fd, one.header_at, one.header_bytes, one.payload_bytes, one.codec, one.epoch,
+                one.digest, one.name.encode(),
+            )
+            for one in lease.frames
+        ]  # fmt: skip
+        into = memoryview(bytearray(len(rows) * nbytes))
+        sound = read_frame_parts(
+            rows, element, chosen.block_bytes, chosen.starts, chosen.each, into, READERS
+        )
+        valid = lease.end([bool(one) for one in sound], (chosen.tokens, nbytes))
+        first = lease.frames[-1].at + 1
+        yield (
+            {
+                frame.at: into[number * nbytes : (number + 1) * nbytes]
+                for number, frame in enumerate(lease.frames)
+                if valid[number]
+            },
+            first,
+        )
+    yield {}, len(keys)

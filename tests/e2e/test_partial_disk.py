@@ -1,0 +1,341 @@
+"""Loads of parts of blocks that are only on disk: the client reads their frames, verified entry by entry."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvtier.direct_parts
+from kvtier import Client, Group, KvSpec, frame, load_tokens
+from kvtier.direct import read_directly
+from kvtier.frame import PAGE, decode
+from kvtier.space import Space
+from kvtier_daemon.codec.table import BY_NAME
+from support.daemons import Daemon
+from support.specs import spec_of
+
+BLOCKS = 8
+SPEC = spec_of("partial disk", layers=8)  # blocks of 128 KiB
+CONFIG = """
+[warm]
+size = "16MiB"
+[cold]
+directories = ["{disk}"]
+size = "64MiB"
+segment = "1MiB"
+scrub = "0"
+{cold}
+[tenants.default]
+uids = ["*"]
+direct_reads = {permits}
+"""
+ENCRYPTED = 'encryption = "aes-256-gcm"\nkey_file = "{folder}/keys"'
+CODECS = {  # the options of the cold tier, and whether the client decodes them
+    "raw": ('codec = "raw"', True),
+    "fix4": ('codec = "fix4"', True),
+    "r32": ('codec = "r32"', True),
+    "zstd": ('codec = "zstd"', False),
+    "q8": ('codecs = ["partial*=q8"]', True),
+    "encrypted": (f'codec = "r32"\n{ENCRYPTED}', False),
+}
+ENCRYPTED_R32 = frame.ENCRYPTED | frame.R32
+PARTS: list[tuple[Any, range | None]] = [
+    ([3], None), (range(2, 7), None), ([7, 0, 3], None), (None, range(5, 9)), ([6, 1], range(15, 16)),
+    ([0, 7], range(1)),
+]  # fmt: skip
+
+
+def values(spec: KvSpec, group: int, count: int, seed: int) -> list[bytes]:
+    """Blocks of bfloat16 that codecs make smaller."""
+    size = spec.group_block_bytes(group) // 2
+    draw = np.random.default_rng(seed).standard_normal((count, size)).astype(np.float32)
+    return [(row.view(np.uint32) >> 16).astype(np.uint16).tobytes() for row in draw]
+
+
+def started(
+    daemon_of: Callable[..., Daemon], folder: Path, codec: str = "raw", permits: str = "true"
+) -> Daemon:
+    cold = CODECS[codec][0].format(folder=folder)
+    folder.mkdir(exist_ok=True)
+    (folder / "keys").write_text("11" * 32)
+    (folder / "keys").chmod(0o600)
+    (folder / "disk").mkdir(exist_ok=True)
+    config = CONFIG.format(disk=folder / "disk", cold=cold, permits=permits)
+    # A busy machine is slow.
+    daemon = daemon_of(config=config, folder=folder, haste={"LIMIT_DIRECT_S": 60.0})
+    daemon.wait_for_disks()
+    return daemon
+
+
+class OnDisk:
+    """A daemon whose blocks of a space are only on disk, and what they are."""
+
+    def __init__(
+        self, daemon_of: Callable[..., Daemon], folder: Path, codec: str = "raw", spec: KvSpec = SPEC,
+        permits: str = "true",
+    ) -> None:  # fmt: skip
+        self.spec, self.blocks = spec, {}
+        daemon, total = started(daemon_of, folder, codec, permits), 0
+        with daemon.connect() as client:
+            space = client.open(spec)
+            keys = space.keys(list(range(BLOCKS * spec.block_tokens)))
+            for group, kind in enumerate(spec.cache_groups):
+                for shard in range(kind.shards):
+                    blocks = values(spec, group, BLOCKS, 10 * group + shard)
+                    self.blocks[group, shard] = blocks
+                    assert space.save(keys, blocks, group, shard).stored == BLOCKS
+                    total += BLOCKS
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == total)
+        daemon.stop()
+        self.daemon = started(daemon_of, folder, codec, permits)
+        self.daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == total)
+
+    def open(self, client: Client) -> tuple[Space, Any]:
+        space = client.open(self.spec)
+        return space, space.keys(list(range(BLOCKS * self.spec.block_tokens)))
+
+    def direct(self) -> int:
+        """How many blocks clients have read themselves."""
+        return int(self.daemon.stats()["tiers"]["cold"]["states"]["direct"])
+
+
+def part_of(
+    spec: KvSpec, group: int, block: bytes, layers: Any, tokens: range | None
+) -> bytes:  # fmt: skip
+    kind = spec.cache_groups[group]
+    whole = np.frombuffer(block, np.uint8).reshape(kind.layers, kind.parts, spec.block_tokens, -1)
+    chosen = whole if layers is None else whole[list(layers)]
+    return (chosen if tokens is None else chosen[:, :, tokens.start : tokens.stop]).tobytes()
+
+
+def load(space: Space, keys: Any, layers: Any, tokens: Any, **options: Any) -> list[bytes]:
+    size = len(part_of(space.spec, options.get("group", 0), bytes(space.group_block_bytes(
+        options.get("group", 0))), layers, tokens))  # fmt: skip
+    targets = [bytearray(size) for _ in keys]
+    options.setdefault("wait_ms", 60_000)
+    ready = space.load_into(keys, targets, layers=layers, tokens=tokens, **options)
+    assert not any(map(any, targets[ready:]))
+    return [bytes(one) for one in targets[:ready]]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_parts_are_those_of_a_whole_load_for_every_codec(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, codec: str
+) -> None:
+    disk = OnDisk(daemon_of, tmp_path / "one", codec)
+    decodes = CODECS[codec][1]
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        lease = read_directly(space, keys, bytes(range(256)))
+        stored = {one.codec for one in lease.frames}
+        assert stored == {ENCRYPTED_R32 if codec == "encrypted" else BY_NAME[codec].number}
+        lease.end([False] * BLOCKS)
+        found = [load(space, keys, *part) for part in PARTS]
+        assert disk.direct() == (len(PARTS) * BLOCKS if decodes else 0)
+        assert space.match(keys[:1]).ready == (0 if decodes else 1), "the daemon read whole blocks"
+        whole = [bytearray(space.block_bytes) for _ in keys]
+        assert space.load_into(keys, whole, wait_ms=60_000) == BLOCKS
+        assert (list(map(bytes, whole)) == disk.blocks[0, 0]) == (codec != "q8")
+        for part, blocks in zip(PARTS, found, strict=True):
+            assert blocks == [part_of(SPEC, 0, bytes(block), *part) for block in whole]
+
+
+@pytest.fixture
+def disk(daemon_of: Callable[..., Daemon], tmp_path: Path) -> OnDisk:
+    return OnDisk(daemon_of, tmp_path / "one")
+
+
+def read_bytes() -> int:
+    """How many bytes this process has read from files."""
+    return int(Path("/proc/self/io").read_text().partition("rchar: ")[2].split()[0])
+
+
+PARTS_READ: list[tuple[Any, range | None, int]] = [  # and how many layers of 8 that reads
+    ([5], None, 1), ([0], range(3, 4), 1), ([0, 1, 7], None, 3), ([0, 3], None, 4), (None, range(1), 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "tokens", "many"), PARTS_READ)
+def test_only_headers_and_the_entries_that_are_needed_are_read(
+    disk: OnDisk, layers: Any, tokens: range | None, many: int
+) -> None:
+    """A digest covers a part of a layer, and a small gap is read too."""
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        before = read_bytes()
+        assert len(load(space, keys, layers, tokens)) == BLOCKS
+        found, wanted = read_bytes() - before, BLOCKS * (PAGE + many * SPEC.block_bytes // 8)
+        assert wanted <= found < wanted + 2 * PAGE
+
+
+def test_several_groups_and_shards_are_read_each_from_their_frames(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    groups = [
+        Group(layers=3, kv_heads=2, head_dim=64, shards=2),
+        Group(layers=4, kv_heads=1, head_dim=128, parts=1),
+    ]
+    spec = KvSpec.groups(
+        groups, model="partial groups", weights="1", dtype="bfloat16", block_tokens=32
+    )
+    disk = OnDisk(daemon_of, tmp_path / "one", "r32", spec)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        for (group, shard), part in itertools.product(
+            disk.blocks, (([1], None), ([2, 0], range(7, 30)))
+        ):
+            found = load(space, keys, *part, group=group, shard=shard)
+            assert found == [part_of(spec, group, one, *part) for one in disk.blocks[group, shard]]
+        assert disk.direct() == 6 * BLOCKS
+
+
+def test_a_space_with_a_window_is_loaded_through_memory(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    full = Group(layers=2, kv_heads=1, head_dim=64)
+    window = Group(kind="window", layers=2, kv_heads=1, head_dim=64, window_tokens=64)
+    spec = KvSpec.groups(
+        [full, window], model="partial window", weights="1", dtype="bfloat16", block_tokens=16
+    )
+    disk = OnDisk(daemon_of, tmp_path / "one", "raw", spec)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        found = load(space, keys, [1], None)
+        assert found == [part_of(spec, 0, one, [1], None) for one in disk.blocks[0, 0]]
+        assert disk.direct() == 0
+
+
+def test_a_tenant_without_direct_reads_loads_through_memory(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    disk = OnDisk(daemon_of, tmp_path / "one", permits="false")
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        for _ in range(2):
+            found = load(space, keys, [1], None)
+            assert found == [part_of(SPEC, 0, one, [1], None) for one in disk.blocks[0, 0]]
+
+
+@pytest.mark.parametrize("wanted", [{0}, {5}, {0, 1, 2}, {2, 3, 6}, {7}, set(range(BLOCKS))])
+def test_a_prefix_that_is_partly_in_memory_is_read_from_both(
+    disk: OnDisk, wanted: set[int]
+) -> None:
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        for number in wanted:
+            assert space.wait(keys[number : number + 1], 60_000).ready == 1
+        part = [2], range(4, 11)
+        expected = [part_of(SPEC, 0, one, *part) for one in disk.blocks[0, 0]]
+        assert load(space, keys, *part) == expected
+        assert disk.direct() == BLOCKS - len(wanted)
+        one = bytearray(sum(map(len, expected)))
+        options: Any = {"layers": part[0], "tokens": part[1], "wait_ms": 60_000}
+        assert space.load_into(keys, one, **options) == BLOCKS and one == b"".join(expected)
+
+
+def damage(disk: OnDisk, client: Client, at: int, entry: int | None) -> None:
+    """Change one byte of an entry of block `at` on disk, or of its header."""
+    space, keys = disk.open(client)
+    lease = read_directly(space, keys, bytes(range(256)), first=at, most=1)
+    (one,) = lease.frames
+    path = os.readlink(f"/proc/self/fd/{one.file.fd}")
+    lease.end([True])
+    with open(path, "r+b") as file:
+        file.seek(one.header_at)
+        header = decode(file.read(one.header_bytes))
+        within = 100 if entry is None else one.header_bytes + header.entries[entry].offset + 9
+        file.seek(one.header_at + within)
+        byte = file.read(1)[0]
+        file.seek(one.header_at + within)
+        file.write(bytes([byte ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("codec", ["raw", "r32", "q8"])
+@pytest.mark.parametrize("entry", [None, 0, 6, 7, 15])
+def test_damaged_entries_are_misses_and_others_are_read(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, codec: str, entry: int | None
+) -> None:
+    disk = OnDisk(daemon_of, tmp_path / "one", codec)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        sound = {layer: load(space, keys, [layer], None) for layer in range(8)}
+        damage(disk, client, 4, entry)
+        for layer in range(8):
+            bad = entry is None or entry // 2 == layer
+            if not bad:
+                assert load(space, keys, [layer], None) == sound[layer], layer
+        layer = 0 if entry is None else entry // 2
+        found = load(space, keys, [layer], None)
+        if (codec, entry) == ("raw", None):
+            assert found == sound[layer], "the daemon reads no headers of raw frames"
+            return
+        assert found == sound[layer][:4]
+        disk.daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == BLOCKS - 1)
+        assert space.match(keys).ready + space.match(keys).coming <= 4, "the daemon dropped it"
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_blocks_that_are_forgotten_under_the_read_are_misses(
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    whole = kvtier.direct_parts.read_frame_parts
+    with disk.daemon.connect() as client, disk.daemon.connect() as other:
+        space, keys = disk.open(client)
+
+        def read(*given: Any) -> bytes:
+            found = whole(*given)
+            assert found == bytes([1]) * BLOCKS
+            other.open(SPEC).forget(keys[first : first + 1])
+            return found
+
+        monkeypatch.setattr(kvtier.direct_parts, "read_frame_parts", read)
+        found = load(space, keys, [2], None)
+        assert found == [part_of(SPEC, 0, one, [2], None) for one in disk.blocks[0, 0]][:first]
+
+
+def test_the_layers_of_a_block_count_its_tokens_once(disk: OnDisk) -> None:
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        for layer in range(8):
+            assert len(load(space, keys, [layer], None)) == BLOCKS
+        client.ping()
+        stats = client.stats()
+        assert stats["used_tokens"]["cold"] == BLOCKS * SPEC.block_tokens
+        assert stats["bytes"]["loaded"] == BLOCKS * SPEC.block_bytes
+
+
+def test_without_a_wait_nothing_is_read_directly(disk: OnDisk) -> None:
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        assert load(space, keys, [2], None, wait_ms=0) == [] and disk.direct() == 0
+
+
+def test_batches_are_as_large_as_their_limit(disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SPEC.block_bytes // 8
+    monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", 3 * layer)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        expected = [part_of(SPEC, 0, one, [3], None) for one in disk.blocks[0, 0]]
+        assert load(space, keys, [3], None) == expected and disk.direct() == BLOCKS
+
+
+def test_chosen_tokens_wait_for_whole_blocks(disk: OnDisk) -> None:
+    chosen = [77, 3, 127, 3]
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        prefix = np.concatenate(
+            [np.frombuffer(one, np.uint8).reshape(16, 16, -1) for one in disk.blocks[0, 0]], axis=1
+        )
+        target: npt.NDArray[np.uint8] = np.zeros(prefix[:, chosen].shape, np.uint8)
+        assert not load_tokens(space, keys, chosen, target)
+        assert load_tokens(space, keys, chosen, target, wait_ms=60_000)
+        assert (target == prefix[:, chosen]).all()
