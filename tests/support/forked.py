@@ -236,7 +236,7 @@ if __name__ == "__main__":
     cli = import_module("kvtier_daemon.cli")
     hasty, index_process = map(import_module, ("hasty", "kvtier_daemon.tiers.cold.index_process"))
     index_child = import_module("kvtier_daemon.tiers.cold.index_child")
-    # Native modules free objects at an exit, which copies pages for 1 ms. A fork runs what it registers itself.
+    # Native modules free objects at an exit, which copies pages for 1 ms. Forks run what they register.
     atexit._clear()
     atexit.register(logging.shutdown)
     # No garbage collection of a fork visits, and thereby copies, the pages that it shares.
