@@ -322,6 +322,12 @@ class Saved(Sequence[Key]):
         return [key for key, outcome in self._pairs() if outcome in kept]
 
     @property
+    def leading(self) -> int:
+        """How many of the first keys are in the cache."""
+        kept = bytes((wire.GRANTED, wire.PRESENT))
+        return len(self._outcomes) - len(self._outcomes.lstrip(kept))
+
+    @property
     def refused(self) -> dict[Key, str]:
         """Why each of the other keys was not stored: in_progress, leaving, no_room, growing."""
         kept = (wire.GRANTED, wire.PRESENT)

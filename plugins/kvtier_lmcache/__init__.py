@@ -11,11 +11,11 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from lmcache.lmcache_native import Bitmap
@@ -28,13 +28,13 @@ from lmcache.v1.platform import create_event_notifier
 from kvtier import Group, KvSpec, ProtocolError, Unavailable
 from kvtier.key import Keys
 from kvtier.space import Space
+from kvtier.wire import LIMIT_LOCATED
 from kvtier_plugins.keeper import SpaceKeeper
 from kvtier_plugins.page_store import keys_alone, leading_runs
 
 log = logging.getLogger("lmcache.kvtier")
 
 HASH_BYTES = 32  # shorter hashes can be forged
-THREADS = 2  # one can load while another one stores
 PARAMS = {
     "weights": "", "socket": None, "patience_ms": 1000, "copy_threads": 2, "chunk_tokens": 256,
     "verify": False,
@@ -93,10 +93,10 @@ class ObjectSpaces:
 
     def each_run(
         self, what: str, keys: Sequence[ObjectKey], sizes: Mapping[int, int],
-        leading: Callable[[Space, Sequence[int]], int],
+        there: Callable[[Space, Sequence[int]], list[bool]],
     ) -> Bitmap:  # fmt: skip
-        """Call `leading` with the places of the keys of each space, some at once: it returns for how many
-        leading ones it succeeded. `sizes` has those of the objects by group."""
+        """Call `there` with the places of the keys of each space, some at once: it returns for which ones it
+        succeeded. `sizes` has those of the objects by group."""
         done = Bitmap(len(keys))
         runs: dict[Kind, list[int]] = {}
         for at, key in enumerate(keys):
@@ -109,15 +109,15 @@ class ObjectSpaces:
             if (space := keeper.space) is None:
                 self.count(f"{what}:no_daemon", len(places))
                 continue
+            good: list[bool] = []
             try:
-                good = leading_runs(
-                    len(places), space.most_keys(), partial(_some, leading, space, places)
-                )
+                most = space.most_keys()
+                while len(good) < len(places):
+                    good += there(space, places[len(good) : len(good) + most])
             except Exception as error:  # noqa: BLE001  # becomes a cache miss
                 self.failed(what, error, keeper)
-                continue
             self.count(what, sum(good))
-            done.batched_set([at for at, there in zip(places, good, strict=True) if there])
+            done.batched_set([at for at, one in zip(places, good, strict=False) if one])
         return done
 
     def _keeper(self, kind: Kind) -> SpaceKeeper:
@@ -169,8 +169,10 @@ class KvtierL2Adapter(L2AdapterInterface):
                 )
         self._spaces = ObjectSpaces(self._params)
         self._stores, self._lookups, self._loads = Tasks(), Tasks(), Tasks()
-        self._copiers = ThreadPoolExecutor(THREADS, "kvtier-l2")
-        self._finder = ThreadPoolExecutor(1, "kvtier-find")
+        # A store that waits for room delays no load.
+        self._storer, self._loader, self._finder = (
+            ThreadPoolExecutor(1, f"kvtier-{what}") for what in ("store", "load", "find")
+        )
         self._tasks = itertools.count(1)  # LMCache submits in two threads
 
     # --- LMCache's interface -------------------------------------------------------------------
@@ -186,7 +188,7 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
         return self._submit(
-            self._copiers,
+            self._storer,
             self._stores,
             lambda: self._stored(keys, objects),
             L2StoreResult(False, 0),
@@ -201,13 +203,18 @@ class KvtierL2Adapter(L2AdapterInterface):
         """Nothing is locked: an object that is evicted before its load is a miss of the load."""
         sizes = {group: _nbytes(one) for group, one in group_layout_descs.items()}
 
-        def leading(space: Space, places: Sequence[int]) -> int:
-            some = _keys(space, [keys[at] for at in places])
-            match = space.match(some, within_ms=self._params["patience_ms"])
-            return match.ready + match.coming
+        def there(space: Space, places: Sequence[int]) -> list[bool]:
+            """The leading objects are read from disk now; the others are only asked about, all at once."""
+            wanted = _keys(space, [keys[at] for at in places])
+            match = space.match(wanted, within_ms=self._params["patience_ms"])
+            found = [True] * (match.ready + match.coming)
+            while len(found) < len(places):
+                some = [[key] for key in wanted[len(found) : len(found) + LIMIT_LOCATED]]
+                found += [any(one) for one in space.locate(some)]
+            return found
 
         def find() -> Bitmap:
-            return self._spaces.each_run("find", keys, sizes, leading)
+            return self._spaces.each_run("find", keys, sizes, there)
 
         return self._submit(self._finder, self._lookups, find, Bitmap(len(keys)))
 
@@ -219,7 +226,7 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
         return self._submit(
-            self._copiers, self._loads, lambda: self._loaded(keys, objects), Bitmap(len(keys))
+            self._loader, self._loads, lambda: self._loaded(keys, objects), Bitmap(len(keys))
         )
 
     def query_load_result(self, task_id: L2TaskId) -> Bitmap | None:
@@ -242,8 +249,8 @@ class KvtierL2Adapter(L2AdapterInterface):
         return {"type": "KvtierL2Adapter", **self._spaces.status}
 
     def close(self) -> None:
-        self._finder.shutdown(cancel_futures=True)
-        self._copiers.shutdown(cancel_futures=True)
+        for pool in (self._storer, self._loader, self._finder):
+            pool.shutdown(cancel_futures=True)
         for keeper in self._spaces.keepers.values():
             keeper.close()
         for tasks in (self._stores, self._lookups, self._loads):
@@ -270,12 +277,19 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _stored(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
         sources = [_bytes_of(one) for one in objects]
 
-        def leading(space: Space, places: Sequence[int]) -> int:
-            some = _keys(space, [keys[at] for at in places])
-            within_s = self._params["patience_ms"] / 1000
-            return len(space.save(some, [sources[at] for at in places], wait_s=within_s))
+        until = time.monotonic() + self._params["patience_ms"] / 1000
 
-        found = self._spaces.each_run("store", keys, _sizes(keys, sources), leading)
+        def there(space: Space, places: Sequence[int]) -> list[bool]:
+            def leading(first: int, count: int) -> int:
+                some = places[first : first + count]
+                arrays, wait_s = [sources[at] for at in some], max(0.0, until - time.monotonic())
+                return space.save(
+                    _keys(space, [keys[at] for at in some]), arrays, wait_s=wait_s
+                ).leading
+
+            return leading_runs(len(places), len(places), leading)
+
+        found = self._spaces.each_run("store", keys, _sizes(keys, sources), there)
         stored = [at for at in range(len(keys)) if found.test(at)]
         sizes = [len(sources[at]) for at in stored]
         if stored:
@@ -285,14 +299,20 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _loaded(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
         targets = [_bytes_of(one) for one in objects]
 
-        def leading(space: Space, places: Sequence[int]) -> int:
-            some = _keys(space, [keys[at] for at in places])
-            return space.load_into(
-                some, [targets[at] for at in places], threads=self._params["copy_threads"],
-                wait_ms=self._params["patience_ms"],
-            )  # fmt: skip
+        until = time.monotonic() + self._params["patience_ms"] / 1000
 
-        found = self._spaces.each_run("load", keys, _sizes(keys, targets), leading)
+        def there(space: Space, places: Sequence[int]) -> list[bool]:
+            def leading(first: int, count: int) -> int:
+                some = places[first : first + count]
+                return space.load_into(
+                    _keys(space, [keys[at] for at in some]), [targets[at] for at in some],
+                    threads=self._params["copy_threads"],
+                    wait_ms=max(0, int((until - time.monotonic()) * 1000)),
+                )  # fmt: skip
+
+            return leading_runs(len(places), len(places), leading)
+
+        found = self._spaces.each_run("load", keys, _sizes(keys, targets), there)
         if loaded := [key for at, key in enumerate(keys) if found.test(at)]:
             self._notify_keys_accessed(loaded)
         return found
@@ -319,13 +339,6 @@ def _kind(key: ObjectKey, nbytes: int) -> Kind:
 def _keys(space: Space, keys: Sequence[ObjectKey]) -> Keys:
     """The salt belongs to the key: the same prompt of another user has other keys."""
     return keys_alone(space, [(key.chunk_hash, key.cache_salt.encode()) for key in keys])
-
-
-def _some(
-    leading: Callable[[Space, Sequence[int]], int], space: Space, places: Sequence[int], first: int,
-    count: int,
-) -> int:  # fmt: skip
-    return leading(space, places[first : first + count])
 
 
 def _sizes(keys: Sequence[ObjectKey], objects: Sequence[memoryview]) -> dict[int, int]:

@@ -23,7 +23,7 @@ from support.specs import pattern, spec_of
 
 FRAMES = effort(1_000, 100_000, 1_000_000)
 TOKENS = list(range(64))
-TAKE_S = 1.5  # how long a client may leave answers unread
+TAKE_S = 3.0  # how long a client may leave answers unread
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_a_client_that_never_reads_is_disconnected_but_a_busy_one_is_not(
             lazy.sock.send(wire.encode(wire.Stats(4)) * 64)
     busy.send(*(wire.Ping(number) for number in range(100, 164)))
     answered, started = 0, time.monotonic()
-    while time.monotonic() < started + TAKE_S + 1 or not is_disconnected(lazy):
+    while time.monotonic() < started + TAKE_S + 0.5 or not is_disconnected(lazy):
         assert time.monotonic() < started + TAKE_S + 60, "the lazy client is still connected"
         # 64 requests are always in flight, so the daemon never sees its socket empty.
         assert busy.answer() is not None, f"hung up on after {time.monotonic() - started} s"

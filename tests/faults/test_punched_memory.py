@@ -106,7 +106,7 @@ def test_a_hole_in_huge_pages_kills_neither_the_daemon_nor_blocks_of_others(
         for fd in fds:
             os.close(fd)
         assert daemon.stop() == 0
-        lost = f"lost {len(keys)}: they are larger than a segment, or a client removed pages"
+        lost = f"lost {len(keys)}: they are larger than a segment (raise cold.segment), or a client"
         assert lost in daemon.log.read_text(), "the stop waited for blocks that cannot be written"
 
 

@@ -131,6 +131,10 @@ class HostTier:
     def left_blocks(self) -> int:
         return self._catalog.demotions.in_memory_alone if self.is_draining else 0
 
+    @property
+    def unfit(self) -> tuple[int, ...]:
+        return ()
+
     def begin(self) -> None:
         self.is_draining, at = True, 0
         while True:

@@ -220,6 +220,10 @@ class TierDrain(Protocol):
     def left_blocks(self) -> int:
         """About how many blocks are yet to be written."""
 
+    @property
+    def unfit(self) -> Collection[int]:
+        """The blocks that cannot be written; the drain ends without them."""
+
     def begin(self) -> None: ...
     def end(self) -> None: ...
 
@@ -327,6 +331,7 @@ class NullTier:
     is_on = is_awaited = False
     is_complete = is_done = True
     left_blocks = 0
+    unfit: Collection[int] = ()
 
     def __init__(self) -> None:
         self.recovery = self.reads = self.pending = self.writes = self.forgets = self.drain = self

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtier.errors import TierError
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.cold.flusher import UNFIT
 from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.states import (
     CLOSING,
@@ -155,6 +156,10 @@ class Switching:
         async def drained() -> None:
             while not self._is_drained():  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
+            unfit = sum(len(tenant.tier.writes.drain.unfit) for tenant in self._tenants.values())
+            if unfit:
+                self._failures["warm"] = f"{unfit:,} blocks stay only in memory: {UNFIT}"
+                log.warning("warm tier: %s", self._failures["warm"])
             self._enter("warm", DRAINED)
 
         self._begin("warm", DRAINING, drained)

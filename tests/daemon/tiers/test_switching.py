@@ -27,7 +27,7 @@ from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.scrub import Scrubber
-from kvtier_daemon.tiers.cold.tier import ColdTier
+from kvtier_daemon.tiers.cold.tier import BlockWriter, ColdTier
 from support.apps import served
 from support.specs import pattern, spec_of
 
@@ -202,6 +202,33 @@ def test_a_tier_that_is_off_unmaps_the_arena_without_garbage_collection(
             gc.enable()
         gc.collect()
         assert first() is None, "the tier is still referenced"
+
+    served(tmp_path, work)
+
+
+def test_a_drain_reports_blocks_that_stay_only_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(count: int) -> None:
+        with Client.connect(str(tmp_path / "s")) as client:
+            space = client.open(spec_of("large"))
+            keys = space.keys(list(range(count * 16)))
+            space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+
+    async def work(app: App) -> None:
+        await well(app)
+        monkeypatch.setattr(BlockWriter, "fits", lambda *_: False)
+        await asyncio.to_thread(save, 20)
+        await app.tier("warm", "drain")
+        while (told := await app.tier("warm", "status"))["state"] != "drained":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert told["failure"].startswith("20 blocks stay only in memory: they are larger than a")
+        monkeypatch.undo()
+        await app.tier("warm", "on")
+        await app.tier("warm", "drain")
+        while (told := await app.tier("warm", "status"))["state"] != "drained":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not told["failure"] and not told["left_blocks"]
 
     served(tmp_path, work)
 

@@ -49,6 +49,9 @@ SWEEP_S = 10.0  # after a search of all blocks, until the next one
 LIMIT_SAVED = 1 << 20  # saved blocks that wait to be written; 4 bytes each
 SAVES_S = 10.0  # half-life of older saves
 SIZES_BLOCKS = 1024
+UNFIT = (
+    "they are larger than a segment (raise cold.segment), or a client removed pages of their memory"
+)
 COPY_S = 3.0  # longest time that writes wait for the copies of the reclaimer
 
 
@@ -98,7 +101,7 @@ class Drain:
         self._order = array("I")  # instead of the sweep, at a stop
         self._unsure: set[int] = set()  # blocks of the sweep that may not be on disk yet
         self._left = 0  # blocks that the drain has yet to write, at least
-        self.unfit = 0  # blocks that no write can put on a disk
+        self.unfit: set[int] = set()  # blocks that cannot be written
 
     def begin(self) -> None:
         if not self.is_on:
@@ -119,7 +122,7 @@ class Drain:
     def _reset(self, is_on: bool) -> None:
         self.is_on, self.is_done = is_on, False
         self._at, self._swept, self._unsure, self._order = 0, False, set(), array("I")
-        self.unfit = 0
+        self.unfit.clear()
         self._left = self._demotions.in_memory_alone
         self._waiting.wake()
 
@@ -136,9 +139,10 @@ class Drain:
 
     def leave_out(self, ids: bytes) -> None:
         """End without these blocks, which cannot be written."""
-        self.unfit += len(ids) // ID_BYTES
-        self.wrote(len(ids) // ID_BYTES)
-        self._unsure.difference_update(array("I", ids))
+        new = set(array("I", ids)) - self.unfit
+        self.unfit |= new
+        self.wrote(len(new))
+        self._unsure -= new
 
     def plan(self) -> Demotion:
         """Return a portion of the blocks that were only in memory when the drain began. Each id is checked
@@ -357,11 +361,7 @@ class Flusher:
         self._in_flight_bytes += nbytes
         unfit = [block for block in blocks if not self._cold.writer.fits(block)]
         if unfit:
-            text = (
-                "cold: %d blocks are not written: they are larger than a segment (raise cold.segment), "
-                "or a client removed pages of their memory"
-            )
-            log.debug(text, len(unfit))
+            log.debug("cold: %d blocks are not written: %s", len(unfit), UNFIT)
             catalog.demotions.not_demoted(ids_of(unfit))
             self.drain.leave_out(ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]

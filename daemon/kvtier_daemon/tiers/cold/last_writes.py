@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvtier.units import format_bytes
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.cold.flusher import UNFIT
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.tier import ColdTier
 
@@ -19,7 +20,6 @@ STALLS_S = 10.0
 SPARE_SEGMENTS = 2  # of a tenant in a directory: the open one, and the one that is reused next
 HURRIED = "the daemon was told to end at once"
 FULL = "the cold tier has no room for them"
-UNFIT = "they are larger than a segment, or a client removed pages of their memory"
 STALLED = f"no block was written for {STALLS_S:.0f} s"
 
 
