@@ -156,6 +156,10 @@ def test_awaited_blocks_are_counted_as_what_they_become(daemon: Daemon) -> None:
             while not decode.poll():
                 time.sleep(0.001)
             assert counted() == (PROMPT, {"absent": 2, "in_progress": 3 * PROMPT}, PROMPT)
+            decode.close()
+            while counted()[2]:
+                time.sleep(0.001)
+            assert counted() == (PROMPT, {"absent": 2, "in_progress": 4 * PROMPT}, 0)
 
 
 def test_a_router_finds_out_where_the_leading_blocks_of_many_prefixes_are(

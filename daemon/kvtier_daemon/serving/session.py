@@ -491,6 +491,7 @@ class Session:
             _tell_client(self, self._server, "went", why=why)
         if self.tenant is not None:
             try:
+                self.requests.lookups.counted.end(self.tenant.catalog)
                 self.tenant.pending.session_ended(self.id)
                 self.tenant.tier.direct.session_ended(self.id)
             except Exception:

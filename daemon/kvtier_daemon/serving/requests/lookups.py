@@ -84,7 +84,7 @@ class CountedLookups:
     def coming_tokens(self) -> int:
         return self.pending_tokens + self.awaited_tokens
 
-    def is_new(self, request: wire.MatchPrefix | wire.Load) -> bool:
+    def is_new(self, catalog: Catalog, request: wire.MatchPrefix | wire.Load) -> bool:
         """Whether this request is a new lookup, and remember it. A repeated one is not counted again."""
         number, name = request.request, lookup_name(request)
         known = self.of.get(number)
@@ -98,28 +98,30 @@ class CountedLookups:
                 known.loaded |= loads
                 return False
         if known is not None:
-            if known.pending:
-                self._set_pending(known, 0)
-            self.expect_writes(known, 0, 0)
+            self._drop(catalog, known)
             self.of.move_to_end(number)
         elif len(self.of) >= LIMIT_COUNTED:
-            self.forget(next(iter(self.of)))
+            self.forget(catalog, next(iter(self.of)))
         self.of[number] = CountedLookup(name, loads)
         return True
 
-    def forget(self, request: int) -> None:
+    def forget(self, catalog: Catalog, request: int) -> None:
         known = self.of.pop(request, None)
         if known is not None:
-            if known.pending:
-                self._set_pending(known, 0)
-            self.expect_writes(known, 0, 0)
+            self._drop(catalog, known)
 
-    def cancel(self, catalog: Catalog, request: int) -> None:
-        """The client needs no answer: blocks that it waited for are no hits."""
-        known = self.of.get(request)
-        if known is not None and known.awaited:
-            catalog.usage.count_not_written(known.awaited * known.block_tokens)
-        self.forget(request)
+    def end(self, catalog: Catalog) -> None:
+        """The client is gone."""
+        for request in list(self.of):
+            self.forget(catalog, request)
+
+    def _drop(self, catalog: Catalog, lookup: CountedLookup) -> None:
+        """The client waits no longer: blocks that others were writing for it are no hits."""
+        if lookup.pending:
+            self._set_pending(lookup, 0)
+        if lookup.awaited:
+            catalog.usage.count_not_written(lookup.awaited * lookup.block_tokens)
+            self.expect_writes(lookup, 0, 0)
 
     def expect(self, lookup: CountedLookup, shared: int) -> None:
         """This many of the blocks that were reported come from the remote store."""
@@ -242,7 +244,7 @@ class LookupRequests:
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix, held: Sequence[Held]
     ) -> bool:
         """Note that a match has used these blocks. Return whether it is a new lookup."""
-        is_new = self.counted.is_new(request)
+        is_new = self.counted.is_new(tenant.catalog, request)
         tenant.catalog.note_use(space, held, request.keys, is_new)
         if is_new and self._server.recorder.is_on:
             _record(self._server, tenant, space, request.keys)
@@ -302,7 +304,7 @@ class LookupRequests:
         ):
             self._note_wait(request, True)
             return None
-        is_new = self.counted.is_new(request)
+        is_new = self.counted.is_new(tenant.catalog, request)
         if is_new and self._server.recorder.is_on:
             _record(self._server, tenant, space, request.keys)
         found = catalog.load(
@@ -405,7 +407,7 @@ class LookupRequests:
         return wire.Done(request.id)
 
     def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
-        self.counted.cancel(tenant.catalog, request.request)
+        self.counted.forget(tenant.catalog, request.request)
         self._deferred.cancel(request.request)
         tenant.catalog.holds.end((self._session.id, request.request))
         tenant.pending.cancel((self._session.id, request.request))
