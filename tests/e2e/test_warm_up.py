@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -278,6 +279,56 @@ def test_useless_lists_take_no_place_of_good_ones(host: Hosts, store: ObjectStor
     for number in range(20):
         (good.parent / f"{space}-{bytes([number]).hex() * 32}").write_bytes(b"old")
     assert warmed(host("b", MOST_LISTS=1))["lists"] == 1
+
+
+def test_a_host_with_a_missing_disk_tells_and_is_warmed_up(
+    host: Hosts, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Its recovery does not end. What is saved meanwhile does not count as blocks from before."""
+    a = host("a")
+    with a.connect() as client:
+        keys = share(a, client.open(spec_of("missing")), 1)
+        told(a, store)
+    (tmp_path / "one").mkdir()
+    cold = cold_of(tmp_path / "one", tmp_path / "two")
+    assert not host("b", config=cold).stop()
+    (tmp_path / "two").mkdir(exist_ok=True)
+    shutil.rmtree(tmp_path / "two")
+    b = host("b", config=cold, FOUND_S=2)
+    with b.connect() as client:
+        space = client.open(spec_of("missing"))
+        share(b, space, 2)
+        b.wait_for(lambda _: len(lists(store)) == 2)
+        assert not any(remote_of(b.stats())["warm_up"].values())
+        assert warmed(b)["blocks"] == PROMPT
+        check(space, keys)
+
+
+def cold_of(*folders: Path) -> str:
+    paths = ", ".join(f'"{folder}"' for folder in folders)
+    return f'[cold]\ndirectories = [{paths}]\nsize = "96MiB"\nsegment = "1MiB"\nwrite = "through"\n'
+
+
+def test_a_host_with_blocks_on_disk_is_not_warmed_up(
+    host: Hosts, store: ObjectStore, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    cold = cold_of(tmp_path / "disk")
+    b = host("b", config=cold)
+    with b.connect() as client:
+        share(b, client.open(spec_of("kept")), 2)
+        b.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == PROMPT)
+    assert not b.stop()
+    for path in lists(store):
+        path.unlink()
+    a = host("a")
+    with a.connect() as client:
+        share(a, client.open(spec_of("kept")), 1)
+        told(a, store)
+    b = host("b", config=cold)
+    b.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == PROMPT)
+    time.sleep(1)  # several times as long as until the first warm-up
+    assert remote_of(b.stats())["warm_up"] == {"lists": 0, "ignored": 0, "blocks": 0}
 
 
 def test_objects_that_are_gone_are_no_blocks_and_end_the_warm_up(
