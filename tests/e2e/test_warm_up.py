@@ -40,7 +40,9 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def host(tmp_path: Path, daemon_of: Hosts, store: ObjectStore) -> Hosts:
-    def start(name: str, more: str = WARM, secret: bytes = bytes(32), config: str = "", **haste: float) -> Daemon:
+    def start(
+        name: str, more: str = WARM, secret: bytes = bytes(32), config: str = "", **haste: float
+    ) -> Daemon:
         secrets = tmp_path / name / "state" / "secrets"
         secrets.mkdir(parents=True, mode=0o700, exist_ok=True)
         (secrets / "default").write_bytes(secret)

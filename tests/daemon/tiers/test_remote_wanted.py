@@ -225,7 +225,9 @@ def test_of_many_lists_the_blocks_with_the_largest_weights_are_kept(
         for space in range(2):
             keys = tuple(key(1000 * host + number) for number in range(100))
             weight = array("d", [1.0 + host]) * 100
-            one = WantedList(bytes([space]) * 32, spec_of("wanted"), keys, weight, array("I", range(100)))
+            one = WantedList(
+                bytes([space]) * 32, spec_of("wanted"), keys, weight, array("I", range(100))
+            )
             both.add(one)
             assert len(both) <= 2 * most + 100
     lists = both.lists()

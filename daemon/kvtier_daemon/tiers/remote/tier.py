@@ -52,7 +52,9 @@ log = logging.getLogger(__name__)
 
 DECODERS: Final = 2  # threads
 POLL_S: Final = 0.02
-FOUND_S: Final = 180.0  # longest time that the first warm-up waits for the blocks from before the start
+FOUND_S: Final = (
+    180.0  # longest time that the first warm-up waits for the blocks from before the start
+)
 WORK: Final = {"hand-over": HANDING_OVER, "warm-up": WARMING_UP}
 ENCODER_NICE: Final = 10  # saves and loads of engines go before writes to the store
 
@@ -302,7 +304,7 @@ class RemoteTier:
         return f"{kept} blocks were not handed over: they could not be read or written, or are not shared"
 
     async def _warm(self) -> None:
-        """Tell other hosts what this one wants, and warm up once those tenants that had no blocks."""
+        """Tell other hosts what this one wants, and warm up once those tenants that began without blocks."""
         remote = self._remote
         assert remote is not None
         while not remote.driver.is_on:  # noqa: ASYNC110  # it may be off for long
@@ -311,20 +313,18 @@ class RemoteTier:
         async with asyncio.TaskGroup() as tasks:
             for one in self._of.values():
                 tasks.create_task(one.warming.tell(host), name="remote lists")
-            tasks.create_task(self._warm_first(remote), name="remote first warm-up")
-
-    async def _warm_first(self, remote: OpenRemote) -> None:
-        with contextlib.suppress(TimeoutError):  # a directory is missing, or very large
-            async with asyncio.timeout(FOUND_S):
-                while not all(one.is_found for one in self._of.values()):  # noqa: ASYNC110
-                    await asyncio.sleep(10 * POLL_S)
-        # The configuration, the store and orders may have changed since.
-        some = [one for one in self._of.values() if one.began_empty]
-        if self._work is None and some and remote.config.warm_up_percent:
-            try:
-                self._begin(remote, "warm-up", some)
+            with contextlib.suppress(TimeoutError):  # a directory is missing, or very large
+                async with asyncio.timeout(FOUND_S):
+                    while not all(one.is_found for one in self._of.values()):  # noqa: ASYNC110
+                        await asyncio.sleep(10 * POLL_S)
+            try:  # the configuration, the store and orders may have changed since
+                some = [one for one in self._of.values() if one.began_empty]
+                if some and self._work is None and remote.config.warm_up_percent:
+                    self._begin(remote, "warm-up", some)
             except TierError as error:
                 log.warning("%s; this host is not warmed up", error)
+            except Exception:
+                log.exception("remote: internal error at the start of the warm-up")
 
     def state(self) -> str:
         """Return one of `states`."""

@@ -277,17 +277,21 @@ class Warming:
         nbytes, portion = sum(space.block_bytes), max(1, PORTION_BYTES // sum(space.block_bytes))
         if any(place.kind.kind != "full" for place in self._places.of(space)):
             portion = len(keys)  # not each shorter prefix can be restored
-        first = tries = 0
+        first, tries, asked = 0, 0, -1
         while more := self._present(space, keys, first):
             first += more
             await asyncio.sleep(0)
-        await self._questions.find(space, keys[first * KEY_BYTES :])
         while first * KEY_BYTES < len(keys) and self._room() >= nbytes and tries < TRIES:
-            self._requests += 1
-            request = 0, (self._tenant.name, "warm-up", self._requests)
             count = min(portion, self._fetcher.beyond(space, keys, first, asks=False))
+            if not count and asked < first:
+                asked = first
+                some = keys[first * KEY_BYTES : (first + LOOK_BLOCKS) * KEY_BYTES]
+                await self._questions.find(space, some)
+                continue
             if not count:
                 return
+            self._requests += 1
+            request = 0, (self._tenant.name, "warm-up", self._requests)
             coming, _, _ = self._fetcher.fetch(
                 space, keys, first, count, request=request, urgent=False, within_s=READ_S
             )
