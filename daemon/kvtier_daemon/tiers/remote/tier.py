@@ -319,7 +319,8 @@ class RemoteTier:
                         await asyncio.sleep(10 * POLL_S)
             try:  # the configuration, the store and orders may have changed since
                 some = [one for one in self._of.values() if one.began_empty]
-                if some and self._work is None and remote.config.warm_up_percent:
+                is_free = self._work is None and self._accepts
+                if some and is_free and remote.config.warm_up_percent:
                     self._begin(remote, "warm-up", some)
             except TierError as error:
                 log.warning("%s; this host is not warmed up", error)

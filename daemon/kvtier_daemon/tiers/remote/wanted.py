@@ -220,26 +220,24 @@ class RankedBlocks:
             self._parents[key] = parent
             self._depths[key] = self._depths.get(parent, -1) + 1 if parent else 0
 
-    def order(self) -> list[bytes]:
-        """The most wanted first; of equal ones those that are less deep. Two sorts by numbers are short: a
-        sort holds all threads."""
-        order = sorted(self._weights, key=self._depths.__getitem__)
-        order.sort(key=self._weights.__getitem__, reverse=True)
-        return order
-
     def weights(self) -> Iterable[float]:
         return self._weights.values()
 
     def drop(self, least: float, most: int) -> int:
         """Keep at most this many, none of them with less weight; return how many are left."""
-        for number, key in enumerate(self.order()):
-            if number >= most or self._weights[key] < least:
-                del self._weights[key], self._parents[key], self._depths[key]
+        kept = (one for one in self._weights.items() if one[1] >= least)
+        self._weights = dict(itertools.islice(kept, most))
+        self._parents = {key: self._parents[key] for key in self._weights}
+        self._depths = {key: self._depths[key] for key in self._weights}
         return len(self)
 
     def listed(self, space: bytes, most: int) -> WantedList:
-        """A lookup may begin inside a chain, so a block may come before its parent: then it is a root."""
-        order = self.order()[:most]
+        """Return the most wanted first, and of equal ones those that are less deep. A lookup may begin inside
+        a chain, so a block may come before its parent: then it is a root."""
+        # Two sorts by plain numbers are short: a sort holds all threads.
+        order = sorted(self._weights, key=self._depths.__getitem__)
+        order.sort(key=self._weights.__getitem__, reverse=True)
+        del order[most:]
         rows = {key: row for row, key in enumerate(order)}
         parents = (min(row, rows.get(self._parents[key], row)) for row, key in enumerate(order))
         weights = array("d", map(self._weights.__getitem__, order))
