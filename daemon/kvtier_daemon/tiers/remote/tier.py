@@ -52,9 +52,7 @@ log = logging.getLogger(__name__)
 
 DECODERS: Final = 2  # threads
 POLL_S: Final = 0.02
-FOUND_S: Final = (
-    180.0  # longest time that the first warm-up waits for the blocks from before the start
-)
+FOUND_S: Final = 180.0  # the first warm-up waits for the end of recovery, at most so long
 WORK: Final = {"hand-over": HANDING_OVER, "warm-up": WARMING_UP}
 ENCODER_NICE: Final = 10  # saves and loads of engines go before writes to the store
 
@@ -315,7 +313,9 @@ class RemoteTier:
                 tasks.create_task(one.warming.tell(host), name="remote lists")
             with contextlib.suppress(TimeoutError):  # a directory is missing, or very large
                 async with asyncio.timeout(FOUND_S):
-                    while not all(one.is_found for one in self._of.values()):  # noqa: ASYNC110
+                    while not remote.driver.is_on or not all(  # noqa: ASYNC110
+                        one.is_found for one in self._of.values()
+                    ):
                         await asyncio.sleep(10 * POLL_S)
             try:  # the configuration, the store and orders may have changed since
                 some = [one for one in self._of.values() if one.began_empty]

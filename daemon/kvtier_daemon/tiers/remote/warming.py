@@ -232,7 +232,7 @@ class Warming:
                     raise FrameError("is of another space")
             except Exception as error:  # noqa: BLE001  # one object must not stop the warm-up
                 self.ignored += 1
-                log.warning("remote: the list %s is ignored: %s", name, error or repr(error))
+                log.warning("remote: the list %s is ignored: %s", name, error)
                 continue
             self.lists += 1
             await asyncio.to_thread(both.add, one)
