@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ import pytest
 from kvtier import Group
 from kvtier.key import Keys
 from kvtier.space import Space
+from kvtier_daemon.codec import frame
+from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.tiers.remote.objects import encode
+from kvtier_daemon.tiers.remote.wanted import list_headers, list_identity
+from kvtier_kernels import seal_frame
 from support.daemons import Daemon, kvtier
 from support.object_store import BUCKET, ObjectStore
 from support.specs import pattern, spec_of
@@ -34,13 +40,15 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def host(tmp_path: Path, daemon_of: Hosts, store: ObjectStore) -> Hosts:
-    def start(name: str, more: str = WARM, secret: bytes = bytes(32), config: str = "") -> Daemon:
+    def start(
+        name: str, more: str = WARM, secret: bytes = bytes(32), config: str = "", **haste: float
+    ) -> Daemon:
         secrets = tmp_path / name / "state" / "secrets"
         secrets.mkdir(parents=True, mode=0o700, exist_ok=True)
         (secrets / "default").write_bytes(secret)
         (secrets / "default").chmod(0o600)
         daemon = daemon_of(
-            folder=tmp_path / name, config=config + store.config(more=more), haste=HASTE
+            folder=tmp_path / name, config=config + store.config(more=more), haste=HASTE | haste
         )
         daemon.wait_for(lambda stats: remote_of(stats)["on"])
         return daemon
@@ -195,7 +203,7 @@ def test_flipped_swapped_and_foreign_lists_are_ignored(host: Hosts, store: Objec
     (one.parent / "not-a-list").write_bytes(texts[0])
     b = host("b")
     assert warmed(b) == {"lists": 0, "ignored": 3, "blocks": 0}
-    assert b.log.read_text().count("is ignored:") == 3
+    assert b.log.read_text().count("is ignored:") == 2
     one.write_bytes(texts[0])
     c = host("c", secret=b"of another fleet".ljust(32))
     c.wait_for(lambda stats: "lists name" in c.log.read_text())
@@ -207,6 +215,121 @@ def test_flipped_swapped_and_foreign_lists_are_ignored(host: Hosts, store: Objec
         found = [client.open(spec_of(name)) for name in ("first", "second")]
         ready = [space.match(space.keys([1] * PROMPT * 16)).ready for space in found]
         assert sorted(ready) == [0, PROMPT]
+
+
+def list_frame(path: Path, codec: str, shorter: int = 0) -> bytes:
+    """A frame with correct digests that has the name of a list, and no code of the fleet."""
+    of = list_identity(*map(bytes.fromhex, path.name.split("-")))
+    text, most = bytes(8192), bytes(8193)
+    if not shorter:
+        headers = list_headers(spec_of("any"), of.space, len(text))
+        into = bytearray(headers.most_bytes)
+        block, all_of_it = memoryview(text), memoryview(into)
+        return bytes(
+            into[: encode(headers, BY_NAME[codec], None, of.key, b"", b"", block, all_of_it)]
+        )
+    nbytes = len(text) - shorter
+    entries = (frame.Entry(0, 0, frame.RAW, 0, nbytes, len(text)),)
+    header = bytearray(
+        frame.Frame(
+            of, b"", frame.RAW, nbytes, len(text), 0, 0, frame.ZERO_DIGEST, frame.ZERO_DIGEST, entries
+        ).encode()
+    )  # fmt: skip
+    seal_frame(header, most[:nbytes])
+    return bytes(header) + most[:nbytes]
+
+
+def test_no_frame_of_a_list_ends_the_warm_up(host: Hosts, store: ObjectStore) -> None:
+    """The frame is read before the code of the list is verified."""
+    a = host("a")
+    with a.connect() as client:
+        keys = share(a, client.open(spec_of("forged")), 1)
+        told(a, store)
+    (good,) = lists(store)
+    space, _ = good.name.split("-")
+    for number, (codec, shorter) in enumerate([("zstd", 0), ("fix4", 0), ("raw", 1), ("raw", -1)]):
+        path = good.with_name(f"{space}-{bytes([number]).hex() * 32}")
+        path.write_bytes(list_frame(path, codec, shorter))
+    b = host("b")
+    assert warmed(b) == {"lists": 1, "ignored": 4, "blocks": PROMPT}
+    assert "internal error" not in b.log.read_text()
+    with b.connect() as client:
+        check(client.open(spec_of("forged")), keys)
+
+
+def test_copies_of_a_list_are_not_read(host: Hosts, store: ObjectStore) -> None:
+    a = host("a")
+    with a.connect() as client:
+        share(a, client.open(spec_of("copied")), 1)
+        told(a, store)
+    (good,) = lists(store)
+    assert not a.stop()
+    (good.parent / "more").mkdir()
+    name = good.name
+    for copy in (name.upper(), f"{name[:2]} {name[2:]}", f"more/{name}"):
+        (good.parent / copy).write_bytes(good.read_bytes())
+    assert warmed(host("b")) == {"lists": 1, "ignored": 3, "blocks": PROMPT}
+
+
+def test_useless_lists_take_no_place_of_good_ones(host: Hosts, store: ObjectStore) -> None:
+    a = host("a")
+    with a.connect() as client:
+        share(a, client.open(spec_of("many")), 1)
+        told(a, store)
+    (good,) = lists(store)
+    space, _ = good.name.split("-")
+    for number in range(20):
+        (good.parent / f"{space}-{bytes([number]).hex() * 32}").write_bytes(b"old")
+    assert warmed(host("b", MOST_LISTS=1))["lists"] == 1
+
+
+def test_a_host_with_a_missing_disk_tells_and_is_warmed_up(
+    host: Hosts, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Its recovery does not end. What is saved meanwhile does not count as blocks from before."""
+    a = host("a")
+    with a.connect() as client:
+        keys = share(a, client.open(spec_of("missing")), 1)
+        told(a, store)
+    (tmp_path / "one").mkdir()
+    cold = cold_of(tmp_path / "one", tmp_path / "two")
+    assert not host("b", config=cold).stop()
+    (tmp_path / "two").mkdir(exist_ok=True)
+    shutil.rmtree(tmp_path / "two")
+    b = host("b", config=cold, FOUND_S=2)
+    with b.connect() as client:
+        space = client.open(spec_of("missing"))
+        share(b, space, 2)
+        b.wait_for(lambda _: len(lists(store)) == 2)
+        assert warmed(b)["blocks"] == PROMPT
+        check(space, keys)
+
+
+def cold_of(*folders: Path) -> str:
+    paths = ", ".join(f'"{folder}"' for folder in folders)
+    return f'[cold]\ndirectories = [{paths}]\nsize = "96MiB"\nsegment = "1MiB"\nwrite = "through"\n'
+
+
+def test_a_host_with_blocks_on_disk_is_not_warmed_up(
+    host: Hosts, store: ObjectStore, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    cold = cold_of(tmp_path / "disk")
+    b = host("b", config=cold)
+    with b.connect() as client:
+        share(b, client.open(spec_of("kept")), 2)
+        b.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == PROMPT)
+    assert not b.stop()
+    for path in lists(store):
+        path.unlink()
+    a = host("a")
+    with a.connect() as client:
+        share(a, client.open(spec_of("kept")), 1)
+        told(a, store)
+    b = host("b", config=cold)
+    b.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == PROMPT)
+    time.sleep(1)  # several times as long as until the first warm-up
+    assert remote_of(b.stats())["warm_up"] == {"lists": 0, "ignored": 0, "blocks": 0}
 
 
 def test_objects_that_are_gone_are_no_blocks_and_end_the_warm_up(

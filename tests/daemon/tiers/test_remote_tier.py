@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,16 +30,20 @@ from conformance.tier_tests import (
     TierTests,
 )
 from kvtier_daemon.app import MakeLowerTier
-from kvtier_daemon.catalog import Found
+from kvtier_daemon.catalog import Found, KnownSpace
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import NullTier
 from kvtier_daemon.tiers.remote.driver import StoreDriver
+from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import names_of
 from kvtier_daemon.tiers.remote.messages import FAILED, Answer, GetObject, HeadObjects, Request
+from kvtier_daemon.tiers.remote.places import Place, restorable
 from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
+from kvtier_daemon.tiers.remote.wanted import WantedList, list_identity, list_name
+from kvtier_daemon.tiers.remote.warming import Warming
 from kvtier_daemon.tiers.tier_keys import TierKeys
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping as MappedExtent
@@ -53,6 +58,7 @@ class Below(NullTier):
 
     def __init__(self, shared: SharedBlocks) -> None:
         super().__init__()
+        self.shared = shared
         self.forget = shared.forget  # type: ignore[assignment]
         self.saved = shared.saved  # type: ignore[assignment]
 
@@ -328,3 +334,137 @@ def test_a_senseless_answer_of_the_process_is_a_miss(
     assert 0 <= queue.latency_s < 60
     assert alone.shared.fetcher.counts["read"] == 0
     queue.cost(1)  # of the next lookup
+
+
+# --- warm-up ---------------------------------------------------------------------------------------
+
+
+class SlowRecovery:
+    """The recovery of the tenants except the one that is served ends when told."""
+
+    ended = False
+
+    def is_complete(self, below: Below) -> bool:
+        return self.ended or below.shared.fetcher.tenant == "it"
+
+
+@pytest.fixture
+def recovery(monkeypatch: pytest.MonkeyPatch) -> SlowRecovery:
+    one = SlowRecovery()
+    monkeypatch.setattr(Below, "is_complete", property(one.is_complete))
+    return one
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tenants whose warm-up has begun."""
+    tenants, run = list[str](), Warming.run
+
+    async def noted(self: Warming) -> None:
+        tenants.append(self._tenant.name)
+        await run(self)
+
+    monkeypatch.setattr(Warming, "run", noted)
+    return tenants
+
+
+@pytest.fixture
+def warming(tmp_path: Path, recovery: SlowRecovery, warmed: list[str]) -> Iterator[ServedShared]:
+    with FaultyStore(tmp_path) as store:
+        tier = ServedShared(tmp_path, f"{store.config}warm_up_percent = 50\n", 16 * BLOCK_BYTES)
+        yield tier
+        tier.close()
+
+
+def pass_time(tier: ServedShared, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    tier._until(lambda: time.monotonic() > until)
+
+
+@pytest.mark.parametrize("change", ["reload", "hand-over", "off", "none"])
+def test_what_changes_before_the_first_warm_up_does_not_end_the_daemon(
+    warming: ServedShared, recovery: SlowRecovery, warmed: list[str], change: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    remote = cast(OnlyRemote, warming.lower).remote
+    assert remote._remote is not None
+    pass_time(warming, 0.5)  # it waits for the recovery
+    if change == "reload":
+        remote.reconfigure(msgspec.structs.replace(remote._remote.config, warm_up_percent=0))
+    elif change == "off":
+        remote.order("off")
+    elif change == "hand-over":
+        monkeypatch.setattr(HandingOver, "run", lambda self: asyncio.sleep(60))
+        remote.order("hand-over")
+    recovery.ended = True
+    pass_time(warming, 0.5)
+    assert not warming._serving.done()
+    if change == "none":
+        warming._until(lambda: warmed == ["it", "another"])
+    else:
+        assert not warmed
+
+
+def test_blocks_of_one_tenant_do_not_prevent_the_warm_up_of_others(
+    warming: ServedShared, recovery: SlowRecovery, warmed: list[str]
+) -> None:
+    assert ServedTenant.put(warming, Identity(), os.urandom(BLOCK_BYTES))
+    warming._until(lambda: warming.shared._saved == 4)
+    warming.shared._saved = 0  # as if it were from before the start
+    recovery.ended = True
+    warming._until(lambda: bool(warmed))
+    pass_time(warming, 0.1)
+    assert warmed == ["another"]
+
+
+def test_what_is_saved_before_the_first_warm_up_does_not_prevent_it(
+    warming: ServedShared, recovery: SlowRecovery, warmed: list[str]
+) -> None:
+    assert ServedTenant.put(warming, Identity(), os.urandom(BLOCK_BYTES))
+    recovery.ended = True
+    warming._until(lambda: warmed == ["it", "another"])
+
+
+def test_a_failure_in_one_tenant_does_not_end_the_warm_up_of_others(
+    alone: ServedShared, monkeypatch: pytest.MonkeyPatch, warmed: list[str]
+) -> None:
+    remote = cast(OnlyRemote, alone.lower).remote
+    monkeypatch.setattr(alone.shared.warming, "_lists", None)
+    work = remote._do("warm-up", remote._of.values())
+    alone.loop.run_until_complete(work)
+    assert warmed == ["it", "another"]
+
+
+def test_lists_wait_for_room_in_the_buffer(alone: ServedShared) -> None:
+    objects, child = alone.shared.warming._objects, alone.driver.child
+    assert child is not None
+    spec, of = alone._space(Identity()).spec, list_identity(bytes(32), bytes(32))
+    one = WantedList(of.space, spec, (bytes(32),), array("d", [1.0]), array("I", [0]))
+    for part in (child.reads, child.writes):
+        all_of_it = part.size - part.used
+        at = part.take(all_of_it)
+        assert at is not None
+        alone.loop.call_later(0.2, part.give, at, all_of_it)
+
+    async def both() -> tuple[bool, bytes]:
+        name = list_name(bytes(32), of)
+        return await objects.put(name, one, of, b"a list"), await objects.get(name, of)
+
+    assert alone.loop.run_until_complete(both()) == (True, b"a list")
+
+
+def test_a_warm_up_looks_at_a_part_of_a_long_chain_at_once(
+    alone: ServedShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def noted(space: KnownSpace, places: list[Place], has: list[bytes], first: int) -> int:
+        looks.append(len(has[0]))
+        return restorable(space, places, has, first)
+
+    monkeypatch.setattr("kvtier_daemon.tiers.remote.warming.restorable", noted)
+    identity = Identity()
+    assert ServedTenant.put(alone, identity, os.urandom(BLOCK_BYTES))
+    keys = identity.key + os.urandom(32 * 1200)
+    alone.loop.run_until_complete(alone.shared.warming._read(alone._space(identity), keys))
+    assert looks and max(looks) <= 1024

@@ -14,16 +14,17 @@ from kvtier_daemon.tiers.remote.wanted import (
     HALF_LIFE_S,
     MOST_BLOCKS,
     MOST_BYTES,
+    MergedLists,
     WantedBlocks,
     WantedList,
     decode_list,
     encode_list,
+    in_turn,
     list_identity,
     list_name,
     list_of,
     lists_of,
     load_host,
-    merged,
 )
 from kvtier_daemon.tiers.remote.warming import leaves
 from support.specs import spec_of
@@ -55,6 +56,13 @@ def found(*prefixes: tuple[bytes, int]) -> list[WantedList]:
     return lists_of(blocks.prefixes(), NOW)
 
 
+def merged(lists: list[WantedList]) -> list[WantedList]:
+    both = MergedLists()
+    for one in lists:
+        both.add(one)
+    return both.lists()
+
+
 def test_a_block_has_the_weights_of_all_prefixes_with_it_and_comes_after_its_parent() -> None:
     (one,) = found((chain(1, 2, 3), 1), (chain(1, 2, 4), 3), (chain(9), 2))
     assert one.keys == (key(1), key(2), key(4), key(9), key(3))
@@ -66,6 +74,16 @@ def test_a_block_has_the_weights_of_all_prefixes_with_it_and_comes_after_its_par
     assert list(leaves(one, 2)) == [1]
 
 
+def test_lists_of_lookups_that_begin_inside_a_chain_can_be_read() -> None:
+    """Such a block may weigh more than its parent, and comes before it."""
+    (one,) = lists = found((chain(2, 3, 4), 1), (chain(1, 2, 3), 1))
+    for other in (one, *merged([*lists, *found((chain(4, 5), 3))])):
+        assert decode_list(OF, SECRET, encode_list(other, HOST, SECRET, NOW), NOW) == other
+        for row, name in enumerate(other.keys):
+            whole = other.chain(row)
+            assert whole.endswith(name) and whole in chain(1, 2, 3, 4, 5)
+
+
 def test_a_prefix_that_was_found_long_ago_weighs_less() -> None:
     blocks, space = WantedBlocks(), space_of()
     for _ in range(3):
@@ -73,6 +91,14 @@ def test_a_prefix_that_was_found_long_ago_weighs_less() -> None:
     blocks.note(space, chain(2), NOW + 2 * HALF_LIFE_S)
     (one,) = lists_of(blocks.prefixes(), NOW + 2 * HALF_LIFE_S)
     assert one.keys == (key(2), key(1)) and list(one.weights) == [1, 0.75]
+
+
+def test_a_clock_that_steps_back_makes_no_weight_larger() -> None:
+    blocks, space = WantedBlocks(), space_of()
+    for at_s in (NOW, NOW - 1e7):
+        blocks.note(space, chain(1), at_s)
+    (one,) = lists_of(blocks.prefixes(), NOW - 2e7)
+    assert list(one.weights) == [2]
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -100,8 +126,30 @@ def test_the_largest_list_fits_an_object() -> None:
 def test_a_list_is_read_as_it_was_written() -> None:
     (one,) = found((chain(1, 2, 3), 1), (chain(1, 2, 4), 3))
     assert decode_list(OF, SECRET, encode_list(one, HOST, SECRET, NOW), NOW) == one
-    assert list_of(list_name(SECRET, OF)) == OF
+    assert list_of(SECRET, list_name(SECRET, OF)) == OF
     assert list_name(SECRET, OF) != list_name(bytes(32), OF)
+
+
+def test_a_list_has_one_name() -> None:
+    """Otherwise copies of it in the store would add up."""
+    of = list_identity(bytes([0xAB]) * 32, HOST)
+    folder, _, last = (name := list_name(SECRET, of)).rpartition("/")
+    assert list_of(SECRET, name) == of
+    for other in (
+        f"{folder}/{last.upper()}", f"{folder}/{last[:2]} {last[2:]}", f"{folder}/copy/{last}",
+        f"{folder}/{last}-", list_name(bytes(32), of), last, f"{folder}/not-a-list", "",
+    ):  # fmt: skip
+        assert list_of(SECRET, other) is None, other
+
+
+def test_each_space_gets_its_share_of_the_lists_that_are_read() -> None:
+    many = [list_identity(SPACE, key(number)) for number in range(1000)]
+    few = [list_identity(bytes([space]) * 32, HOST) for space in range(2, 9)]
+    names = [list_name(SECRET, of) for of in many + few]
+    random.Random(1).shuffle(names)
+    some = in_turn([(name, of) for name in names if (of := list_of(SECRET, name))], 100)
+    assert len(some) == len(set(some)) == 100
+    assert {of for _, of in some} >= set(few)
 
 
 @pytest.mark.parametrize("late_s", [-wanted.AHEAD_S - 2, wanted.OLD_S + 2])
@@ -166,6 +214,26 @@ def test_lists_of_several_hosts_are_one_with_the_sum_of_their_weights() -> None:
     assert both.keys == (key(1), key(3), key(2), key(7)) and list(both.weights) == [5, 3, 2, 1]
     assert [both.chain(row) for row in range(4)] == [chain(1), chain(1, 3), chain(1, 2), chain(7)]
     assert alone.space == bytes(32)
+
+
+def test_of_many_lists_the_blocks_with_the_largest_weights_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wanted, "MOST_MERGED", most := 500)
+    both = MergedLists()
+    for host in range(40):
+        for space in range(2):
+            keys = tuple(key(1000 * host + number) for number in range(100))
+            weight = array("d", [1.0 + host]) * 100
+            one = WantedList(
+                bytes([space]) * 32, spec_of("wanted"), keys, weight, array("I", range(100))
+            )
+            both.add(one)
+            assert len(both) <= 2 * most + 100
+    lists = both.lists()
+    assert [one.space for one in lists] == [bytes(32), bytes([1]) * 32]
+    assert sum(len(one.keys) for one in lists) == most
+    assert all(min(one.weights) > 37 for one in lists)
 
 
 def test_lists_that_contradict_each_other_do_not_make_an_endless_chain() -> None:

@@ -8,12 +8,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.config.current import CurrentConfig
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 
 DECODERS: Final = 2  # threads
 POLL_S: Final = 0.02
+FOUND_S: Final = 180.0  # the first warm-up waits for the end of recovery, at most so long
 WORK: Final = {"hand-over": HANDING_OVER, "warm-up": WARMING_UP}
 ENCODER_NICE: Final = 10  # saves and loads of engines go before writes to the store
 
@@ -81,7 +83,7 @@ class SharedBlocks:
         self.handing_over = HandingOver(tenant, remote.places, remote.known, self.writer)
         self._deleter = Deleter(remote.driver, remote.known, self.writer)
         self.pending: PendingReads = remote.queue.pending
-        self.saved = self.sharer.saved
+        self._saved = 0  # blocks since the start
         self.fetcher.renamed = self.sharer.renamed
         self.beyond = self.fetcher.beyond
 
@@ -100,6 +102,10 @@ class SharedBlocks:
         """How many blocks and prefixes are not written yet, at least; 0 if none is."""
         return self.sharer.left + self.handing_over.left
 
+    def saved(self, ids: bytes) -> None:
+        self._saved += len(ids) // ID_BYTES
+        self.sharer.saved(ids)
+
     def used(self, space: KnownSpace, keys: bytes) -> None:
         self.sharer.used(space, keys)
         self.warming.used(space, keys)
@@ -110,8 +116,11 @@ class SharedBlocks:
         return self._tenant.tier.recovery.is_complete
 
     @property
-    def is_empty(self) -> bool:
-        return not any(self._tenant.catalog.blocks.store.counts()["blocks"].values())
+    def began_empty(self) -> bool:
+        """Whether the blocks in memory and on disk are only those since the start."""
+        counts = self._tenant.catalog.blocks.store.counts()
+        blocks = counts["blocks"]["ready"] + counts["blocks"]["promoting"] + sum(counts["below"])
+        return blocks <= self._saved + self.fetcher.counts["read"]
 
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
@@ -241,7 +250,7 @@ class RemoteTier:
         if order == "drain" and not remote.driver.is_wanted:
             raise TierError("remote: is off, so it cannot be drained")
         if order in WORK:
-            self._begin(remote, order)
+            self._begin(remote, order, self._of.values())
         elif order != "status" and self._work is not None:
             self._work.cancel()
             self._work = None
@@ -259,7 +268,7 @@ class RemoteTier:
             "failure": "" if remote.driver.is_opening else off or self._unfinished(),
         }
 
-    def _begin(self, remote: OpenRemote, order: str) -> None:
+    def _begin(self, remote: OpenRemote, order: str, of: Iterable[SharedBlocks]) -> None:
         """Start to write all blocks in memory and on disk to the store, or to read what other hosts want."""
         if order == "hand-over" and not (remote.driver.is_writable and self._accepts):
             raise TierError("remote: the store cannot be written now; see `kvtier status`")
@@ -272,14 +281,14 @@ class RemoteTier:
                 raise TierError(f"remote: is {self._state}: wait until that has ended")
             return
         self._state = WORK[order]
-        self._work = self._group.create_task(self._do(order), name=order)
+        self._work = self._group.create_task(self._do(order, of), name=order)
 
-    async def _do(self, order: str) -> None:
-        try:
-            for one in self._of.values():
+    async def _do(self, order: str, of: Iterable[SharedBlocks]) -> None:
+        for one in of:
+            try:
                 await (one.handing_over if order == "hand-over" else one.warming).run()
-        except Exception:
-            log.exception("remote: internal error in %s; order it again", order)
+            except Exception:
+                log.exception("remote: internal error in %s; order it again", order)
 
     def _unfinished(self) -> str:
         """What the last hand-over could not write, or that a warm-up found nothing, if it has ended."""
@@ -293,21 +302,30 @@ class RemoteTier:
         return f"{kept} blocks were not handed over: they could not be read or written, or are not shared"
 
     async def _warm(self) -> None:
-        """Warm up once if this host has no blocks, then tell other hosts what it wants."""
+        """Tell other hosts what this one wants, and warm up once those tenants that began without blocks."""
         remote = self._remote
         assert remote is not None
         while not remote.driver.is_on:  # noqa: ASYNC110  # it may be off for long
             await asyncio.sleep(10 * POLL_S)
-        state = self._settings.config.state
-        host = await asyncio.to_thread(load_host, state)
-        if remote.config.warm_up_percent and self._group is not None and self._work is None:
-            while not all(one.is_found for one in self._of.values()):  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
-            if all(one.is_empty for one in self._of.values()) and remote.driver.is_on:
-                self._begin(remote, "warm-up")
+        host = await asyncio.to_thread(load_host, self._settings.config.state)
         async with asyncio.TaskGroup() as tasks:
             for one in self._of.values():
                 tasks.create_task(one.warming.tell(host), name="remote lists")
+            with contextlib.suppress(TimeoutError):  # a directory is missing, or very large
+                async with asyncio.timeout(FOUND_S):
+                    while not remote.driver.is_on or not all(  # noqa: ASYNC110
+                        one.is_found for one in self._of.values()
+                    ):
+                        await asyncio.sleep(10 * POLL_S)
+            try:  # the configuration, the store and orders may have changed since
+                some = [one for one in self._of.values() if one.began_empty]
+                is_free = self._work is None and self._accepts
+                if some and is_free and remote.config.warm_up_percent:
+                    self._begin(remote, "warm-up", some)
+            except TierError as error:
+                log.warning("%s; this host is not warmed up", error)
+            except Exception:
+                log.exception("remote: internal error at the start of the warm-up")
 
     def state(self) -> str:
         """Return one of `states`."""

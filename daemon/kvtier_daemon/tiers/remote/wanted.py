@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import math
 import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -38,6 +39,7 @@ HOST_BYTES: Final = 32
 PLACE: Final = 255  # group and shard of the frame, which no block has
 MOST_BLOCKS: Final = 16_384  # of a list
 MOST_BYTES: Final = 1 << 20
+MOST_MERGED: Final = 65_536  # blocks of all lists
 MOST_PREFIXES: Final = 512  # that are remembered
 MOST_KEYS: Final = 16_384  # of these
 HALF_LIFE_S: Final = 3600.0  # of the weight of one request
@@ -72,14 +74,25 @@ def list_name(secret: bytes, of: Identity) -> str:
     return f"{folder_of(secret)}{of.space.hex()}-{of.key.hex()}"
 
 
-def list_of(name: str) -> Identity | None:
-    """Return the space and the host of a list with this name; None if it is no name of a list."""
+def list_of(secret: bytes, name: str) -> Identity | None:
+    """Return the space and the host of a list with this name; None if no list has this name."""
     space, _, host = name.rpartition("/")[2].partition("-")
     try:
         of = list_identity(bytes.fromhex(space), bytes.fromhex(host))
     except ValueError:
         return None
-    return of if len(of.space) == len(of.key) == HOST_BYTES else None
+    # Digits can be written in several ways: a copy of a list must not count again.
+    is_one = len(of.space) == len(of.key) == HOST_BYTES and list_name(secret, of) == name
+    return of if is_one else None
+
+
+def in_turn(lists: Iterable[tuple[str, Identity]], most: int) -> list[tuple[str, Identity]]:
+    """Return some of these lists: one of each space, then another one of each."""
+    spaces: dict[bytes, list[tuple[str, Identity]]] = {}
+    for one in lists:
+        spaces.setdefault(one[1].space, []).append(one)
+    turns = itertools.zip_longest(*spaces.values())
+    return list(itertools.islice((one for turn in turns for one in turn if one), most))
 
 
 def list_identity(space: bytes, host: bytes) -> Identity:
@@ -160,7 +173,7 @@ class WantedPrefix:
     at_s: float
 
     def weight_at(self, now_s: float) -> float:
-        return self.weight * math.exp2((self.at_s - now_s) / HALF_LIFE_S)
+        return self.weight * math.exp2(min(0.0, self.at_s - now_s) / HALF_LIFE_S)
 
 
 class WantedBlocks:
@@ -188,57 +201,88 @@ class WantedBlocks:
         return list(self._of.values())
 
 
+class RankedBlocks:
+    """The blocks of one space with their weights, and the list of them."""
+
+    def __init__(self, spec: KvSpec) -> None:
+        self._spec = spec
+        self._weights: dict[bytes, float] = {}
+        self._parents: dict[bytes, bytes] = {}
+        self._depths: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def add(self, key: bytes, parent: bytes, weight: float) -> None:
+        """Add this to the block's weight. `parent` is empty for a root."""
+        self._weights[key] = self._weights.get(key, 0.0) + weight
+        if not self._parents.get(key):
+            self._parents[key] = parent
+            self._depths[key] = self._depths.get(parent, -1) + 1 if parent else 0
+
+    def weights(self) -> Iterable[float]:
+        return self._weights.values()
+
+    def drop(self, least: float, most: int) -> int:
+        """Keep at most this many, none of them with less weight; return how many are left."""
+        kept = (one for one in self._weights.items() if one[1] >= least)
+        self._weights = dict(itertools.islice(kept, most))
+        self._parents = {key: self._parents[key] for key in self._weights}
+        self._depths = {key: self._depths[key] for key in self._weights}
+        return len(self)
+
+    def listed(self, space: bytes, most: int) -> WantedList:
+        """Return the most wanted first, and of equal ones those that are less deep. A lookup may begin inside
+        a chain, so a block may come before its parent: then it is a root."""
+        # Two sorts by plain numbers are short: a sort holds all threads.
+        order = sorted(self._weights, key=self._depths.__getitem__)
+        order.sort(key=self._weights.__getitem__, reverse=True)
+        del order[most:]
+        rows = {key: row for row, key in enumerate(order)}
+        parents = (min(row, rows.get(self._parents[key], row)) for row, key in enumerate(order))
+        weights = array("d", map(self._weights.__getitem__, order))
+        return WantedList(space, self._spec, tuple(order), weights, array("I", parents))
+
+
 def lists_of(prefixes: Iterable[WantedPrefix], now_s: float) -> list[WantedList]:
     """Return a list for each space of these prefixes: a block has the weights of all prefixes that contain
-    it, so a block above another has at least its weight, and comes before it."""
-    spaces: dict[
-        bytes, tuple[KvSpec, dict[bytes, float], dict[bytes, bytes], dict[bytes, int]]
-    ] = {}
+    it."""
+    spaces: dict[bytes, RankedBlocks] = {}
     for one in prefixes:
-        _, weights, parents, depths = spaces.setdefault(
-            one.space.identity, (one.space.spec, {}, {}, {})
-        )
+        blocks = spaces.setdefault(one.space.identity, RankedBlocks(one.space.spec))
         weight, parent = one.weight_at(now_s), b""
-        for depth, at in enumerate(range(0, len(one.keys), KEY_BYTES)):
+        for at in range(0, len(one.keys), KEY_BYTES):
             key = one.keys[at : at + KEY_BYTES]
-            weights[key] = weights.get(key, 0.0) + weight
-            parents[key], depths[key] = parent, depth
+            blocks.add(key, parent, weight)
             parent = key
-    found = []
-    for identity, (spec, weights, parents, depths) in spaces.items():
-        order = sorted(weights, key=lambda key: (-weights[key], depths[key]))[:MOST_BLOCKS]
-        rows = {key: row for row, key in enumerate(order)}
-        found.append(
-            WantedList(
-                identity, spec, tuple(order), array("d", (weights[key] for key in order)),
-                array("I", (rows.get(parents[key], row) for row, key in enumerate(order))),
-            )
-        )  # fmt: skip
-    return found
+    return [blocks.listed(identity, MOST_BLOCKS) for identity, blocks in spaces.items()]
 
 
-def merged(lists: Sequence[WantedList]) -> list[WantedList]:
-    """Return one list for each space; a block has the weights of all hosts."""
-    spaces: dict[bytes, list[WantedList]] = {}
-    for one in lists:
-        spaces.setdefault(one.space, []).append(one)
-    return [_merged(some) for some in spaces.values()]
+class MergedLists:
+    """The lists of several hosts as one for each space: a block has the weights of all hosts. Bounded: of all
+    blocks, those with the largest weights are kept."""
 
+    def __init__(self) -> None:
+        self._spaces: dict[bytes, RankedBlocks] = {}
 
-def _merged(lists: Sequence[WantedList]) -> WantedList:
-    weights: dict[bytes, float] = {}
-    parents: dict[bytes, bytes] = {}
-    depths: dict[bytes, int] = {}
-    for one in lists:
+    def __len__(self) -> int:
+        return sum(map(len, self._spaces.values()))
+
+    def add(self, one: WantedList) -> None:
+        blocks = self._spaces.setdefault(one.space, RankedBlocks(one.spec))
         for row, key in enumerate(one.keys):
-            weights[key] = weights.get(key, 0.0) + one.weights[row]
-            if key not in parents:
-                parent = one.keys[one.parents[row]]
-                parents[key] = parent if parent != key else b""
-                depths[key] = depths.get(parent, -1) + 1 if parent != key else 0
-    order = sorted(weights, key=lambda key: (-weights[key], depths[key]))
-    rows = {key: row for row, key in enumerate(order)}
-    return WantedList(
-        lists[0].space, lists[0].spec, tuple(order), array("d", (weights[key] for key in order)),
-        array("I", (rows.get(parents[key], row) for row, key in enumerate(order))),
-    )  # fmt: skip
+            above = one.parents[row]
+            blocks.add(key, one.keys[above] if above != row else b"", one.weights[row])
+        if len(self) > 2 * MOST_MERGED:
+            self._drop()
+
+    def _drop(self) -> None:
+        weights = sorted(itertools.chain(*(one.weights() for one in self._spaces.values())))
+        least, left = weights[-MOST_MERGED] if len(weights) > MOST_MERGED else 0.0, MOST_MERGED
+        for blocks in self._spaces.values():
+            left -= blocks.drop(least, left)
+
+    def lists(self) -> list[WantedList]:
+        self._drop()
+        found = (blocks.listed(space, MOST_MERGED) for space, blocks in self._spaces.items())
+        return [one for one in found if one.keys]

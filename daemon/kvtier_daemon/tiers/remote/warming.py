@@ -6,47 +6,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from kvtier.errors import FrameError, Refused, SpecError
+from kvtier.errors import FrameError, Refused
 from kvtier.key import KEY_BYTES
 from kvtier.wire import PRESENT
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import ARRIVING
 from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.encryption import UnknownKeyError
-from kvtier_daemon.codec.frame import HEADER, Identity
+from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Identity
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
-from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
+from kvtier_daemon.tiers.remote.fetching import LOOK_BLOCKS, Fetcher, FetchQueue
 from kvtier_daemon.tiers.remote.messages import Answer, GetObject, ListObjects, PutObject, Request
 from kvtier_daemon.tiers.remote.objects import decode, encode
 from kvtier_daemon.tiers.remote.places import Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.wanted import (
     MOST_BYTES,
+    MergedLists,
     WantedBlocks,
     WantedList,
     decode_list,
     encode_list,
     folder_of,
+    in_turn,
     list_headers,
     list_identity,
     list_name,
     list_of,
     lists_of,
-    merged,
 )
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TELL_S: Final = 300.0
-MOST_LISTS: Final = 256  # that are read
+MOST_LISTS: Final = 256  # that are used
+MOST_TRIED: Final = 1024  # that are read: those of hosts that are gone are old
+MOST_NAMES: Final = 16_384  # of lists
+ROOM_S: Final = 5.0  # until the buffer has room
 PORTION_BYTES: Final = 16 << 20  # that are read at once
 ONLY_THERE: Final = bytes(code == PRESENT for code in range(256))
 READ_S: Final = 10.0  # for a portion
@@ -74,7 +78,7 @@ class StoreObjects:
         self._driver.ask(request, answers.put_nowait)
         found: list[str] = []
         while (answer := await answers.get()).names:
-            found += (folder + name.rpartition("/")[2] for name in answer.names)
+            found += answer.names
         return found[:most]
 
     async def put(self, name: str, one: WantedList, of: Identity, text: bytes) -> bool:
@@ -94,10 +98,22 @@ class StoreObjects:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
 
+    async def _taken(self, part: str, nbytes: int) -> tuple[StoreProcess, int] | None:
+        """Take this many bytes of a part of the buffer, after some seconds if it has no room now."""
+        until = time.monotonic() + ROOM_S
+        while (child := self._driver.child) is not None:
+            if (at := getattr(child, part).take(nbytes)) is not None:
+                return child, at
+            if time.monotonic() >= until:
+                break
+            await asyncio.sleep(RETRY_S)
+        return None
+
     async def _put(self, name: str, one: WantedList, of: Identity, text: bytes) -> bool:
-        child, headers = self._driver.child, list_headers(one.spec, one.space, len(text))
-        if child is None or (at := child.writes.take(headers.most_bytes)) is None:
+        headers = list_headers(one.spec, one.space, len(text))
+        if (taken := await self._taken("writes", headers.most_bytes)) is None:
             return False
+        child, at = taken
         cipher = self._driver.keys.of(self._tenant.name)
 
         def encoded(child: StoreProcess) -> int:
@@ -114,9 +130,9 @@ class StoreObjects:
             child.writes.give(at, headers.most_bytes)
 
     async def _get(self, name: str, of: Identity) -> bytes:
-        child = self._driver.child
-        if child is None or (at := child.reads.take(MOST_BYTES)) is None:
+        if (taken := await self._taken("reads", MOST_BYTES)) is None:
             raise FrameError("cannot be read now")
+        child, at = taken
         cipher = self._driver.keys.of(self._tenant.name)
         try:
             answer = await self.ask(GetObject(self._driver.next_id(), name, at, MOST_BYTES))
@@ -126,6 +142,9 @@ class StoreObjects:
 
             def decoded() -> bytes:
                 header = frame.decode(bytes(text[: frame.peek(bytes(text[: HEADER.size]))]))
+                is_raw = header.codec & ~ENCRYPTED == RAW
+                if not is_raw or header.payload_bytes != header.raw_bytes:
+                    raise FrameError("is not the frame of a list")
                 into = bytearray(min(header.raw_bytes, MOST_BYTES))
                 decode(of, "", cipher, text, memoryview(into))
                 return bytes(into)
@@ -162,7 +181,7 @@ class Warming:
     def used(self, space: KnownSpace, keys: bytes) -> None:
         """A request found these blocks in memory."""
         if self.share:
-            self._wanted.note(space, keys, time.time())
+            self._wanted.note(space, keys, self._queue.clock())
 
     # --- lists ---------------------------------------------------------------------------------
 
@@ -177,14 +196,14 @@ class Warming:
                     log.exception("remote: internal error in a list of wanted blocks")
 
     async def tell_once(self, host: bytes) -> None:
-        now_s, secret = time.time(), self._tenant.secret
+        now_s, secret = self._queue.clock(), self._tenant.secret
         prefixes = [
             one for one in self._wanted.prefixes()
             if self._places.of(one.space) and not self._is_lossy(one.space)
         ]  # fmt: skip
         for one in await asyncio.to_thread(lists_of, prefixes, now_s):
             of = list_identity(one.space, host)
-            text = await asyncio.to_thread(encode_list, one, host, secret, now_s)
+            text = await asyncio.to_thread(encode_list, one, host, secret, time.time())
             if not await self._objects.put(list_name(secret, of), one, of, text):
                 log.debug("remote: the list of wanted blocks was not written")
 
@@ -193,33 +212,38 @@ class Warming:
         return losses.of(space.identity, space.spec, self._tenant.name) is not None
 
     async def _lists(self) -> list[WantedList]:
-        """Read the lists of all hosts; those that are damaged, old or of others are left out."""
-        secret, found = self._tenant.secret, list[WantedList]()
+        """Read the lists of other hosts, and merge them; those that are damaged, old or of others are left
+        out."""
+        secret, both = self._tenant.secret, MergedLists()
         self.lists = self.ignored = self.blocks = 0
-        for name in await self._objects.names(folder_of(secret), MOST_LISTS):
-            of = list_of(name)
+        names = set(await self._objects.names(folder_of(secret), MOST_NAMES))
+        named = [(name, of) for name in names if (of := list_of(secret, name)) is not None]
+        if others := len(names) - len(named):
+            self.ignored += others
+            log.warning("remote: %d objects in the folder of lists are ignored", others)
+        random.shuffle(named)  # not always those of the same hosts
+        for name, of in in_turn(named, MOST_TRIED):
+            if self.lists >= MOST_LISTS:
+                break
             try:
-                if of is None:
-                    raise FrameError("is not the name of a list")
                 text = await self._objects.get(name, of)
                 one = await asyncio.to_thread(decode_list, of, secret, text, time.time())
                 if self._tenant.identity_of(one.spec.checked()) != one.space:
                     raise FrameError("is of another space")
-            except (FrameError, SpecError, UnknownKeyError) as error:
+            except Exception as error:  # noqa: BLE001  # one object must not stop the warm-up
                 self.ignored += 1
                 log.warning("remote: the list %s is ignored: %s", name, error)
                 continue
             self.lists += 1
-            found.append(one)
-        return found
+            await asyncio.to_thread(both.add, one)
+        return await asyncio.to_thread(both.lists)
 
     # --- warm-up -------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Read the blocks that hosts want most, until memory has its share of them. Saves and loads go on."""
         try:
-            lists = await self._lists()
-            for one in await asyncio.to_thread(merged, lists):
+            for one in await self._lists():
                 with contextlib.suppress(Refused):  # too many spaces
                     await self._read_space(one)
             log.info(
@@ -253,14 +277,21 @@ class Warming:
         nbytes, portion = sum(space.block_bytes), max(1, PORTION_BYTES // sum(space.block_bytes))
         if any(place.kind.kind != "full" for place in self._places.of(space)):
             portion = len(keys)  # not each shorter prefix can be restored
-        first, tries = self._present(space, keys), 0
-        await self._questions.find(space, keys[first * KEY_BYTES :])
+        first, tries, asked = 0, 0, -1
+        while more := self._present(space, keys, first):
+            first += more
+            await asyncio.sleep(0)
         while first * KEY_BYTES < len(keys) and self._room() >= nbytes and tries < TRIES:
-            self._requests += 1
-            request = 0, (self._tenant.name, "warm-up", self._requests)
             count = min(portion, self._fetcher.beyond(space, keys, first, asks=False))
+            if not count and asked < first:
+                asked = first
+                some = keys[first * KEY_BYTES : (first + LOOK_BLOCKS) * KEY_BYTES]
+                await self._questions.find(space, some)
+                continue
             if not count:
                 return
+            self._requests += 1
+            request = 0, (self._tenant.name, "warm-up", self._requests)
             coming, _, _ = self._fetcher.fetch(
                 space, keys, first, count, request=request, urgent=False, within_s=READ_S
             )
@@ -270,18 +301,20 @@ class Warming:
                     await asyncio.wait_for(ended.wait(), READ_S)
             else:
                 await asyncio.sleep(RETRY_S)
-            before, first = first, max(first, self._present(space, keys))
-            tries = 0 if first > before else tries + 1
-            self.blocks += first - before
-            self.left = max(0, self.left - (first - before))
+            more = self._present(space, keys, first)
+            tries = 0 if more else tries + 1
+            first += more
+            self.blocks += more
+            self.left = max(0, self.left - more)
 
-    def _present(self, space: KnownSpace, keys: bytes) -> int:
-        """How many of the leading blocks are in memory or on disk."""
-        if space.index < 0:
+    def _present(self, space: KnownSpace, keys: bytes, first: int) -> int:
+        """How many of the next blocks are in memory or on disk, after the first ones."""
+        some = keys[first * KEY_BYTES : (first + LOOK_BLOCKS) * KEY_BYTES]
+        if space.index < 0 or not some:
             return 0
         store, places = self._tenant.catalog.blocks.store, self._places.of(space)
-        codes = (store.probe(space.index, one.group, one.shard, keys) for one in places)
-        return restorable(space, places, [one.translate(ONLY_THERE) for one in codes], 0)
+        codes = (store.probe(space.index, one.group, one.shard, some) for one in places)
+        return restorable(space, places, [one.translate(ONLY_THERE) for one in codes], first)
 
 
 def leaves(one: WantedList, count: int) -> Iterator[int]:
