@@ -119,9 +119,8 @@ void Replay::hint(std::size_t request) {
         present_.push_back(id_of_[node]);
         known_.push_back(trace_.name(node));
     }
-    if (trace_.hint(request) > 0) {
-        policy_.hinted(present_, known_, trace_.hint(request));
-    } else {
+    policy_.hinted(present_, known_, trace_.hint(request));
+    if (trace_.hint(request) <= 0) {
         std::ranges::reverse(present_);
         policy_.demoted(present_);
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.arguments import whole
 from kvtier.errors import InvalidArgument
+from kvtier.layout import PAGE_MARK
 
 if TYPE_CHECKING:
     from kvtier.layout import KvSpec
@@ -89,6 +90,7 @@ def _check_layers(spec: KvSpec, group: int) -> None:
         spec.cache_groups[group].opaque_bytes
         or spec.strides
         or not spec.layout.startswith("layer,")
+        or PAGE_MARK in spec.layout
     ):
         text = f"blocks of group {group} cannot be divided: opaque, or the layout {spec.layout!r}"
         raise InvalidArgument(f"layers, tokens: {text}")

@@ -288,7 +288,7 @@ class Space:
         With `layers` or `tokens`, as in `load_into`, a view contains only these bytes of its block. They must
         be consecutive: layers one after another, or tokens of one layer if it has one part.
         """
-        _check_place(self.spec, group, shard)
+        check_place(self.spec, group, shard)
         is_whole = layers is None and tokens is None
         chosen = None if is_whole else choose(self.spec, group, layers, tokens)
         if chosen is not None and len(chosen.starts) != 1:
@@ -327,11 +327,16 @@ class Space:
         the tenant has no `direct_reads`, in a space with groups that are not `full`, and for frames that are
         encrypted or have a codec `zstd`, `ecsq` or `cachegen`, the daemon reads whole blocks as usual.
         """
-        _check_place(self.spec, group, shard)
+        check_place(self.spec, group, shard)
         check_threads(threads)
         is_whole = layers is None and tokens is None
         chosen = None if is_whole else choose(self.spec, group, layers, tokens)
-        if chosen is not None and wait_ms and self._is_all_full:
+        if (
+            chosen is not None
+            and whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
+            and self._is_all_full
+        ):
+            whole("deadline_ms", deadline_ms, 1, LONGEST_DEADLINE_MS)
             place = group, shard
             return _load_parts(self, keys, targets, deadline_ms, place, threads, wait_ms, chosen)
         lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
@@ -444,7 +449,7 @@ class Space:
         With `ttl_s`, a week at most, the new blocks are kept only in memory, and are not found after that
         time. Blocks that are already stored do not change.
         """
-        _check_place(self.spec, group, shard)
+        check_place(self.spec, group, shard)
         ttl_ms = 0 if ttl_s is None else int(seconds("ttl_s", ttl_s, LEAST_TTL_S, A_WEEK_S) * 1000)
         return Saving(self, Keys.of(keys), group, shard, seconds("wait_s", wait_s), ttl_ms, waits)
 
@@ -668,7 +673,7 @@ def _most_keys(spec: KvSpec, shards: int, verify: bool) -> int:
     return min(most, left // per_block) if per_block else most
 
 
-def _check_place(spec: KvSpec, group: int, shard: int) -> None:
+def check_place(spec: KvSpec, group: int, shard: int) -> None:
     groups = spec.cache_groups
     if not (isinstance(group, int) and isinstance(shard, int)):
         raise InvalidArgument(f"group {group!r}, shard {shard!r}: both must be integers")

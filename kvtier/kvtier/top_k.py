@@ -10,7 +10,7 @@ from kvtier.errors import InvalidArgument
 from kvtier.key import Keys
 from kvtier.loading import Lease
 from kvtier.parts import Selection, token_places
-from kvtier.space import Space, check_threads, copy_threads
+from kvtier.space import Space, check_place, check_threads, copy_threads
 from kvtier_kernels import Buffers
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def load_tokens(
     In place of `keys`, a caller that loads several times passes a lease that it holds, from `Space.lease`.
     """
     block_tokens = space.spec.block_tokens
+    check_place(space.spec, group, shard)
     starts, each = token_places(space.spec, group, layers)
     chosen = Selection(space.group_block_bytes(group), starts, each, 0)
     check_threads(threads)

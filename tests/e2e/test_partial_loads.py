@@ -162,6 +162,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("opaque", {"tokens": range(1)}, "cannot be divided"),
     ("strides", {"layers": [0]}, "cannot be divided"),
     ("engine", {"layers": [0]}, "cannot be divided"),
+    ("pages", {"layers": [0]}, "cannot be divided"),
     ("unknown", {"tokens": range(1)}, "no place of their own"),
     ("no tokens", {"tokens": range(1)}, "no place of their own"),
 ]
@@ -171,6 +172,7 @@ ODD = {
     ),
     "strides": spec_of("strides", **SMALL, strides=(1, 2)),
     "engine": spec_of("engine", **SMALL, layout="NHD page:hpdt|hptd"),
+    "pages": spec_of("pages", **SMALL, layout="layer,part,token,head,dim page:hpdt|hptd"),
     "unknown": spec_of("unknown", **SMALL, layout="layer,dim,token"),
     "no tokens": spec_of("no tokens", **SMALL, layout="layer,part"),
 }  # fmt: skip
@@ -362,3 +364,8 @@ def test_tokens_outside_of_the_prefix_and_of_no_place_are_refused(
         load_tokens(saved.space, saved.keys, [1], bytearray(191))
     with pytest.raises(InvalidArgument, match="threads"):
         load_tokens(saved.space, saved.keys, [1], bytearray(192), threads=0)
+    with pytest.raises(InvalidArgument, match="group"):
+        load_tokens(saved.space, saved.keys, [1], bytearray(192), group=5)
+    for wait_ms in (-5, "x"):
+        with pytest.raises(InvalidArgument, match="wait_ms"):
+            saved.space.load_into(saved.keys, bytearray(1), layers=[0], wait_ms=wait_ms)  # type: ignore[arg-type]

@@ -369,9 +369,8 @@ class Catalog:
         1."""
         ids = self.blocks.resident(space, keys)
         self.blocks.admission.hint(keys, importance)
-        if importance > 0:
-            self._policy.hinted(ids, importance, self.blocks.store.names(ids))
-        else:
+        self._policy.hinted(ids, importance, self.blocks.store.names(ids))
+        if not importance:
             self._policy.demoted(last_first(ids))
         return len(ids) // ID_BYTES
 

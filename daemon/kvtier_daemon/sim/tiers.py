@@ -524,9 +524,8 @@ def tell_hints(policy: Policy, hints: dict[int, float], nodes: list[int]) -> Non
     found = {node: hints.pop(node) for node in nodes if node in hints}
     for importance in set(found.values()):
         some = [node for node, one in found.items() if one == importance]
-        if importance > 0:
-            policy.hinted(_ids(some), importance, _names(some))
-        else:
+        policy.hinted(_ids(some), importance, _names(some))
+        if not importance:
             policy.demoted(_ids(some[::-1]))
 
 

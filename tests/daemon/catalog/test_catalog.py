@@ -372,6 +372,23 @@ def test_important_blocks_outlive_their_peers(kinds: tuple[type[Policy], type[Po
     assert left[0] == 4 and sum(left) == 8
 
 
+@pytest.mark.parametrize("kinds", [(Attention, AttentionModel), (Value, ValueModel)])
+def test_a_hint_of_no_importance_replaces_an_earlier_one(
+    kinds: tuple[type[Policy], type[Policy]],
+) -> None:
+    catalog = Catalog(Store(), kinds[isinstance(make("lru"), LruModel)]())
+    catalog.add_extent(16 * SIZE, bytearray(-(-16 * SIZE // 4096) * 8))
+    space, chains = space_of(catalog), [chain(4) for _ in range(3)]
+    for keys in chains:
+        save(catalog, space, keys)
+    for importance in (1.0, 0.0):
+        assert catalog.hint(space, chains[0], importance) == 4
+    for keys in chains:  # a use ends what a hint of 0 orders, but makes nothing important
+        catalog.match(space, keys)
+    save(catalog, space, chain(8))
+    assert ready(catalog, space, chains[0]) == 0
+
+
 def test_unimportant_blocks_are_evicted_tails_before_heads() -> None:
     """An evicted head would make its tail unusable."""
     catalog = catalog_of(8)
