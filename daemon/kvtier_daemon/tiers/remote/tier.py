@@ -78,7 +78,9 @@ class SharedBlocks:
         self.archiver = Archiver(
             tenant, remote.driver, remote.known, remote.places, self.writer, config.archive
         )
-        self.handing_over = HandingOver(tenant, remote.places, remote.known, self.writer)
+        self.handing_over = HandingOver(
+            tenant, remote.places, remote.known, self.writer, self.archiver
+        )
         self._deleter = Deleter(remote.driver, remote.known, self.writer)
         self.pending: PendingReads = remote.queue.pending
         self.saved = self.sharer.saved
