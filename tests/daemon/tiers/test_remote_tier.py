@@ -42,6 +42,7 @@ from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import CopiedBlock, NullTier
 from kvtier_daemon.tiers.remote import archiving
+from kvtier_daemon.tiers.remote import warming as remote_warming
 from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.known import names_of
 from kvtier_daemon.tiers.remote.messages import FAILED, Answer, GetObject, HeadObjects, Request
@@ -486,3 +487,29 @@ def test_the_archive_pauses_during_a_hand_over(
     assert counts == {"archived": 0, "not_archived": 0}
     assert shared.writer.counts["written"] == leaves.count
     assert not shared.archiver.is_paused
+
+
+def test_a_forget_waits_for_a_list_that_is_on_its_way(
+    alone: ServedShared, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list may name the block: it is deleted after its write."""
+    monkeypatch.setattr(remote_warming, "TELL_S", 0.05)
+    warming, space, keys, ended = (
+        alone.shared.warming,
+        alone._space(Identity()),
+        name(1),
+        list[str](),
+    )
+    alone._until(lambda: alone.driver.is_writable)
+    warming.share, faulty.put_s = 0.5, 0.5
+    warming.used(space, keys)
+
+    async def forget() -> None:
+        alone.tenant.shared.forget(space, keys, ended.append)
+
+    telling = alone.loop.create_task(warming.tell(bytes(32)))
+    alone._until(lambda: faulty.puts > 0)
+    alone.loop.run_until_complete(forget())
+    alone._until(lambda: bool(ended))
+    assert ended == [""] and faulty.objects == {}
+    telling.cancel()
