@@ -489,11 +489,16 @@ def test_the_archive_pauses_during_a_hand_over(
     assert not shared.archiver.is_paused
 
 
+@pytest.fixture
+def tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts write their lists at once."""
+    monkeypatch.setattr(remote_warming, "TELL_S", 0.05)
+
+
 def test_a_forget_waits_for_a_list_that_is_on_its_way(
-    alone: ServedShared, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+    tells: None, alone: ServedShared, faulty: FaultyStore
 ) -> None:
     """The list may name the block: it is deleted after its write."""
-    monkeypatch.setattr(remote_warming, "TELL_S", 0.05)
     warming, space, keys, ended = (
         alone.shared.warming,
         alone._space(Identity()),
@@ -507,9 +512,7 @@ def test_a_forget_waits_for_a_list_that_is_on_its_way(
     async def forget() -> None:
         alone.tenant.shared.forget(space, keys, ended.append)
 
-    telling = alone.loop.create_task(warming.tell(bytes(32)))
     alone._until(lambda: faulty.puts > 0)
     alone.loop.run_until_complete(forget())
     alone._until(lambda: bool(ended) and not warming.is_telling)
     assert ended == [""] and faulty.objects == {}
-    telling.cancel()
