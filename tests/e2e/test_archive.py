@@ -14,13 +14,13 @@ from kvtier.key import Keys
 from kvtier.space import Space
 from support.daemons import Daemon, kvtier
 from support.faulty_store import FaultyStore
-from support.object_store import ObjectStore
+from support.object_store import BUCKET, ObjectStore
 from support.specs import pattern, spec_of
 
 PROMPT = 16  # blocks, 1 MiB
 FULL = 20  # prompts: more than the disk has room for
 MEMORY = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
-HASTE = {"ARCHIVE_S": 0.02, "PAUSE_S": 0.05}
+HASTE = {"ARCHIVE_S": 0.02, "PAUSE_S": 0.05, "TELL_S": 0.1}
 SEALED = 'encryption = "aes-256-gcm"\nkey_file = "{}"\n'
 Hosts = Callable[..., Daemon]
 
@@ -38,7 +38,7 @@ def host(tmp_path: Path, daemon_of: Hosts) -> Hosts:
 
     def start(remote: str, cold: str = "", name: str = "a") -> Daemon:
         folder = tmp_path / name
-        (folder / "disk").mkdir(parents=True)
+        (folder / "disk").mkdir(parents=True, exist_ok=True)
         disk = (
             f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "34MiB"\n'
             f'write = "through"\nscrub = 0\n{cold}'
@@ -218,3 +218,48 @@ def test_a_block_that_was_forgotten_is_not_archived(host: Hosts, tmp_path: Path)
             save_all(a, space, range(FULL, FULL + 1))
             time.sleep(1.5)  # until it looks again
             assert not [one for one in store.objects if keys_of(space, 0)[0].hex() in one]
+
+
+@pytest.mark.parametrize("how", ["purge", "forget"])
+def test_what_was_purged_or_forgotten_after_it_left_the_disk_is_not_warmed_up(
+    host: Hosts, store: ObjectStore, how: str
+) -> None:
+    """A purge deletes its objects also; a forget deletes those of the keys that it names."""
+    remote = store.config(more='write = "none"\narchive = "all"\nwarm_up_percent = 50\n')
+    remote = remote.replace('"fleet"', f'"of-{how}"')
+    a, number = host(remote), 0
+    a.wait_for(lambda _: "lists name" in a.log.read_text())  # it was empty
+    with a.connect() as client:
+        space = client.open(spec_of(f"archive-{how}"))
+        keys = keys_of(space, 0)
+        while not places(client, keys) <= {"in_remote"}:
+            assert number < 3 * FULL, (states(a), a.stats()["tiers"]["cold"])
+            save_all(a, space, range(number, number + 1), 0.1)
+            number += 1
+            if number == 1:
+                assert space.match(keys).ready == PROMPT
+
+        def objects_with(folder: str, text: bytes) -> list[Path]:
+            paths = (store.folder / "data" / BUCKET / f"of-{how}" / folder).rglob("*")
+            files = [path for path in paths if path.is_file()]
+            return [path for path in files if text in path.read_bytes() + path.name.encode()]
+
+        a.wait_for(lambda _: bool(objects_with("wanted", bytes(keys[0]))))
+        if how == "forget":
+            space.forget(keys)
+        else:
+            done = kvtier("purge", "--all", "--yes", "--socket", a.socket)
+            assert done.returncode == 0, done.stderr
+        assert not objects_with("wanted", bytes(keys[0]))
+        assert not objects_with("v1", bytes(keys[0]).hex().encode())
+        if how == "forget":
+            return  # the host is not empty at its next start
+    assert not a.stop()
+    a = host(remote)
+    a.wait_for(lambda _: a.log.read_text().count("lists name") == 2)
+    with a.connect() as client:
+        space = client.open(spec_of(f"archive-{how}"))
+        for _ in range(5):
+            found = space.match(keys)
+            assert (found.ready, found.coming) == (0, 0)
+            time.sleep(0.1)

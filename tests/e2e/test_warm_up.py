@@ -363,3 +363,31 @@ def test_a_model_with_windows_and_shards_is_warmed_up(host: Hosts, store: Object
     assert warmed(b)["blocks"] == PROMPT
     with b.connect() as client:
         assert client.open(spec).match(keys).ready == PROMPT
+
+
+def test_the_first_start_after_a_purge_reads_no_block_of_the_space(
+    host: Hosts, store: ObjectStore
+) -> None:
+    """Also none that another host wants; an operator may order that."""
+    a, b = host("a"), host("b")
+    with a.connect() as first, b.connect() as second:
+        ours, theirs = first.open(spec_of("purged")), second.open(spec_of("purged"))
+        keys, kept = share(a, ours, 1), share(b, theirs, 2)
+        others = share(b, second.open(spec_of("other")), 3)
+        told(b, store, 3)
+        done = kvtier("purge", "--all", "--yes", "--socket", a.socket)
+        assert done.returncode == 0, done.stderr
+        b.wait_for(lambda _: len(lists(store)) == 2)
+    assert not a.stop()
+    a = host("a")
+    assert warmed(a)["blocks"] == PROMPT
+    with a.connect() as client:
+        check(client.open(spec_of("other")), others)
+        space = client.open(spec_of("purged"))
+        assert space.match(keys).ready == 0
+        assert order(a)[0] == 0
+        check(space, kept)
+        assert space.match(keys).ready == 0
+    assert not a.stop()
+    a = host("a")
+    assert warmed(a)["blocks"] == 2 * PROMPT

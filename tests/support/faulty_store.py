@@ -31,6 +31,7 @@ class FaultyStore:
         self.cuts_answers = False
         self.waits_s = 0.0
         self.put_s = 0.0
+        self.puts = 0  # that have begun
         self.pauses_s = 0.0  # in the middle of an object
         self.delete_s = 0.0
         faulty = self
@@ -57,7 +58,9 @@ class FaultyStore:
                     self.close_connection = True
 
             def do_PUT(self) -> None:
-                time.sleep(faulty.waits_s + faulty.put_s)
+                waits_s = faulty.waits_s + faulty.put_s
+                faulty.puts += 1
+                time.sleep(waits_s)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if faulty.refuses_puts:
                     faulty.refused.append(unquote(self.path))

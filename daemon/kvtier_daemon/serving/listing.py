@@ -14,6 +14,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_LISTED, LISTED
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import Purges, forget_in
 from kvtier_daemon.tiers.slot_eraser import SlotEraser
 
 LOOK_RECORDS: Final = 65_536  # in one portion
@@ -110,8 +111,11 @@ def purge(
     keys = b"".join(dict.fromkeys(each))
     eraser = SlotEraser(tenant.name, tenant.extents)
     blocks = tenant.catalog.purge(found, keys, eraser.erase)
+    # Requests want blocks also during the purge.
+    shared = tenant.shared if first and after else Purges(tenant.shared)
     # A tier below memory makes all portions durable at once.
-    waits = tenant.shared.forget(found, keys, done) if after else tenant.forget(found, keys, done)
+    parts = (shared,) if after else (tenant.tier.forgets, shared)
+    waits = forget_in(parts, found, keys, done)
     return after, blocks, waits
 
 

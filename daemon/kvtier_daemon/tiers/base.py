@@ -302,6 +302,9 @@ class SharedTier(Protocol):
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
         """As `TierForgets.forget`."""
 
+    def purge(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+        """As `forget`, for these blocks and those of the space that this host wants."""
+
 
 class NoDirectReads:
     """The `DirectReads` of a tier whose files no client may read."""
@@ -358,7 +361,7 @@ class NullTier:
     release = recomputes = bring_back = read = probe = cancel = released = session_ended = ignore
     saved = used = begin = end = ignore
     call_when_ended = cancel_calls = ignore
-    call_when_read = forget = erase = refuse
+    call_when_read = forget = purge = erase = refuse
 
 
 class JoinedReads:
@@ -402,8 +405,15 @@ class ForgetsOthers:
         return self._shared.forget(space, self._keys, done)
 
 
+class Purges:
+    """Purges a space in a store that hosts share."""
+
+    def __init__(self, shared: SharedTier) -> None:
+        self.forget = shared.purge
+
+
 def forget_in(
-    parts: Sequence[TierForgets | SharedTier | ForgetsOthers], space: KnownSpace, keys: bytes,
+    parts: Sequence[TierForgets | SharedTier | ForgetsOthers | Purges], space: KnownSpace, keys: bytes,
     done: Callable[[str], None] | None,
 ) -> bool:  # fmt: skip
     """Forget these blocks in several tiers, as `TierForgets.forget`. `done` gets all failures."""

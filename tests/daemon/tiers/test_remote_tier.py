@@ -4,6 +4,7 @@ it holds, and the daemon evicts nothing there: the tests of that do not apply.""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -28,14 +29,20 @@ from conformance.tier_tests import (
     Identity,
     ServedTenant,
     TierTests,
+    name,
 )
+from kvtier.errors import TierError
+from kvtier.wire import SLOT
 from kvtier_daemon.app import MakeLowerTier
 from kvtier_daemon.catalog import Found, KnownSpace
+from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.base import NullTier
+from kvtier_daemon.tiers.base import CopiedBlock, NullTier
+from kvtier_daemon.tiers.remote import archiving
+from kvtier_daemon.tiers.remote import warming as remote_warming
 from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import names_of
@@ -239,12 +246,17 @@ class TestRemoteTier(TierTests):
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[ServedShared]:
-    """A tenant whose store holds nothing."""
+def faulty(tmp_path: Path) -> Iterator[FaultyStore]:
     with FaultyStore(tmp_path) as store:
-        tier = ServedShared(tmp_path, store.config, 16 * BLOCK_BYTES)
-        yield tier
-        tier.close()
+        yield store
+
+
+@pytest.fixture
+def alone(tmp_path: Path, faulty: FaultyStore) -> Iterator[ServedShared]:
+    """A tenant whose store holds nothing."""
+    tier = ServedShared(tmp_path, faulty.config, 16 * BLOCK_BYTES)
+    yield tier
+    tier.close()
 
 
 def test_a_long_prefix_that_is_in_the_store_does_not_hold_the_loop(alone: ServedShared) -> None:
@@ -468,3 +480,178 @@ def test_a_warm_up_looks_at_a_part_of_a_long_chain_at_once(
     keys = identity.key + os.urandom(32 * 1200)
     alone.loop.run_until_complete(alone.shared.warming._read(alone._space(identity), keys))
     assert looks and max(looks) <= 1024
+
+
+class Leaves:
+    """A place with blocks of memory, as a `TierLeaving` and its `LeavingBlocks`. `errors` are raised by the
+    next looks and reads."""
+
+    def __init__(self, tier: ServedShared, blocks: int) -> None:
+        for number in range(blocks):
+            assert ServedTenant.put(tier, Identity(key=name(number)), os.urandom(BLOCK_BYTES))
+        self.name = 1, 1
+        self.is_there = self.is_next = True
+        self.errors_of_next: list[Exception] = []
+        self.errors_of_read: list[Exception] = []
+        self._tier = tier
+        self._catalog = tier.tenant.catalog
+        space, keys = tier._space(Identity()), b"".join(map(name, range(blocks)))
+        self._ids = b"".join(
+            self._catalog.blocks.store.present(space.index, one.group, one.shard, keys)
+            for one in tier.shared.fetcher._places.of(space)
+        )
+        self.count = len(self._ids) // 4
+        assert self.count == blocks * SHARDS * 2
+
+    def keep(self, count: int) -> None:
+        """Of the first group and shard."""
+        self._ids, self.count = self._ids[: 4 * count], count
+
+    def next(self) -> list[Leaves]:
+        if self.errors_of_next:
+            raise self.errors_of_next.pop()
+        return [self] if self.is_next else []
+
+    def ids(self, used: bool) -> bytes:
+        return self._ids
+
+    def plans(self, ids: bytes) -> dict[int, WritePlan]:
+        described = self._catalog.demotions.described(ids, self._catalog.blocks.store.slots(ids))
+        return dict(zip(array("I", ids), described, strict=True))
+
+    async def read(self, plans: Mapping[int, WritePlan]) -> dict[int, CopiedBlock]:
+        if self.errors_of_read:
+            raise self.errors_of_read.pop()
+        parts = ((number, plan, SLOT.unpack(plan.slot)) for number, plan in plans.items())
+        memory = self._tier.shared.memory
+        return {
+            number: CopiedBlock(memoryview(memory[extent])[at : at + PART_BYTES], plan.checksum)
+            for number, plan, (extent, _, at, _) in parts
+        }
+
+
+@pytest.fixture
+def leaves(alone: ServedShared, monkeypatch: pytest.MonkeyPatch) -> Leaves:
+    """Memory of a host with an archive is about to be reused."""
+    for value in ("ARCHIVE_S", "FAILED_S"):
+        monkeypatch.setattr(archiving, value, 0.01)
+    leaves = Leaves(alone, 8)
+    alone.tenant.tier.leaving = leaves  # type: ignore[misc]
+    return leaves
+
+
+def test_an_error_in_the_archive_does_not_end_the_daemon_or_lose_a_block(
+    alone: ServedShared, leaves: Leaves
+) -> None:
+    """More errors than the tries of a block that the store refuses."""
+    archiver = alone.shared.archiver
+    leaves.errors_of_next = [OSError(errno.ENOMEM, "no memory")] * 2
+    leaves.errors_of_read = [TierError("cold: the disks number extents differently")] * 4
+    archiver.archive = "all"
+    alone._until(lambda: archiver.counts["archived"] == leaves.count)
+    assert not leaves.errors_of_next and not leaves.errors_of_read
+    assert archiver.counts["not_archived"] == 0
+
+
+def test_blocks_of_a_place_that_was_reused_while_the_store_was_off_are_counted_once(
+    alone: ServedShared, leaves: Leaves
+) -> None:
+    archiver = alone.shared.archiver
+    alone.driver.switch(False)
+    alone._until(lambda: not alone.driver.is_on)
+    archiver.archive = "all"
+    alone._until(lambda: bool(archiver._places_of))
+    leaves.is_there = leaves.is_next = False
+    alone._until(lambda: archiver.counts["not_archived"] > 0)
+    leaves.name, leaves.is_there, leaves.is_next = (1, 2), True, True
+    alone._until(lambda: (1, 2) in archiver._places_of)
+    assert archiver.counts["not_archived"] == leaves.count
+    alone.driver.switch(True)
+    alone._until(lambda: archiver.counts["archived"] == leaves.count)
+    leaves.is_next = False
+    alone._until(lambda: not archiver._places_of)
+    assert archiver.counts["not_archived"] == leaves.count
+
+
+def test_blocks_that_are_not_written_when_their_place_is_reused_are_counted(
+    alone: ServedShared, leaves: Leaves, faulty: FaultyStore
+) -> None:
+    """Of a place that is reused between two looks, and while its blocks are being written."""
+    archiver, faulty.put_s = alone.shared.archiver, 0.5
+    archiver.archive = "all"
+    alone._until(lambda: alone.shared.writer.sending > 0)
+    leaves.is_there = leaves.is_next = False
+    alone._until(lambda: not (archiver._places_of or alone.shared.writer.sending))
+    archived = archiver.counts["archived"]
+    assert 0 < archived < leaves.count
+    assert archiver.counts["not_archived"] == leaves.count - archived
+
+
+def test_a_hand_over_does_not_wait_for_the_writes_of_the_archive(
+    alone: ServedShared, leaves: Leaves, faulty: FaultyStore
+) -> None:
+    shared, keys = alone.shared, b"".join(map(name, range(8)))
+    (place, *_) = places = shared.fetcher._places.of(alone._space(Identity()))
+    faulty.put_s = 5.0
+    leaves.keep(4)
+    shared.archiver.archive = "all"
+    alone._until(lambda: faulty.puts == shared.writer.sending == 4)
+    assert shared.left == 0, "there are always writes of the archive"
+    faulty.put_s = 0.0
+    shared.writer._known.note(names_of(keys, place.mask), True)
+    alone.loop.run_until_complete(shared.handing_over.run())
+    assert shared.writer.copying == 4
+    assert shared.writer.counts["written"] == 8 * (len(places) - 1)
+    shared.accept(False)
+    assert shared.left > 0, "a drain waits for the last ones"
+    alone._until(lambda: shared.left == 0)
+
+
+def test_the_archive_pauses_during_a_hand_over(
+    alone: ServedShared, leaves: Leaves, faulty: FaultyStore
+) -> None:
+    shared, faulty.put_s = alone.shared, 0.3
+    leaves.is_there, shared.archiver.archive = False, "all"
+    alone._until(lambda: bool(shared.archiver._places_of))
+
+    async def hand_over() -> dict[str, int]:
+        running = asyncio.create_task(shared.handing_over.run())
+        while not shared.handing_over.left:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        leaves.is_there = True
+        await running
+        return dict(shared.archiver.counts)
+
+    counts = alone.loop.run_until_complete(hand_over())
+    assert counts == {"archived": 0, "not_archived": 0}
+    assert shared.writer.counts["written"] == leaves.count
+    assert not shared.archiver.is_paused
+
+
+@pytest.fixture
+def tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts write their lists at once."""
+    monkeypatch.setattr(remote_warming, "TELL_S", 0.05)
+
+
+def test_a_forget_waits_for_a_list_that_is_on_its_way(
+    tells: None, alone: ServedShared, faulty: FaultyStore
+) -> None:
+    """The list may name the block: it is deleted after its write."""
+    warming, space, keys, ended = (
+        alone.shared.warming,
+        alone._space(Identity()),
+        name(1),
+        list[str](),
+    )
+    alone._until(lambda: alone.driver.is_writable)
+    warming.share, faulty.put_s = 0.5, 0.5
+    warming.used(space, keys)
+
+    async def forget() -> None:
+        alone.tenant.shared.forget(space, keys, ended.append)
+
+    alone._until(lambda: faulty.puts > 0)
+    alone.loop.run_until_complete(forget())
+    alone._until(lambda: bool(ended) and not warming.is_telling)
+    assert ended == [""] and faulty.objects == {}

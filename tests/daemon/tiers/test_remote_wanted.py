@@ -84,6 +84,17 @@ def test_lists_of_lookups_that_begin_inside_a_chain_can_be_read() -> None:
             assert whole.endswith(name) and whole in chain(1, 2, 3, 4, 5)
 
 
+def test_what_was_forgotten_is_wanted_no_longer() -> None:
+    blocks, space, other = WantedBlocks(), space_of(), space_of(bytes([9]) * 32)
+    for keys in (chain(1, 2, 3), chain(1, 2), chain(4)):
+        blocks.note(space, keys, NOW)
+    blocks.note(other, chain(8), NOW)
+    assert blocks.forget(space, chain(5, 3)) == chain(1, 2, 3)
+    assert [one.keys for one in blocks.prefixes()] == [chain(1, 2), chain(4), chain(8)]
+    assert blocks.forget(space) == chain(1, 2, 4) and blocks._keys == 1
+    assert [one.space for one in blocks.prefixes()] == [other]
+
+
 def test_a_prefix_that_was_found_long_ago_weighs_less() -> None:
     blocks, space = WantedBlocks(), space_of()
     for _ in range(3):

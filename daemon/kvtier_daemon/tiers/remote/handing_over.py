@@ -11,6 +11,7 @@ from kvtier.wire import LISTED
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.remote.archiving import Archiver
 from kvtier_daemon.tiers.remote.known import KnownObjects, names_of
 from kvtier_daemon.tiers.remote.places import Place, Places
 from kvtier_daemon.tiers.remote.writing import ObjectWriter
@@ -35,20 +36,23 @@ class BlocksToWrite(NamedTuple):
 
 class HandingOver:
     """`left` counts the blocks that are neither written nor given up; `kept` those that were given up,
-    because they could not be read or written, or are not shared."""
+    because they could not be read or written, or are not shared. The archive pauses meanwhile."""
 
     def __init__(
-        self, tenant: Tenant, places: Places, known: KnownObjects, writer: ObjectWriter
-    ) -> None:
+        self, tenant: Tenant, places: Places, known: KnownObjects, writer: ObjectWriter,
+        archiver: Archiver,
+    ) -> None:  # fmt: skip
         self.left = self.kept = 0
         self._tenant = tenant
         self._places = places
         self._known = known
         self._writer = writer
+        self._archiver = archiver
 
     async def run(self) -> None:
         """Write all blocks that the store lacks, as far as it accepts them. Saves and loads go on."""
         self.kept = 0
+        self._archiver.is_paused = True
         try:
             spaces = [one for one in self._tenant.catalog.spaces if self._places.of(one)]
             todo: list[BlocksToWrite] = []
@@ -64,6 +68,7 @@ class HandingOver:
                 self.left -= len(one.ids) // ID_BYTES
         finally:
             self.left = 0
+            self._archiver.is_paused = False
 
     def _listed(self, space: KnownSpace, first: int) -> tuple[int, list[BlocksToWrite]]:
         """Some blocks of this space that the store lacks, in portions; and where to continue."""
@@ -102,8 +107,8 @@ class HandingOver:
             await self._writer.share(ids)
             if len(ids) // ID_BYTES == wanted or not self._missing(one):
                 break
-        await self._writer.settled()
         names = names_of(one.keys, one.place.mask)
+        await self._writer.settled(names)
         self.kept += wanted - sum(self._known.good(names))
 
     async def _arrived(self, one: BlocksToWrite) -> None:

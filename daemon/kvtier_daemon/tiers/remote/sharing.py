@@ -62,8 +62,10 @@ class Sharer:
 
     @property
     def left(self) -> int:
-        """How many blocks and prefixes are not written yet, at least; 0 if none is."""
-        return self.queued + (self._writer.sending or self._is_sharing)
+        """How many blocks and prefixes are not written yet, at least; 0 if none is. The writes of the archive
+        count only after it has begun to end: before that there are always some."""
+        sending = self._writer.sending - (self._writer.copying if self.accepts else 0)
+        return self.queued + (sending or self._is_sharing)
 
     def saved(self, ids: bytes) -> None:
         """These blocks were committed to memory."""

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from kvtier.errors import TierError
@@ -23,7 +25,7 @@ from kvtier_daemon.planning import PATIENCE_S
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
 from kvtier_daemon.tiers.remote.archiving import Archiver
-from kvtier_daemon.tiers.remote.deleting import Deleter
+from kvtier_daemon.tiers.remote.deleting import Deleter, note_purged, take_purged
 from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
 from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
@@ -72,7 +74,7 @@ class SharedBlocks:
         )  # fmt: skip
         self.warming = Warming(
             tenant, remote.driver, remote.places, remote.questions, remote.queue, self.fetcher,
-            remote.encoder, config.warm_up_percent / 100,
+            remote.encoder, config.warm_up_percent / 100, remote.host,
         )  # fmt: skip
         self.sharer = Sharer(
             tenant, remote.driver, remote.known, remote.places, self.writer, config.write
@@ -80,8 +82,12 @@ class SharedBlocks:
         self.archiver = Archiver(
             tenant, remote.driver, remote.known, remote.places, self.writer, config.archive
         )
-        self.handing_over = HandingOver(tenant, remote.places, remote.known, self.writer)
-        self._deleter = Deleter(remote.driver, remote.known, self.writer)
+        self.handing_over = HandingOver(
+            tenant, remote.places, remote.known, self.writer, self.archiver
+        )
+        self._deleter = Deleter(remote.driver, remote.known, self.writer, self.warming)
+        self._note_purged = partial(note_purged, remote.state)
+        self._purges: set[asyncio.Task[None]] = set()
         self.pending: PendingReads = remote.queue.pending
         self._saved = 0  # blocks since the start
         self.fetcher.renamed = self.sharer.renamed
@@ -136,7 +142,34 @@ class SharedBlocks:
         places = self._places.of(space)
         if not (places and keys):
             return False
-        self.fetcher.forget(self._deleter.forget(space, places, keys, done))
+        lists = [self.warming.forget(space, keys)]
+        self.fetcher.forget(self._deleter.forget(space, places, keys, done, lists))
+        return True
+
+    def purge(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+        if not (places := self._places.of(space)):
+            return False
+        self.warming.skipped.add(space.identity)
+        deleted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.fetcher.forget(self._deleter.forget(space, places, keys, deleted.set_result))
+
+        async def purge_wanted() -> None:
+            try:
+                await asyncio.to_thread(self._note_purged, space.identity)
+            except OSError as error:
+                log.warning(
+                    "remote: a warm-up at the next start may read a purged space: %s", error
+                )
+            wanted = await self.warming.purge(space)
+            if (failure := await deleted) and done is not None:
+                done(failure)  # the list stays for the next attempt
+                return
+            lists = [self.warming.forget(space, wanted)]
+            self.fetcher.forget(self._deleter.forget(space, places, wanted, done, lists))
+
+        task = asyncio.create_task(purge_wanted(), name="remote purge")
+        self._purges.add(task)
+        task.add_done_callback(self._purges.discard)
         return True
 
 
@@ -148,10 +181,12 @@ class OpenRemote:
     """The parts that all tenants share."""
 
     def __init__(
-        self, config: RemoteConfig, keys: TierKeys, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, config: RemoteConfig, keys: TierKeys, state: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
         self.config = config
+        self.state = state
+        self.host = load_host(state)
         self.known = KnownObjects(config.known_bytes, clock)
         self.places = Places(config.buffer_bytes // 2)
         self.decoders = ThreadPoolExecutor(DECODERS, "kvtier-remote")
@@ -194,9 +229,11 @@ class RemoteTier:
         config = self._settings.config.remote
         if config is None:
             return
-        self._remote = OpenRemote(config, TierKeys("remote", self._settings, self._tenants))
+        keys, state = TierKeys("remote", self._settings, self._tenants), self._settings.config.state
+        self._remote, purged = OpenRemote(config, keys, state), take_purged(state)
         for name, tenant in self._tenants.items():
             tenant.shared = self._of[name] = SharedBlocks(tenant, self._remote)
+            self._of[name].warming.skipped |= purged
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Use the store until `end`."""
@@ -249,6 +286,9 @@ class RemoteTier:
             )
         if order == "drain" and not remote.driver.is_wanted:
             raise TierError("remote: is off, so it cannot be drained")
+        if order == "warm-up":
+            for one in self._of.values():
+                one.warming.skipped.clear()
         if order in WORK:
             self._begin(remote, order, self._of.values())
         elif order != "status" and self._work is not None:

@@ -32,6 +32,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.codec.frame import RAW, Entry, Identity
+from kvtier_daemon.tiers.remote.known import each_of
 from kvtier_daemon.tiers.remote.objects import Headers
 
 FOLDER: Final = "wanted/v1"
@@ -199,6 +200,19 @@ class WantedBlocks:
 
     def prefixes(self) -> list[WantedPrefix]:
         return list(self._of.values())
+
+    def forget(self, space: KnownSpace, keys: bytes | None = None) -> bytes:
+        """Drop the prefixes of this space that contain one of these keys, or all; return their keys."""
+        some = None if keys is None else set(each_of(keys))
+        gone = [
+            name
+            for name, one in self._of.items()
+            if one.space.identity == space.identity
+            and (some is None or not some.isdisjoint(each_of(one.keys)))
+        ]
+        found = b"".join(self._of.pop(name).keys for name in gone)
+        self._keys -= len(found) // KEY_BYTES
+        return found
 
 
 class RankedBlocks:

@@ -23,6 +23,7 @@ from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
 from kvtier_daemon.tiers.remote.fetching import LOOK_BLOCKS, Fetcher, FetchQueue
+from kvtier_daemon.tiers.remote.known import each_of
 from kvtier_daemon.tiers.remote.messages import Answer, GetObject, ListObjects, PutObject, Request
 from kvtier_daemon.tiers.remote.objects import decode, encode
 from kvtier_daemon.tiers.remote.places import Places, restorable
@@ -163,8 +164,10 @@ class Warming:
 
     def __init__(
         self, tenant: Tenant, driver: StoreDriver, places: Places, questions: Questions,
-        queue: FetchQueue, fetcher: Fetcher, threads: ThreadPoolExecutor, share: float,
+        queue: FetchQueue, fetcher: Fetcher, threads: ThreadPoolExecutor, share: float, host: bytes,
     ) -> None:  # fmt: skip
+        self.is_telling = False  # a list may be on its way
+        self.skipped: set[bytes] = set()  # spaces that no warm-up reads
         self.share = share
         self.left = 0
         self.lists = self.ignored = self.blocks = 0  # of the last warm-up
@@ -177,23 +180,48 @@ class Warming:
         self._objects = StoreObjects(tenant, driver, threads)
         self._wanted = WantedBlocks()
         self._requests = 0
+        self._host = host
 
     def used(self, space: KnownSpace, keys: bytes) -> None:
         """A request found these blocks in memory."""
         if self.share:
             self._wanted.note(space, keys, self._queue.clock())
 
+    # --- forgets -------------------------------------------------------------------------------
+
+    def forget(self, space: KnownSpace, keys: bytes) -> str:
+        """Want these blocks no longer. Return the name of this host's list, which may contain them."""
+        self._wanted.forget(space, keys)
+        return list_name(self._tenant.secret, list_identity(space.identity, self._host))
+
+    async def purge(self, space: KnownSpace) -> bytes:
+        """Want no block of this space. Return the keys of those that were wanted, and of those in this host's
+        list."""
+        wanted, secret = self._wanted.forget(space), self._tenant.secret
+        of = list_identity(space.identity, self._host)
+        try:
+            text = await self._objects.get(list_name(secret, of), of)
+            listed = await asyncio.to_thread(decode_list, of, secret, text, time.time())
+        except Exception as error:  # noqa: BLE001  # it is deleted in any case
+            log.debug("remote: the list of a purged space is not read: %s", error)
+            return wanted
+        return b"".join(dict.fromkeys((*each_of(wanted), *listed.keys)))
+
     # --- lists ---------------------------------------------------------------------------------
 
     async def tell(self, host: bytes) -> None:
         """Leave a list for other hosts, again and again until the task is cancelled."""
+        self._host = host
         while True:
             await asyncio.sleep(TELL_S)
             if self.share and self._driver.is_writable:
+                self.is_telling = True
                 try:
                     await self.tell_once(host)
                 except Exception:
                     log.exception("remote: internal error in a list of wanted blocks")
+                finally:
+                    self.is_telling = False
 
     async def tell_once(self, host: bytes) -> None:
         now_s, secret = self._queue.clock(), self._tenant.secret
@@ -260,6 +288,8 @@ class Warming:
 
     async def _read_space(self, one: WantedList) -> None:
         catalog = self._tenant.catalog
+        if one.space in self.skipped:
+            return
         space = catalog.open(one.space, one.spec, ARRIVING)
         try:
             if not self._places.of(space) or self._is_lossy(space):
@@ -282,6 +312,8 @@ class Warming:
             first += more
             await asyncio.sleep(0)
         while first * KEY_BYTES < len(keys) and self._room() >= nbytes and tries < TRIES:
+            if space.identity in self.skipped:
+                return
             count = min(portion, self._fetcher.beyond(space, keys, first, asks=False))
             if not count and asked < first:
                 asked = first

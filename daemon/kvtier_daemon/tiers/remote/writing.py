@@ -19,7 +19,7 @@ from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import CopiedBlock, LeavingBlocks
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
-from kvtier_daemon.tiers.remote.known import KnownObjects, names_of
+from kvtier_daemon.tiers.remote.known import KnownObjects, each_of, names_of
 from kvtier_daemon.tiers.remote.messages import ABSENT, DONE, FAILED, Answer, PutObject
 from kvtier_daemon.tiers.remote.objects import encode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places
@@ -71,18 +71,23 @@ class ObjectWriter:
         self._memory = memory
         self._room = asyncio.Event()  # in the buffer, after a write has ended
         self._sending: set[bytes] = set()  # names
+        self._copied: set[bytes] = set()  # those of `copy`
 
     @property
     def sending(self) -> int:
         return len(self._sending)
 
+    @property
+    def copying(self) -> int:
+        return len(self._copied)
+
     def is_sending(self, names: Iterable[bytes]) -> bool:
         """Whether one of these objects is being written."""
         return bool(self._sending) and not self._sending.isdisjoint(names)
 
-    async def settled(self) -> None:
-        """Wait until no block is being written."""
-        while self._sending:
+    async def settled(self, names: bytes) -> None:
+        """Wait until none of these objects is being written."""
+        while self.is_sending(each_of(names)):
             await self._wait_for_room()
 
     async def share(self, ids: bytes) -> None:
@@ -113,18 +118,21 @@ class ObjectWriter:
             self._send(child, one, nbytes)
 
     async def copy(
-        self, leaving: LeavingBlocks, ids: bytes, ended: Callable[[int, bool], None]
+        self, leaving: LeavingBlocks, ids: bytes, ended: Callable[[int, bool | None], None]
     ) -> None:
-        """Write these blocks, which are only in the tier below memory. `ended` gets each id, and whether the
-        store has its object. None is written that was forgotten before the end of its read."""
+        """Write these blocks, which are only in the tier below memory. `ended` gets each id, and whether its
+        object was written, None if it need not be. None is written that was forgotten before the end of its
+        read."""
         left = array("I", ids)
         while left and (child := self._driver.child) is not None:
-            plans = leaving.plans(left.tobytes())
-            wanted = array("I", (one for one in left if one in plans))
-            del left[:]
+            plans, some, left = leaving.plans(left.tobytes()), left, array("I")
+            wanted = array("I", (one for one in some if one in plans))
             sending = self._take(child, wanted, [plans[one] for one in wanted], left)
             for one in sending:
                 one.ended = partial(ended, one.id)
+                self._copied.add(one.name)
+            for number in set(some) - {one.id for one in sending} - set(left):
+                ended(number, None if number in plans else False)
             if not sending:
                 if left:
                     await self._wait_for_room()
@@ -138,6 +146,8 @@ class ObjectWriter:
             for one in ready:
                 one.block, one.checksum = copies[one.id]
             await self._write(child, ready)
+        for number in left:
+            ended(number, False)
 
     def _begin(self, child: StoreProcess, left: array[int]) -> tuple[list[Sending], bytes]:
         """Take room in the buffer for the first blocks of `left`, as far as there is some. Remove from `left`
@@ -231,6 +241,7 @@ class ObjectWriter:
     def _sent(self, child: StoreProcess, one: Sending, nbytes: int, answer: Answer) -> None:
         child.writes.give(one.at, one.room)
         self._sending.discard(one.name)
+        self._copied.discard(one.name)
         self._room.set()
         if answer.outcome == DONE:
             self._known.note(one.name, True)
