@@ -175,7 +175,13 @@ def brought(space: Space, keys: Keys, patience_s: float, sleep_s: float = 0.0) -
         if sleep_s:
             time.sleep(sleep_s)
         found = space.match(keys)
+    end_hold(space, keys)
     return coming, found.ready
+
+
+def end_hold(space: Space, keys: Keys) -> None:
+    """Load what was read for a match: until then, the daemon keeps it in memory for some seconds."""
+    space.lease(keys).release()
 
 
 # --- from the disk ------------------------------------------------------------------------------
@@ -211,6 +217,7 @@ class Promotions(Arm):
         self.cpu.append(self._daemon.cpu_s() - cpu)
         self.etas.append(eta_s / self._last_s)
         assert found.ready == len(keys), found
+        end_hold(space, keys)
         read = disks.disk_bytes(self._daemon.process.pid)[0] - read
         assert read >= self._share * len(keys) * BLOCK, f"{read} bytes came from the disk"
 
@@ -277,7 +284,6 @@ def reads(folder: Path, size: Size) -> list[Row]:
     singles: list[Keys] = []
     for engine, bar in (("io_uring", FIXED_CPU), ("threads", PLAIN_CPU)):
         label = {"io_uring": "io_uring, registered", "threads": "threads"}[engine]
-        # The default policy keeps a part of chains that are read in turn.
         with ColdDaemon(folder, warm, cold, "through", engine, policy="lru") as daemon:
             daemon.wait_for_arena()
             space = daemon.client.open(spec)
@@ -490,7 +496,7 @@ def wait_until_found(daemon: ColdDaemon, blocks: int, patience_s: float = 60.0) 
 
 
 class Drains(Arm):
-    """Saves this many bytes, which evicts as many: until those are durable on disk."""
+    """Saves this many bytes, which evicts as many: until they are durable on disk."""
 
     def __init__(self, daemon: ColdDaemon, space: Space, sources: Any, checksum: bool) -> None:
         super().__init__()
@@ -525,9 +531,9 @@ def drains(folder: Path, size: Size) -> list[Row]:
         daemon.wait_for_arena()
         space = daemon.client.open(spec_of(BLOCK))
         arms = [Drains(daemon, space, sources, checksum) for checksum in (True, False)]
-        for _ in range(4):  # memory is full, and the oldest quarter of it is kept clean
+        for _ in range(4):  # memory is full, and all of it is on disk
             assert space.save(fresh_keys(space, size.chain), sources).stored == size.chain
-        daemon.wait_for_written(size.chain)
+        daemon.wait_for_written(4 * size.chain)
         for _ in range(size.drained_mib * MIB // nbytes + 1):
             arms[0].once()
         lost = daemon.client.stats()["evicted_blocks"]
