@@ -41,6 +41,8 @@ constexpr uint16_t kVersion = 1;
 constexpr uint32_t kFlags = 1;  // there is a parent
 // Fewer unneeded bytes between two entries are read with them: that is faster than another read.
 constexpr size_t kGapMost = 64 * 1024;
+// The most bytes that are read at once, except for a larger entry: each thread has them in memory.
+constexpr size_t kReadMost = 4 << 20;
 constexpr uint8_t kOnce = 1;  // was encoded with a lossy codec: never encode it lossily again
 
 template <typename T>
@@ -277,17 +279,19 @@ struct Freed {
 };
 using Pages = std::unique_ptr<uint8_t, Freed>;
 
-// Bytes of a file, in whole pages. Null if they cannot be read.
-Pages read_pages(int fd, uint64_t at, size_t bytes) {
-    Pages memory(static_cast<uint8_t*>(std::aligned_alloc(kPage, bytes)));
-    for (size_t done = 0; memory != nullptr && done < bytes;) {
-        const ssize_t count =
-            pread(fd, memory.get() + done, bytes - done, static_cast<off_t>(at + done));
+Pages new_pages(size_t bytes) {
+    return Pages(static_cast<uint8_t*>(std::aligned_alloc(kPage, bytes)));
+}
+
+// Reads bytes of a file, in whole pages. Returns false if they cannot be read.
+bool read_pages(int fd, uint64_t at, size_t bytes, uint8_t* into) {
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t count = pread(fd, into + done, bytes - done, static_cast<off_t>(at + done));
         if (count < 0 && errno == EINTR) continue;
-        if (count <= 0) return nullptr;
+        if (count <= 0) return false;
         done += static_cast<size_t>(count);
     }
-    return memory;
+    return true;
 }
 
 // Whether a header is the one of this frame, and undamaged.
@@ -629,20 +633,33 @@ bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, si
 
 bool read_frame_parts(const FramePlace& frame, codec::Element element, size_t block_bytes,
                       std::span<const uint64_t> starts, size_t each, uint8_t* into) {
-    const Pages header = read_pages(frame.fd, frame.at, frame.header_bytes);
-    if (header == nullptr || !is_of(frame, header.get(), block_bytes)) return false;
+    const Pages header = new_pages(frame.header_bytes);
+    if (header == nullptr || !read_pages(frame.fd, frame.at, frame.header_bytes, header.get()) ||
+        !is_of(frame, header.get(), block_bytes)) {
+        return false;
+    }
     std::vector<NeededEntry> needed;
     if (!needed_entries(frame, header.get(), block_bytes, starts, each, needed)) return false;
+    Pages read;
+    size_t room = 0;
     for (size_t first = 0, end; first < needed.size(); first = end) {
         const size_t low = needed[first].offset / kPage * kPage;
         size_t high = low;
         for (end = first; end < needed.size(); end++) {
-            if (end != first && needed[end].offset > high + kGapMost) break;
-            high = (needed[end].offset + needed[end].bytes + kPage - 1) / kPage * kPage;
+            const NeededEntry& one = needed[end];
+            const size_t next = (one.offset + one.bytes + kPage - 1) / kPage * kPage;
+            if (end != first && (one.offset > high + kGapMost || next > low + kReadMost)) break;
+            high = next;
         }
         if (high == low) high += kPage;  // entries without bytes
-        const Pages read = read_pages(frame.fd, frame.at + frame.header_bytes + low, high - low);
-        if (read == nullptr) return false;
+        if (high - low > room) {
+            read.reset();  // before there is a larger one
+            read = new_pages(room = high - low);
+        }
+        if (read == nullptr ||
+            !read_pages(frame.fd, frame.at + frame.header_bytes + low, high - low, read.get())) {
+            return false;
+        }
         for (size_t i = first; i < end; i++) {
             const NeededEntry& one = needed[i];
             const uint8_t* from = read.get() + (one.offset - low);

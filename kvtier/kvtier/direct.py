@@ -154,7 +154,7 @@ def read_directly(
     deadline_ms: int = 2000, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,
 ) -> DirectLease:  # fmt: skip
     """Get the frames of blocks that a load of these keys needs and that are only on disk, if their codec is
-    one of `codecs`: among the first `most` ones from the key `first` on. The daemon limits the deadline to
+    one of `codecs`: the first `most` of them from the key `first` on. The daemon limits the deadline to
     2 s. Raises Refused if the configuration of the tenant does not permit it."""
     packed, link = Keys.of(keys).packed, space.link
     leases: list[DirectLease] = []

@@ -20,7 +20,9 @@ from kvtier.wire import LIMIT_DIRECT_BLOCKS
 from kvtier_kernels import read_frame_parts
 
 READERS = 8  # threads, which wait for the disk
-BATCH_BYTES = 64 << 20  # of chosen bytes, in memory until the daemon has confirmed their blocks
+BATCH_BYTES = 64 << 20  # that are read under one lease, and that are in memory until it ends
+BATCH_S = 1.0  # how long a batch may take at the speed of the one before
+LEASE_MS = 2000  # of a batch: as long as the daemon permits
 
 
 def batches(
@@ -31,18 +33,23 @@ def batches(
     that were verified and are still stored, by the places of their keys, among the keys before a place, which
     is returned too. Blocks before that place that it does not have are in memory, or their frames are damaged
     or such that only the daemon can read them. The last batch ends with the keys; it has no blocks if the
-    tenant's configuration does not permit direct reads, or after `until`."""
+    tenant's configuration does not permit direct reads. None begins after `until`."""
     nbytes, element = chosen.nbytes, ELEMENTS.get(spec.dtype, 0)
-    most, first = max(1, min(LIMIT_DIRECT_BLOCKS, BATCH_BYTES // nbytes)), 0
-    codecs = codecs_for(spec)
-    while first < len(keys) and (left_s := until - clock()) > 0:
-        within_ms = max(1, int(left_s * 1000))
+    limit = BATCH_BYTES // max(
+        nbytes, _read_bytes(spec, place[0], chosen)
+    )  # layers may be repeated
+    most = limit = max(1, min(LIMIT_DIRECT_BLOCKS, limit))
+    codecs, first = codecs_for(spec), 0
+    while first < len(keys) and clock() < until:
+        some, before = keys[first : first + LIMIT_DIRECT_BLOCKS], first
         try:
-            lease = read_directly(space, keys, codecs, *place, within_ms, first, most)
+            lease = read_directly(space, some, codecs, *place, LEASE_MS, 0, most)
         except Refused:
             break
         if not lease.frames:
-            break
+            first += len(some)
+            yield {}, first
+            continue
         rows = [
             (
                 one.file.fd, one.header_at, one.header_bytes, one.payload_bytes, one.codec, one.epoch,
@@ -51,17 +58,31 @@ def batches(
             for one in lease.frames
         ]  # fmt: skip
         into = memoryview(bytearray(len(rows) * nbytes))
+        began = clock()
         sound = read_frame_parts(
             rows, element, chosen.block_bytes, chosen.starts, chosen.each, into, READERS
         )
+        took_s = max(1e-6, clock() - began)
+        most = max(1, min(limit, int(len(rows) * BATCH_S / took_s)))
         valid = lease.end([bool(one) for one in sound], (chosen.tokens, nbytes))
-        first = lease.frames[-1].at + 1
+        first += lease.frames[-1].at + 1
         yield (
             {
-                frame.at: into[number * nbytes : (number + 1) * nbytes]
+                before + frame.at: into[number * nbytes : (number + 1) * nbytes]
                 for number, frame in enumerate(lease.frames)
                 if valid[number]
             },
             first,
         )
     yield {}, len(keys)
+
+
+def _read_bytes(spec: KvSpec, group: int, chosen: Selection) -> int:
+    """How many bytes of a block are read: whole layers."""
+    layer = chosen.block_bytes // spec.cache_groups[group].layers
+    touched = {
+        number
+        for start in chosen.starts
+        for number in range(start // layer, (start + chosen.each - 1) // layer + 1)
+    }
+    return layer * len(touched)

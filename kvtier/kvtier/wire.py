@@ -430,7 +430,7 @@ class DirectRead(Message, tag=112):
     permits it.
 
     Granted are blocks of this group and shard that a load of `keys` needs, that are only on disk, and whose
-    codec is one of `codecs`: among the first `most` ones from the key `first` on. `closed`: the numbers of
+    codec is one of `codecs`: the first `most` of them from the key `first` on. `closed`: the numbers of
     files that the client has closed."""
 
     space: int

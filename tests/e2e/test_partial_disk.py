@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,13 +320,107 @@ def test_without_a_wait_nothing_is_read_directly(disk: OnDisk) -> None:
         assert load(space, keys, [2], None, wait_ms=0) == [] and disk.direct() == 0
 
 
-def test_batches_are_as_large_as_their_limit(disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = SPEC.block_bytes // 8
-    monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", 3 * layer)
+def batches_of(monkeypatch: pytest.MonkeyPatch, row_s: float = 0.0) -> list[int]:
+    """How many blocks each batch has from now on. A block takes at least `row_s`."""
+    whole, counts = kvtier.direct_parts.read_frame_parts, []
+
+    def read(rows: Any, *given: Any) -> bytes:
+        counts.append(len(rows))
+        time.sleep(row_s * len(rows))
+        return whole(rows, *given)
+
+    monkeypatch.setattr(kvtier.direct_parts, "read_frame_parts", read)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "touched"),
+    [([3], None, 1), ([3], range(1), 1), ([6, 1], range(2), 2), (range(2, 5), None, 3),
+     ([4] * 5, None, 5), (None, range(1), 8)],
+)  # fmt: skip
+def test_batches_are_as_large_as_their_limit(
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch, layers: Any, tokens: Any, touched: int
+) -> None:
+    """Of the bytes that are read, which are whole layers, and of those in memory."""
+    monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", 3 * touched * SPEC.block_bytes // 8)
+    counts = batches_of(monkeypatch)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        expected = [part_of(SPEC, 0, one, layers, tokens) for one in disk.blocks[0, 0]]
+        assert load(space, keys, layers, tokens) == expected and disk.direct() == BLOCKS
+    assert counts == [3, 3, 2]
+
+
+def test_batches_of_a_slow_disk_are_smaller(disk: OnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", 4 * SPEC.block_bytes // 8)
+    monkeypatch.setattr(kvtier.direct_parts, "BATCH_S", 0.1, raising=False)
+    counts = batches_of(monkeypatch, row_s=0.05)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        assert len(load(space, keys, [3], None)) == BLOCKS and disk.direct() == BLOCKS
+    assert counts[0] == 4 and max(counts[1:]) <= 2, counts
+
+
+def test_a_batch_that_has_begun_is_used_after_the_wait(
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", 4 * SPEC.block_bytes // 8)
+    counts = batches_of(monkeypatch, row_s=0.15)
     with disk.daemon.connect() as client:
         space, keys = disk.open(client)
         expected = [part_of(SPEC, 0, one, [3], None) for one in disk.blocks[0, 0]]
-        assert load(space, keys, [3], None) == expected and disk.direct() == BLOCKS
+        assert load(space, keys, [3], None, wait_ms=400) == expected[:4]
+    assert counts == [4], "no other one begins"
+
+
+@pytest.mark.parametrize(("warm", "most"), [(range(1, 5), 2), (range(1, 2), 1)])
+def test_a_batch_sends_a_limited_number_of_keys(
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch, warm: range, most: int
+) -> None:
+    whole, sent = kvtier.direct_parts.read_directly, []
+
+    def read(space: Space, keys: Any, *given: Any) -> Any:
+        sent.append(len(keys))
+        return whole(space, keys, *given)
+
+    monkeypatch.setattr(kvtier.direct_parts, "read_directly", read)
+    monkeypatch.setattr(kvtier.direct_parts, "LIMIT_DIRECT_BLOCKS", 3)
+    monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", most * SPEC.block_bytes // 8)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        assert space.wait(keys[warm.start : warm.stop], 60_000).ready == len(warm)
+        expected = [part_of(SPEC, 0, one, [3], None) for one in disk.blocks[0, 0]]
+        assert load(space, keys, [3], None) == expected and disk.direct() == BLOCKS - len(warm)
+        assert not space.match(keys[5:]).ready, "the daemon read none of them"
+    assert max(sent) == 3
+
+
+@pytest.mark.parametrize("most", [1, 2, BLOCKS])
+def test_blocks_behind_those_that_only_the_daemon_can_read_are_read_directly(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    blocks = values(SPEC, 0, BLOCKS, 3)
+    for half, codec in enumerate(("zstd", "raw")):
+        daemon = started(daemon_of, tmp_path / "one", codec)
+        with daemon.connect() as client:
+            space = client.open(SPEC)
+            keys = space.keys(list(range(BLOCKS * SPEC.block_tokens)))
+            some = slice(4 * half, 4 * half + 4)
+            assert space.save(keys[some], blocks[some]).stored == 4
+            daemon.wait_for(
+                lambda stats, half=half: stats["tiers"]["cold"]["blocks"] == 4 + 4 * half
+            )
+        daemon.stop()
+    daemon = started(daemon_of, tmp_path / "one")
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == BLOCKS)
+    monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", most * SPEC.block_bytes // 8)
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        lease = read_directly(space, keys, bytes([frame.RAW]), most=most)
+        assert [one.at for one in lease.frames] == list(range(4, BLOCKS))[:most]
+        lease.end([False] * len(lease.frames))
+        assert load(space, keys, [3], None) == [part_of(SPEC, 0, one, [3], None) for one in blocks]
+        assert daemon.stats()["tiers"]["cold"]["states"]["direct"] == 4
 
 
 def test_chosen_tokens_wait_for_whole_blocks(disk: OnDisk) -> None:

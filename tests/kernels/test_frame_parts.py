@@ -154,6 +154,32 @@ def test_a_file_that_ends_before_an_entry_is_none(files, guarded):
     assert read([row], [4 * PART], PART, guarded) == [None]
 
 
+def counted_reads() -> int:
+    """How many times this process has read from files."""
+    return int(Path("/proc/self/io").read_text().partition("syscr: ")[2].split()[0])
+
+
+@pytest.mark.parametrize(("layers", "tokens", "reads"), [(8, 256, 3), (2, 2048, 5), (1, 3072, 3)])
+def test_adjacent_entries_are_read_in_limited_pieces(files, guarded, layers, tokens, reads):
+    """A piece has at most 4 MiB, except for a larger entry. The entries have 512 KiB, 4 MiB and 6 MiB."""
+    spec = spec_of("long", layers=layers, kv_heads=1, head_dim=1024, block_tokens=tokens)
+    block_bytes = spec.block_bytes
+    block = random.Random(layers).randbytes(block_bytes)
+    header = Template(NAME.space, NAME.group, NAME.shard, RAW, entries(spec, 0)).blank(b"")
+    stamp(header, NAME.key, b"", EPOCH, 1)
+    kernels.seal_frame(header, block)
+    text = bytes(header) + block
+    row = files.row(text, text)
+    target = guarded(block_bytes, 5)
+    nothing = counted_reads()
+    nothing = counted_reads() - nothing
+    before = counted_reads()
+    sound = kernels.read_frame_parts([row], 0, block_bytes, [0], block_bytes, target.array, 1)
+    found = counted_reads() - before - nothing
+    assert sound == b"\1" and target.array.tobytes() == block and target.intact()
+    assert found == reads, "the header, and the pieces"
+
+
 def test_invalid_arguments_are_refused(files):
     text = frame("raw")
     good, target = files.row(text, text), bytearray(64)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
+from itertools import compress
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
-from kvtier_daemon.catalog.frames import FRAME_BYTES, PLACE_BYTES, FramedBlocks
+from kvtier_daemon.catalog.frames import CODECS, FRAME_BYTES, PLACE_BYTES, FramedBlocks
 from kvtier_daemon.catalog.spaces import KnownSpace
+
+AT_ONCE = 4096 * ID_BYTES  # blocks whose codecs are compared together
 
 
 class DirectBlocks:
@@ -17,25 +21,36 @@ class DirectBlocks:
         self._blocks = blocks
 
     def find(
-        self, space: KnownSpace, group: int, shard: int, keys: bytes, first: int, most: int
-    ) -> tuple[FramedBlocks, list[int]]:
-        """The blocks of this group and shard that a load of these keys needs and that are only on disk, with
-        the places of their keys: from the key `first` on, at most `most`. They count as requested."""
+        self, space: KnownSpace, group: int, shard: int, keys: bytes, codecs: Collection[int],
+        first: int, most: int,
+    ) -> tuple[FramedBlocks, list[int]]:  # fmt: skip
+        """The blocks of this group and shard that a load of these keys needs, that are only on disk and have
+        one of these codecs, with the places of their keys: from the key `first` on, at most `most`. The keys
+        count as requested."""
         space.check_keys(keys)
         space.check_place(group, shard)
         if space.index < 0 or self._blocks.expiring.late:
             return FramedBlocks(), []
         store = self._blocks.store
         prefix = store.match(space.index, keys)[1]
-        ids = b""
-        for one, part, below, _ in store.missing(space.index, keys, prefix):
+        if first >= prefix:
+            return FramedBlocks(), []
+        keys = keys[first * KEY_BYTES : prefix * KEY_BYTES]
+        ids, usable = b"", bytes(number in codecs for number in range(256))
+        for one, part, below, _ in store.missing(space.index, keys, prefix - first):
             if (one, part) == (group, shard):
                 ids = below
                 break
-        # In the order of the keys.
-        start, places = _places(keys, store.keys_of(ids), first, most)
-        ids = ids[start * ID_BYTES : (start + len(places)) * ID_BYTES]
+        chosen = array("I")  # in the order of the keys
+        for start in range(0, len(ids), AT_ONCE):
+            if len(chosen) >= most:
+                break
+            some = ids[start : start + AT_ONCE]
+            frames = store.frames(some)[0]
+            chosen.extend(compress(array("I", some), frames[CODECS].translate(usable)))
+        ids = chosen[: max(0, most)].tobytes()
         frames, digests = store.frames(ids)
+        places = [first + at for at in _places(keys, store.keys_of(ids))]
         return FramedBlocks(ids, frames, digests), places
 
     def still(self, space: KnownSpace, keys: bytes, granted: FramedBlocks) -> bytes:
@@ -59,22 +74,16 @@ class DirectBlocks:
         )
 
 
-def _places(keys: bytes, some: bytes, first: int, most: int) -> tuple[int, list[int]]:
-    """The places among `keys` of some of them, which are in the same order: from the place `first` on, at
-    most `most`; and how many of them are before that."""
+def _places(keys: bytes, some: bytes) -> list[int]:
+    """The places among `keys` of some of them, which are in the same order."""
     places: list[int] = []
-    before = at = 0
+    at = 0
     for start in range(0, len(some), KEY_BYTES):
         key = some[start : start + KEY_BYTES]
         if keys[at : at + KEY_BYTES] != key:
             at = keys.index(key, at)
             while at % KEY_BYTES:  # a part of two keys
                 at = keys.index(key, at + 1)
-        if at < first * KEY_BYTES:
-            before += 1
-        elif len(places) < most:
-            places.append(at // KEY_BYTES)
-        else:
-            break
+        places.append(at // KEY_BYTES)
         at += KEY_BYTES
-    return before, places
+    return places

@@ -163,9 +163,9 @@ class DirectReads(Protocol):
         codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool], first: int,
         most: int,
     ) -> DirectGrant:  # fmt: skip
-        """Take a lease on frames with these codecs, among the first `most` blocks that a load of the keys
-        needs and that are only in this tier, from the key `first` on. Takes no frame in a file that the
-        session may not use."""
+        """Take a lease on frames with these codecs: the first `most` blocks that a load of the keys needs
+        and that are only in this tier, from the key `first` on. Takes no frame in a file that the session
+        may not use."""
 
     def end(self, session: int, lease: int, failed: bytes, tokens: int, nbytes: int) -> bytes:
         """End the lease; return a byte for each block, 1 if it has not `failed` and is still stored. Of each

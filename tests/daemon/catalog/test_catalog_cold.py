@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import struct
+import time
 from array import array
 from functools import partial
 from hashlib import sha256
@@ -1104,3 +1105,18 @@ def test_read_blocks_count_as_loaded_once_a_read_and_only_if_a_client_used_them(
     catalog.promotions.promoted(plan.ids)
     load(6, SIZE)
     assert catalog.blocks.reads.loaded == 5 + 6
+
+
+def test_direct_reads_of_the_last_of_many_keys_cost_as_little_as_of_the_first() -> None:
+    many, most = 1 << 14, 8
+    tenant, keys = Tenant(many), chain(many)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    costs: dict[int, list[float]] = {0: [], many - most: []}
+    for first in list(costs) * 7:
+        began = time.process_time()
+        found, places = tenant.catalog.direct.find(tenant.space, 0, 0, keys, b"\0", first, most)
+        costs[first].append(time.process_time() - began)
+        assert places == list(range(first, first + most))
+        assert tenant.store.keys_of(found.ids) == keys[32 * first : 32 * (first + most)]
+    assert min(costs[many - most]) < 1.5 * min(costs[0]), costs

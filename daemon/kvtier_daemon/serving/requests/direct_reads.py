@@ -40,7 +40,7 @@ class DirectReadRequests:
         space = tenant.catalog.space(request.space)
         grant = tenant.tier.direct.grant(
             self._session.id, space, request.group, request.shard, request.keys,
-            frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, request.first,
+            frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, max(0, request.first),
             min(request.most, wire.LIMIT_DIRECT_BLOCKS),
         )  # fmt: skip
         rows = b"".join(

@@ -98,15 +98,13 @@ class SegmentReads:
             raise Refused("too_many", text)
         if not self._cold.reader.is_on:
             return DirectGrant()
-        found, places = self._catalog.direct.find(space, group, shard, keys, first, most)
+        found, places = self._catalog.direct.find(space, group, shard, keys, codecs, first, most)
         ids, frames, digests = array("I"), bytearray(), bytearray()
         wanted, segments = bytearray(), Counter[Segment]()
         rows: list[GrantedFrame] = []
         usable: dict[int, SegmentFile | None] = {}  # by the number of the segment
         for at, (number, packed, digest) in zip(places, found, strict=True):
             where, page, nbytes, codec, header_pages, _ = FRAME.unpack(packed)
-            if codec not in codecs:
-                continue
             segment = self._cold.table.segments[where]
             if where not in usable:
                 file = SegmentFile(segment)
