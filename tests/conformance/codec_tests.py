@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -137,11 +136,11 @@ class CodecTests:
         entries, payload = self.encoded(spec, block)
         first, size = entries[0], entries[0].raw_bytes
         lies = [
-            replace(first, codec=77),
-            replace(first, nbytes=first.nbytes - 1),
-            replace(first, nbytes=0),
-            replace(first, offset=len(payload)),
-            replace(first, raw_bytes=size - 2 * 64),
+            first._replace(codec=77),
+            first._replace(nbytes=first.nbytes - 1),
+            first._replace(nbytes=0),
+            first._replace(offset=len(payload)),
+            first._replace(raw_bytes=size - 2 * 64),
         ]
         for lie in lies:
             with pytest.raises(FrameError, match="layer 0, part 0"):

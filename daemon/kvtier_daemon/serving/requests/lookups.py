@@ -112,8 +112,8 @@ class CountedLookups:
 
     def end(self, catalog: Catalog) -> None:
         """The client is gone."""
-        for request in list(self.of):
-            self.forget(catalog, request)
+        for lookup in self.of.values():
+            self._drop(catalog, lookup)
 
     def _drop(self, catalog: Catalog, lookup: CountedLookup) -> None:
         """The client waits no longer: blocks that others were writing for it are no hits."""
