@@ -277,19 +277,10 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _stored(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
         sources = [_bytes_of(one) for one in objects]
 
-        until = time.monotonic() + self._params["patience_ms"] / 1000
+        def store(space: Space, some: Keys, arrays: list[memoryview], left_s: float) -> int:
+            return space.save(some, arrays, wait_s=left_s).leading
 
-        def there(space: Space, places: Sequence[int]) -> list[bool]:
-            def leading(first: int, count: int) -> int:
-                some = places[first : first + count]
-                arrays, wait_s = [sources[at] for at in some], max(0.0, until - time.monotonic())
-                return space.save(
-                    _keys(space, [keys[at] for at in some]), arrays, wait_s=wait_s
-                ).leading
-
-            return leading_runs(len(places), len(places), leading)
-
-        found = self._spaces.each_run("store", keys, _sizes(keys, sources), there)
+        found = self._copied("store", keys, sources, store)
         stored = [at for at in range(len(keys)) if found.test(at)]
         sizes = [len(sources[at]) for at in stored]
         if stored:
@@ -297,25 +288,34 @@ class KvtierL2Adapter(L2AdapterInterface):
         return L2StoreResult(len(stored) == len(keys), sum(sizes))
 
     def _loaded(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
-        targets = [_bytes_of(one) for one in objects]
+        def load(space: Space, some: Keys, targets: list[memoryview], left_s: float) -> int:
+            threads = self._params["copy_threads"]
+            return space.load_into(some, targets, threads=threads, wait_ms=int(left_s * 1000))
 
+        found = self._copied("load", keys, [_bytes_of(one) for one in objects], load)
+        if loaded := [key for at, key in enumerate(keys) if found.test(at)]:
+            self._notify_keys_accessed(loaded)
+        return found
+
+    def _copied(
+        self, what: str, keys: list[ObjectKey], buffers: list[memoryview],
+        copy: Callable[[Space, Keys, list[memoryview], float], int],
+    ) -> Bitmap:  # fmt: skip
+        """Copy objects. `copy` gets some of a space and the time that it may wait, and returns how many
+        leading ones it copied. All of them wait for `patience_ms` together."""
         until = time.monotonic() + self._params["patience_ms"] / 1000
 
         def there(space: Space, places: Sequence[int]) -> list[bool]:
             def leading(first: int, count: int) -> int:
                 some = places[first : first + count]
-                return space.load_into(
-                    _keys(space, [keys[at] for at in some]), [targets[at] for at in some],
-                    threads=self._params["copy_threads"],
-                    wait_ms=max(0, int((until - time.monotonic()) * 1000)),
-                )  # fmt: skip
+                named = _keys(space, [keys[at] for at in some])
+                left_s = max(0.0, until - time.monotonic())
+                return copy(space, named, [buffers[at] for at in some], left_s)
 
-            return leading_runs(len(places), len(places), leading)
+            return leading_runs(len(places), leading)
 
-        found = self._spaces.each_run("load", keys, _sizes(keys, targets), there)
-        if loaded := [key for at, key in enumerate(keys) if found.test(at)]:
-            self._notify_keys_accessed(loaded)
-        return found
+        sizes = {key.object_group_id: len(one) for key, one in zip(keys, buffers, strict=True)}
+        return self._spaces.each_run(what, keys, sizes, there)
 
 
 def describe(kind: Kind, weights: str, chunk_tokens: int) -> KvSpec:
@@ -339,10 +339,6 @@ def _kind(key: ObjectKey, nbytes: int) -> Kind:
 def _keys(space: Space, keys: Sequence[ObjectKey]) -> Keys:
     """The salt belongs to the key: the same prompt of another user has other keys."""
     return keys_alone(space, [(key.chunk_hash, key.cache_salt.encode()) for key in keys])
-
-
-def _sizes(keys: Sequence[ObjectKey], objects: Sequence[memoryview]) -> dict[int, int]:
-    return {key.object_group_id: len(one) for key, one in zip(keys, objects, strict=True)}
 
 
 def _bytes_of(one: MemoryObj) -> memoryview:

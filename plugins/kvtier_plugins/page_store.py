@@ -87,17 +87,17 @@ def keys_alone(space: Space, hashes: Sequence[tuple[bytes, bytes]]) -> Keys:
     return Keys(b"".join(one.packed for one in each), b"", others)
 
 
-def leading_runs(count: int, most: int, leading: Callable[[int, int], int]) -> list[bool]:
-    """For each of these blocks whether `leading` succeeds. It gets the first and the number of some, at most
-    `most`, and returns for how many leading ones it succeeds. After one that fails, it gets one block first:
-    the daemon counts each block of a question as looked up."""
+def leading_runs(count: int, leading: Callable[[int, int], int]) -> list[bool]:
+    """For each of these blocks whether `leading` succeeds. It gets the first and the number of some, and
+    returns for how many leading ones it succeeds. After one that fails, it gets one block first: the daemon
+    counts each block of a question as looked up."""
     good: list[bool] = []
-    size = min(count, most)
+    size = count
     while len(good) < count:
         some = min(size, count - len(good))
         there = leading(len(good), some)
         good += [True] * there + [False] * (there < some)
-        size = min(2 * size, most) if there == some else 1
+        size = 2 * size if there == some else 1
     return good
 
 
@@ -140,7 +140,7 @@ class PageStore:
         """For each page: whether it is stored. After one that is not, the questions begin with one page: the
         daemon counts each page of a question as looked up."""
         return leading_runs(
-            len(keys), len(keys), lambda first, count: self.exists(keys[first : first + count])
+            len(keys), lambda first, count: self.exists(keys[first : first + count])
         )
 
     def load(self, pool: str, keys: Sequence[str], indices: Any) -> list[bool]:

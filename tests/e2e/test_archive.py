@@ -14,7 +14,7 @@ from kvtier.key import Keys
 from kvtier.space import Space
 from support.daemons import Daemon, kvtier
 from support.faulty_store import FaultyStore
-from support.object_store import BUCKET, ObjectStore
+from support.object_store import BUCKET, ObjectStore, remote_of
 from support.specs import pattern, spec_of
 
 PROMPT = 16  # blocks, 1 MiB
@@ -48,11 +48,6 @@ def host(tmp_path: Path, daemon_of: Hosts) -> Hosts:
         return daemon
 
     return start
-
-
-def remote_of(stats: dict[str, Any]) -> dict[str, Any]:
-    remote: dict[str, Any] = stats["tiers"]["remote"]
-    return remote
 
 
 def states(daemon: Daemon) -> dict[str, int]:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.tiers.remote.objects import object_name
 from support.daemons import Daemon
 from support.mooncake import MooncakePool, free_port
+from support.object_store import remote_of
 from support.specs import pattern, spec_of
 
 PROMPT = 8  # blocks
@@ -42,11 +42,6 @@ def host(tmp_path: Path, daemon_of: Hosts) -> Hosts:
         return daemon_of(folder=tmp_path / name, config=config)
 
     return start
-
-
-def remote_of(stats: dict[str, Any]) -> dict[str, Any]:
-    remote: dict[str, Any] = stats["tiers"]["remote"]
-    return remote
 
 
 def wait_until_on(daemon: Daemon, is_on: bool = True) -> None:

@@ -14,7 +14,7 @@ from kvtier.key import Keys
 from kvtier.space import Space
 from support.daemons import Daemon, kvtier
 from support.faulty_store import FaultyStore
-from support.object_store import ObjectStore
+from support.object_store import ObjectStore, remote_of
 from support.specs import pattern, spec_of
 
 PROMPT = 4  # blocks
@@ -41,11 +41,6 @@ def host(tmp_path: Path, daemon_of: Hosts) -> Hosts:
         return daemon
 
     return start
-
-
-def remote_of(stats: dict[str, Any]) -> dict[str, Any]:
-    remote: dict[str, Any] = stats["tiers"]["remote"]
-    return remote
 
 
 def save(space: Space, number: int) -> Keys:

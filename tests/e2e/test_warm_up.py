@@ -21,7 +21,7 @@ from kvtier_daemon.tiers.remote.objects import encode
 from kvtier_daemon.tiers.remote.wanted import list_headers, list_identity
 from kvtier_kernels import seal_frame
 from support.daemons import Daemon, kvtier
-from support.object_store import BUCKET, ObjectStore
+from support.object_store import BUCKET, ObjectStore, remote_of
 from support.specs import pattern, spec_of
 
 PROMPT = 8  # blocks
@@ -54,11 +54,6 @@ def host(tmp_path: Path, daemon_of: Hosts, store: ObjectStore) -> Hosts:
         return daemon
 
     return start
-
-
-def remote_of(stats: dict[str, Any]) -> dict[str, Any]:
-    remote: dict[str, Any] = stats["tiers"]["remote"]
-    return remote
 
 
 def lists(store: ObjectStore) -> list[Path]:

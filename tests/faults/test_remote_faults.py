@@ -16,7 +16,7 @@ from kvtier.key import Keys
 from kvtier.space import Space
 from support.daemons import Daemon
 from support.faulty_store import FaultyStore
-from support.object_store import ObjectStore
+from support.object_store import ObjectStore, remote_of
 from support.specs import pattern, spec_of
 
 PROMPT = 4  # blocks
@@ -41,12 +41,6 @@ def host(tmp_path: Path, daemon_of: Hosts) -> Hosts:
         return daemon_of(folder=tmp_path / name, config=config)
 
     return start
-
-
-def remote_of(stats: dict[str, object]) -> dict[str, object]:
-    tiers = stats["tiers"]
-    assert isinstance(tiers, dict)
-    return tiers["remote"]
 
 
 def wait_until_on(daemon: Daemon, is_on: bool = True) -> None:

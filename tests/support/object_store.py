@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from kvtier_daemon.tiers.remote.objects import VERSION
 
@@ -102,3 +103,8 @@ class ObjectStore:
             f'credentials = "{credentials or self.credentials}"\ndeadline_s = {deadline_s}\n'
             f'buffer = "16MiB"\nknown = "1MiB"\n{more}'
         )
+
+
+def remote_of(stats: dict[str, Any]) -> dict[str, Any]:
+    remote: dict[str, Any] = stats["tiers"]["remote"]
+    return remote

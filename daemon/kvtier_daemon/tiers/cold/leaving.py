@@ -1,6 +1,6 @@
 """The segments that are reused next, and copies of their blocks for another tier.
 
-The copies delay the reuse of a segment no more than the scrub does: none begins after the segment was queued
+A copy delays the reuse of a segment as little as the scrub does: no copy begins after the segment was queued
 for reuse, and few are read at once, after all urgent reads.
 """
 
