@@ -41,6 +41,13 @@ SOURCES = {
     "peers": "python benchmarks/bench_peers.py",
     "writes": "python benchmarks/bench_writes.py",
     "partial": "python benchmarks/bench_partial.py",
+    "attack": "python benchmarks/bench_attack.py",
+    "chats": "make bench-chats",
+    "restart": "make bench-restart",
+    "takeover": "python benchmarks/bench_takeover.py",
+    "remote": "python benchmarks/bench_remote.py",
+    "encryption": "python benchmarks/bench_cold.py --only encryption",
+    "attention": "python benchmarks/bench_attention.py",
 }
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {
@@ -80,6 +87,12 @@ HEADLINES = {
         "asking with 64 requests waiting, p99": "vLLM: scheduler time to ask for a hit, p99",
         "32 requests at once on one cold prefix of 2048 tokens: TTFT p99 relative to recompute's": "vLLM: 32"
         " requests at once for one prefix on disk, p99 time to the first token, relative to recomputing",
+    },
+    "chats": {
+        "disk as is: throughput, with kvtier / without": "28 chats on a vLLM engine with a small cache:"
+        " throughput relative to the engine alone",
+        "disk as is: p99 of first tokens, with / without": "the same chats: p99 time to the first token,"
+        " relative to the engine alone",
     },
 }
 PICTURES = {"quality": "../benchmarks/results/quality.svg", "policy": "hit-rates.svg"}

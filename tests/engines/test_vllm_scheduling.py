@@ -361,7 +361,7 @@ def test_cached_blocks_of_a_failed_load_are_not_saved(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, chunk: int, shared: int
 ) -> None:
     """It recomputes those pages in several steps, and another request uses them meanwhile: some that
-    were not computed yet, or half of one."""
+    were not computed yet, or half of one. The other one does not load: it would wait for an answer."""
     text, other = prompt(1, 400), prompt(1, shared) + prompt(2, 100)
     numbers_of("full").run(text[:161])
     one = numbers_of("full", extra={"load": "sync"}, budget=64, long_prefill_token_threshold=chunk)
@@ -376,7 +376,7 @@ def test_cached_blocks_of_a_failed_load_are_not_saved(
     names = [one.add(text, 1)]
     one.until(lambda: bool(failed))
     monkeypatch.setattr(RankLoads, "_load", call)
-    names.append(one.add(other, 1))
+    names.append(one.add(other, 1, load=False))
     one.until(lambda: all(name in one.reasons for name in names))
     one.settle()
     assert {name for name, _, _ in one.rank.wrong} == set(names)

@@ -483,12 +483,15 @@ class NumbersEngine:
             lambda: bool(side._daemon.session and side._decisions.ranks.reported), self.step_idly
         )
 
-    def add(self, prompt: Sequence[int], tokens: int = 8) -> str:
+    def add(self, prompt: Sequence[int], tokens: int = 8, load: bool = True) -> str:
         self.numbers += 1
         name = f"r{self.numbers}"
+        told = None if load else {"kv_transfer_params": {"kvtier": {"load": False}}}
         request = EngineCoreRequest(
             request_id=name, prompt_token_ids=list(prompt), mm_features=None,
-            sampling_params=SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
+            sampling_params=SamplingParams(
+                temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=told
+            ),
             pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
             data_parallel_rank=None,
         )  # fmt: skip
