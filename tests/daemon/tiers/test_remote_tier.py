@@ -41,7 +41,7 @@ from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import CopiedBlock, NullTier
-from kvtier_daemon.tiers.remote import archiving
+from kvtier_daemon.tiers.remote import archiving, sharing
 from kvtier_daemon.tiers.remote import warming as remote_warming
 from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
@@ -306,6 +306,28 @@ def test_a_write_that_is_cancelled_leaves_nothing_as_being_written(
 
     alone.loop.run_until_complete(cancel())
     child = alone.driver.child
+    assert child is not None and child.writes.used == writer.sending == 0
+
+
+def test_an_internal_error_in_a_write_leaves_nothing_behind_and_later_blocks_are_written(
+    alone: ServedShared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, child = alone.shared.writer, alone.driver.child
+    encode, failed = writer._encode, threading.Event()
+
+    def fail_once(*given: Any) -> list[int]:
+        if failed.is_set():
+            return encode(*given)
+        failed.set()
+        raise RuntimeError("planted")
+
+    alone.shared.sharer.write = sharing.ALL
+    monkeypatch.setattr(sharing, "FAILED_S", 0.01)
+    monkeypatch.setattr(writer, "_encode", fail_once)
+    assert ServedTenant.put(alone, Identity(), os.urandom(BLOCK_BYTES))
+    alone._until(failed.is_set)
+    assert alone.put(Identity(key=os.urandom(32)), os.urandom(BLOCK_BYTES))
+    assert "planted" in caplog.text
     assert child is not None and child.writes.used == writer.sending == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -17,12 +18,15 @@ from kvtier_daemon.tiers.remote.known import KnownObjects, names_of
 from kvtier_daemon.tiers.remote.places import Places
 from kvtier_daemon.tiers.remote.writing import ObjectWriter
 
+log = logging.getLogger(__name__)
+
 LIMIT_SAVED: Final = 1 << 16  # blocks that wait; the oldest are dropped
 LIMIT_USED: Final = 1024  # prefixes that wait
 LIMIT_USED_BYTES: Final = 4 << 20  # of their keys
 PORTION: Final = 4  # blocks that are encoded at once: a fraction of a millisecond of the loop
 LOOK_BLOCKS: Final = 1024  # of a prefix that are looked up at once
 POLL_S: Final = 0.2
+FAILED_S: Final = 10.0  # after an internal error
 ALL, USED, NONE = "all", "used", "none"
 
 
@@ -107,9 +111,14 @@ class Sharer:
             while not self._driver.is_writable:  # noqa: ASYNC110  # it may be off for long
                 await asyncio.sleep(POLL_S)
             self._is_sharing = True
-            for ids in self._next():
-                await (self._writer.share(ids) if ids else asyncio.sleep(0))
-            self._is_sharing = False
+            try:
+                for ids in self._next():
+                    await (self._writer.share(ids) if ids else asyncio.sleep(0))
+            except Exception:
+                log.exception("remote: internal error while blocks were shared; some are not")
+                await asyncio.sleep(FAILED_S)
+            finally:
+                self._is_sharing = False
 
     def _next(self) -> Iterator[bytes]:
         """The next blocks, in portions. An empty one comes after many blocks that need not be written."""

@@ -110,8 +110,9 @@ class ObjectWriter:
         work = loop.run_in_executor(self._threads, self._encode, child, sending)
         try:
             sizes = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])  # the thread reads the blocks
+        except BaseException:
+            if not work.done():
+                await asyncio.wait([work])  # the thread reads the blocks
             self._drop(child, sending)
             raise
         for one, nbytes in zip(sending, sizes, strict=True):
