@@ -713,13 +713,16 @@ def test_an_unwritable_index_is_reported_at_the_start(ext4: Mounted, serve: Serv
         one.start(is_there=False)
         one.until(lambda: "Read-only" in one.cold["failure"], "not said")
         assert str(index) in one.cold["failure"] and not one.cold["on"]
+        said = one.log().rpartition("serves on")[2]
         assert "damaged" not in one.log()
+        assert "directories are missing: 0 blocks found" in said and "is ready" not in said
         one.save(10)
         assert one.load(10) == CHAIN, "memory serves"
     finally:  # the daemon may be trying to open it
         umount = ["umount", str(index)]
         one.until(lambda: not subprocess.run(umount, capture_output=True).returncode, "in use")
     one.until(lambda: one.load(0) == CHAIN, "it is not used again")
+    assert f"cold tier is ready: {CHAIN} blocks found" in one.log().rpartition("serves on")[2]
     assert one.end() == 0
 
 

@@ -35,7 +35,8 @@ CHAINS, CHAIN = 16, 12
 PROMISED = (
     7 * MIB
 )  # a tenant's newest saves: with frames and second chances half of what its segments hold
-FOUND = re.compile(r"cold tier is ready: (\d+) blocks found")
+FOUND = re.compile(r"cold tier is ready: (\d+) blocks found")  # in the last directory
+FOUND_BEFORE = re.compile(r"directories are missing: (\d+) blocks found")
 CODECS = ("r32", "auto", "fix4", "zstd", "raw")  # each life reads the blocks of all others
 AS_ANOTHER = threading.Lock()
 OTHER_UID = pwd.getpwnam("nobody").pw_uid
@@ -258,7 +259,8 @@ class Crashes:
         while (found := FOUND.search(log.read_text(), before)) is None:
             assert time.monotonic() < until, log.read_text()[before:]
             time.sleep(0.005)
-        self.on_disk += (blocks := int(found[1]))
+        earlier = FOUND_BEFORE.findall(log.read_text()[before:])
+        self.on_disk += (blocks := sum(map(int, earlier), int(found[1])))
         assert blocks >= self.reported, f"{blocks} of {self.reported} blocks that were on disk"
         self.reported = 0
         return daemon

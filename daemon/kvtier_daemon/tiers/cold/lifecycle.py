@@ -242,7 +242,9 @@ class DirectoryKeeper:
 
         await scan(restored)
         seconds = time.monotonic() - started
-        log.info("cold tier is ready: %d blocks found in %.2f s", found, seconds)
+        is_complete = self.tier.recovery.is_complete
+        ready = "cold tier is ready" if is_complete else "cold: some directories are missing"
+        log.info("%s: %d blocks found in %.2f s", ready, found, seconds)
         self.unfindable += unfindable
         if count := unfindable.total():
             log.warning(
@@ -250,7 +252,7 @@ class DirectoryKeeper:
                 "for their model: no request can find them; they are removed with their "
                 "segments, or restore that setting", count,
             )  # fmt: skip
-        if not self.tier.recovery.complete.is_set():
+        if not is_complete:
             return  # blocks that were forgotten may be found in another directory later
         for mover in self.movers.values():
             mover.forgets.end_early_forgets()
