@@ -210,9 +210,9 @@ def test_parts_of_forgotten_blocks_are_misses(client: Client) -> None:
     saved.space.forget(saved.keys)
 
 
-def reuse(client: Client, spec: KvSpec, lease: Lease) -> None:
+def reuse(client: Client, spec: KvSpec, lease: Lease, seeds: Iterator[int]) -> None:
     """Save other blocks until the slots of this lease are reused."""
-    for seed in range(1, 1000):
+    for seed in itertools.islice(seeds, 1000):
         Saved(client, spec, seed * 1_000_000, blocks=16)
         if lease.fresh(lease.part(0, 0)) == 0:
             return
@@ -223,7 +223,10 @@ def test_parts_of_blocks_that_are_evicted_under_the_read_are_misses(
     daemon_of: Callable[..., Daemon],
 ) -> None:
     daemon = daemon_of(warm="16MiB")
-    spec = spec_of("reused", layers=4, kv_heads=8, head_dim=64, block_tokens=64)
+    spec, seeds = (
+        spec_of("reused", layers=4, kv_heads=8, head_dim=64, block_tokens=64),
+        itertools.count(1),
+    )
     with daemon.connect() as reader, daemon.connect() as writer:
         saved = Saved(reader, spec)
         with (
@@ -231,11 +234,11 @@ def test_parts_of_blocks_that_are_evicted_under_the_read_are_misses(
             saved.space.load(saved.keys, deadline_ms=50, layers=[2]) as blocks,
         ):
             assert len(blocks) == BLOCKS
-            reuse(writer, spec, saved.space.lease(saved.keys, deadline_ms=50))
+            reuse(writer, spec, saved.space.lease(saved.keys, deadline_ms=50), seeds)
         saved = Saved(reader, spec)
         lease = saved.space.lease(saved.keys, deadline_ms=50)
         part = lease.part(0, 0)
-        reuse(writer, spec, lease)
+        reuse(writer, spec, lease, seeds)
         chosen = choose(spec, 0, [2], range(5, 9))
         assert isinstance(chosen, Selection)
         into = Buffers(bytearray(BLOCKS * chosen.nbytes), 0, BLOCKS, chosen.nbytes, writable=True)
