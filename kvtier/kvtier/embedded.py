@@ -54,6 +54,8 @@ class EmbeddedDaemon:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"cold: cannot create {folder}: {error.strerror}") from error
+            except ValueError as error:  # a zero byte, or half of a surrogate pair
+                raise InvalidArgument(f"cold: {cold!r}: {error}") from error
             settings += ["[cold]", f"directories = [{json.dumps(str(blocks))}]", f"size = {size}"]
         self._owner = os.getpid()
         # Only this user may enter it. A socket's path has at most 107 bytes.
@@ -124,7 +126,7 @@ def first_answer(
 
 
 def _amount(name: str, value: str | int) -> int:
-    try:
+    if not isinstance(value, (int, str)):
+        raise InvalidArgument(f"{name}: {value!r} is not an amount of bytes, such as 64GiB")
+    with Checking(name):
         return parse_bytes(value)
-    except (AttributeError, ValueError) as error:
-        raise InvalidArgument(f"{name}: {error}") from error

@@ -84,6 +84,8 @@ class Keys(Sequence[Key]):
 
     def then(self, more: Keys) -> Keys:
         """Return these keys and those that follow them."""
+        if not isinstance(more, Keys):
+            raise InvalidArgument(f"more: expected Keys, got {type(more).__name__}")
         both = zip(self.others, more.others, strict=False)
         others = tuple(one + other for one, other in both)
         return Keys(self.packed + more.packed, self.parent, others)

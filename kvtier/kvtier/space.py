@@ -127,7 +127,8 @@ class Space:
 
     def is_full(self, group: int) -> bool:
         """Return whether leading blocks of this group are a shorter prefix. Other groups need all blocks."""
-        return self.spec.cache_groups[group].kind == "full"
+        groups = self.spec.cache_groups
+        return groups[whole("group", group, 0, len(groups) - 1)].kind == "full"
 
     def group_block_bytes(self, group: int) -> int:
         """Return the bytes of one group's part of a block in one shard."""
@@ -208,7 +209,8 @@ class Space:
     def locate(self, chains: Sequence[Keys | Sequence[bytes]]) -> list[Located]:
         """Find out where the leading blocks of each of these prefixes are, for a router. Starts no reads, and
         counts as no lookup. At most wire.LIMIT_LOCATED prefixes."""
-        packed = [Keys.of(keys).packed for keys in chains]
+        with Checking("chains"):
+            packed = [Keys.of(keys).packed for keys in chains]
         lengths = b"".join((len(one) // KEY_BYTES).to_bytes(4, "little") for one in packed)
         reply = self.link.ask(
             lambda id_: wire.Locate(id_, self.index, b"".join(packed), lengths), wire.Locations
@@ -347,11 +349,12 @@ class Space:
     ) -> tuple[int, int]:
         """Return the tokens and bytes that a load of one part used, for `Lease.release`. All parts
         contain the same tokens, so only the first part, and its first layer, count tokens."""
-        tokens, nbytes = self.spec.block_tokens, self._block_bytes[group]
+        tokens, nbytes = self.spec.block_tokens, self.group_block_bytes(group)
         if chosen is not None:
             tokens, nbytes = chosen.tokens, chosen.nbytes
         first = (group, shard) == (0, 0)
-        return blocks * tokens if first else 0, slots * nbytes if blocks else 0
+        with Checking("blocks, slots"):
+            return int(blocks) * tokens if first else 0, int(slots) * nbytes if blocks else 0
 
     def lease(
         self,
@@ -474,7 +477,7 @@ class Space:
         """
         keys = Keys.of(keys)
         check_threads(threads)
-        nbytes = self._block_bytes[group]
+        nbytes = self.group_block_bytes(group)
         with Checking("arrays"):
             sources = Buffers(arrays, 0, len(keys), nbytes)
         outcomes = b""

@@ -40,6 +40,8 @@ def load_tokens(
 
     In place of `keys`, a caller that loads several times passes a lease that it holds, from `Space.lease`.
     """
+    if not isinstance(space, Space):
+        raise InvalidArgument(f"space: expected a Space, got {type(space).__name__}")
     block_tokens = space.spec.block_tokens
     check_place(space.spec, group, shard)
     starts, each = token_places(space.spec, group, layers)

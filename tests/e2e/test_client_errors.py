@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvtier
-from kvtier import Client, Group, Keys, KvSpec, KvtierError, Refused, Unavailable
+from kvtier import (
+    Client,
+    Group,
+    InvalidArgument,
+    Keys,
+    KvSpec,
+    KvtierError,
+    Refused,
+    Space,
+    Unavailable,
+    load_tokens,
+)
 from support.daemons import Daemon
 from support.effort import effort
 from support.specs import spec_of
@@ -45,72 +58,68 @@ def used(context: Any, use: Callable[[Any], Any] = lambda _: None) -> None:
         use(entered)
 
 
+# Of parameters without a default, and those whose default has another effect.
+VALID: dict[str, Callable[[World], Any]] = {
+    "keys": lambda w: w.keys, "token_ids": lambda w: TOKENS, "hashes": lambda w: [bytes(32)],
+    "arrays": lambda w: w.arrays, "targets": lambda w: w.targets, "chains": lambda w: [w.keys],
+    "importance": lambda w: 0.5, "token_s": lambda w: 1e-3, "request": lambda w: 0,
+    "group": lambda w: 0, "shard": lambda w: 0, "blocks": lambda w: 1, "slots": lambda w: 1,
+    "token": lambda w: bytes(16), "spec": lambda w: w.space.spec, "tier": lambda w: "warm",
+}  # fmt: skip
+# What only kvtier itself calls, or has calls of its own below.
+OTHERS = {"Client.connect", "Client.embedded", "Client.record", "Client.close", "Space.reopened"}
+THEIRS = {"Space.used chosen", "Space.reserve waits"}  # parameters
+
+
+def each_parameter(of: type) -> Iterator[tuple[str, Callable[[World, Any], Any]]]:
+    """A call for each parameter of each public method, with valid values for the others."""
+    for name, method in inspect.getmembers(of, inspect.isfunction):
+        if name.startswith("_") or f"{of.__name__}.{name}" in OTHERS:
+            continue
+        needed = {
+            one: value
+            for one, value in list(inspect.signature(method).parameters.items())[1:]
+            if value.default is value.empty
+        }
+        for parameter in list(inspect.signature(method).parameters)[1:]:
+
+            def call(
+                world: World, argument: Any, name: str = name, parameter: str = parameter,
+                needed: dict[str, Any] = needed,
+            ) -> None:  # fmt: skip
+                given = {one: VALID[one](world) for one in needed} | {parameter: argument}
+                found = getattr(world.client if of is Client else world.space, name)(**given)
+                if hasattr(found, "__exit__"):
+                    used(found)
+
+            if (text := f"{of.__name__}.{name} {parameter}") not in THEIRS:
+                yield text, call
+
+
 # Each argument of each public call, with valid values for the others.
 CALLS: dict[str, Callable[[World, Any], Any]] = {
+    **dict(each_parameter(Client)),
+    **dict(each_parameter(Space)),
     "connect socket": lambda w, x: Client.connect(x or "/nonexistent", populate=False).close(),
-    "connect timeout_s": lambda w, x: Client.connect(w.daemon.socket, timeout_s=x, populate=False).close(),
-    "connect name": lambda w, x: Client.connect(w.daemon.socket, name=x, populate=False).close(),
-    "connect read_only": lambda w, x: Client.connect(
-        w.daemon.socket, read_only=x, populate=False
-    ).close(),
-    "open": lambda w, x: w.client.open(x),
-    "wait_ready": lambda w, x: w.client.wait_ready(x),
-    "explain lookup": lambda w, x: w.client.explain(lookup=x),
-    "explain keys": lambda w, x: w.client.explain(keys=x),
+    **{
+        f"connect {name}": lambda w, x, name=name: Client.connect(
+            w.daemon.socket, populate=False, **{name: x}
+        ).close()
+        for name in ("timeout_s", "name", "read_only", "engine", "verify", "reconnect_s")
+    },
     "record": lambda w, x: w.client.record(x, stop=x) if x not in (0, None) else None,
-    "settings": lambda w, x: w.client.settings(x),
-    "tier": lambda w, x: w.client.tier(x),
-    "tier order": lambda w, x: w.client.tier("warm", x),
-    "adopt token": lambda w, x: w.client.adopt(x),
-    "adopt shards": lambda w, x: w.client.adopt(bytes(16), x),
-    "keys": lambda w, x: w.space.keys(x),
-    "keys salt": lambda w, x: w.space.keys(TOKENS, salt=x),
-    "keys extras": lambda w, x: w.space.keys(TOKENS, extras=x),
-    "keys_of_hashes": lambda w, x: w.space.keys_of_hashes(x),
-    "keys_of_hashes after": lambda w, x: w.space.keys_of_hashes([bytes(32)], after=x),
-    "match": lambda w, x: w.space.match(x),
-    "match request": lambda w, x: w.space.match(w.keys, request=x),
-    "match within_ms": lambda w, x: w.space.match(w.keys, within_ms=x),
-    "match queued_ms": lambda w, x: w.space.match(w.keys, queued_ms=x),
-    "prefetch": lambda w, x: w.space.prefetch(x),
-    "begin_match": lambda w, x: w.space.begin_match(x),
-    "begin_lease": lambda w, x: w.space.begin_lease(x),
-    "begin_lease deadline_ms": lambda w, x: w.space.begin_lease(w.keys, x),
-    "begin_lease wait_ms": lambda w, x: w.space.begin_lease(w.keys, wait_ms=x),
-    "begin_pin": lambda w, x: w.space.begin_pin(x),
-    "begin_pin ttl_s": lambda w, x: w.space.begin_pin(w.keys, x),
-    "cancel": lambda w, x: w.space.cancel(x),
-    "prefill": lambda w, x: w.space.prefill(x),
-    "prefill context_s": lambda w, x: w.space.prefill(1e-3, x),
-    "load": lambda w, x: used(w.space.load(x)),
-    "load deadline_ms": lambda w, x: used(w.space.load(w.keys, x)),
-    "load group": lambda w, x: used(w.space.load(w.keys, group=x)),
-    "load shard": lambda w, x: used(w.space.load(w.keys, shard=x)),
-    "load_into": lambda w, x: w.space.load_into(x, w.targets),
-    "load_into targets": lambda w, x: w.space.load_into(w.keys, x),
-    "load_into threads": lambda w, x: w.space.load_into(w.keys, w.targets, threads=x),
-    "lease": lambda w, x: w.space.lease(x),
-    "lease shards": lambda w, x: w.space.lease(w.keys, shards=x),
     "lease part": lambda w, x: w.space.lease(w.keys).part(x, x),
     "lease views": lambda w, x: (lease := w.space.lease(w.keys)).views(lease.part(0, 0), x),
-    "most_keys": lambda w, x: w.space.most_keys(x),
-    "group_block_bytes": lambda w, x: w.space.group_block_bytes(x),
-    "reserve": lambda w, x: used(w.space.reserve(x)),
-    "reserve group": lambda w, x: used(w.space.reserve(w.keys, x)),
-    "reserve wait_s": lambda w, x: used(w.space.reserve(w.keys, wait_s=x)),
     "commit": lambda w, x: used(w.space.reserve(w.keys), lambda saving: saving.commit(x)),
-    "save": lambda w, x: w.space.save(x, w.arrays),
-    "save arrays": lambda w, x: w.space.save(w.keys, x),
-    "save shard": lambda w, x: w.space.save(w.keys, w.arrays, shard=x),
     "save checksum": lambda w, x: w.space.save(w.space.keys([7] * 64), w.arrays, checksum=x),
-    "save threads": lambda w, x: w.space.save(w.keys, w.arrays, threads=x),
-    "save wait_s": lambda w, x: w.space.save(w.keys, w.arrays, wait_s=x),
-    "pin": lambda w, x: w.space.pin(x),
-    "pin ttl_s": lambda w, x: w.space.pin(w.keys, x),
-    "unpin": lambda w, x: w.space.unpin(x),
-    "hint": lambda w, x: w.space.hint(x, 0.5),
-    "hint importance": lambda w, x: w.space.hint(w.keys, x),
-    "forget": lambda w, x: w.space.forget(x),
+    **{
+        f"load_tokens {name}": lambda w, x, name=name: load_tokens(
+            **{"space": w.space, "keys": w.keys, "tokens": [1], "targets": bytearray(1 << 16)} | {name: x}
+        )
+        for name in inspect.signature(load_tokens).parameters
+    },
+    "keys then": lambda w, x: w.keys.then(x),
+    "keys of": lambda w, x: Keys.of(x),
     "keys packed": lambda w, x: Keys(x),
     "keys parent": lambda w, x: Keys(b"", x),
     "spec model": lambda w, x: spec_of(x),
@@ -158,12 +167,26 @@ def test_a_wrong_argument_is_a_kvtier_error(world: World, name: str) -> None:
     world.client.poll()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"warm": None}, {"warm": b"x"}, {"warm": "x"}, {"warm": -1}, {"cold": "a\0b"}, {"cold": 1.5},
+        {"cold_size": []}, {"cold_size": "1G"}, {"timeout_s": "x"},
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_of_an_embedded_daemon_starts_none(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidArgument):
+        Client.embedded(**{"cold": tmp_path} | given)
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.tuples(inner) | st.dictionaries(st.text(), inner),
     max_leaves=4,
 )  # fmt: skip
-HARMLESS = sorted(name for name in CALLS if not name.startswith(("connect", "wait_ready")))
+HARMLESS = sorted(name for name in CALLS if not name.startswith(("connect", "Client.wait_ready")))
 
 
 @settings(
