@@ -69,7 +69,7 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     engines: list[DeviceEngine] = []
 
     def make(daemon: Daemon, *args: Any, **options: Any) -> DeviceEngine:
-        options = {"gpu_direct": "on", "patience_ms": 20_000} | options
+        options = {"gpu_direct": "on", "patience_ms": 20_000, "lease_ms": 60_000} | options
         engines.append(DeviceEngine(fake_cuda, daemon.socket, *args, **options))
         return engines[-1]
 

@@ -109,6 +109,15 @@ def test_a_copy_has_the_bytes_and_the_checksum_of_the_save(
     with_tenant(tmp_path, check, codec, encrypted)
 
 
+def test_blocks_that_were_forgotten_since_they_were_listed_have_no_plan(tmp_path: Path) -> None:
+    async def check(tenant: Tenant, leaving: LeavingSegment) -> None:
+        ids = leaving.ids(False)
+        assert tenant.catalog.forget(tenant.space, KEYS[: 3 * 32]) == 3
+        assert len(leaving.plans(ids)) == BLOCKS - 3
+
+    with_tenant(tmp_path, check)
+
+
 def test_a_block_that_is_forgotten_during_the_read_is_left_out(tmp_path: Path) -> None:
     async def check(tenant: Tenant, leaving: LeavingSegment) -> None:
         ids = leaving.ids(False)

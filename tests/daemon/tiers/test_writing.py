@@ -94,6 +94,8 @@ async def desk_in(folder: Path, quota_bytes: int = ALL, **ways: bool | int | str
     await bench.recover()
     desk = Desk(bench, quota_bytes, **ways)  # type: ignore[arg-type]
     await desk.rest()
+    # While the disk does its first work, writers look again and again.
+    await until(lambda: not desk.mover.writes.waiting._pausing)
     return desk
 
 

@@ -84,9 +84,11 @@ class LeavingSegment:
         catalog, number = self._of.catalog, self._segment.number
         if not self.is_there:
             return {}
-        lossy = set(array("I", catalog.blocks.store.lossy(ids)))
-        lasting = array("I", (one for one in array("I", ids) if one not in lossy))
-        return catalog.segments.described_in(lasting.tobytes(), number)
+        found = catalog.segments.described_in(ids, number)  # others may have been forgotten since
+        lossy = array("I", catalog.blocks.store.lossy(array("I", found).tobytes()))
+        for one in lossy:
+            del found[one]
+        return found
 
     async def read(self, plans: Mapping[int, WritePlan]) -> dict[int, CopiedBlock]:
         disk, waited_s = self._store.disk, 0.0
