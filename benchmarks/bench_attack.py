@@ -7,6 +7,7 @@ unix sockets in a folder of its own, and every match is checked. `--only NAME` r
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ import msgpack
 
 import harness
 from harness import Daemon, Row, at_most, percentile
-from kvtier import Client, KvSpec, Space, wire
+from kvtier import Client, Keys, KvSpec, Space, wire
 
 ATTACKER = 65_534
 SECONDS = 3.0
@@ -29,7 +30,9 @@ BAR_MS = 5.0
 BAR_BYTES = 256 << 20
 KEYS = 1024
 RESERVED = getattr(wire, "LIMIT_RESERVED", wire.LIMIT_KEYS)  # as many as one may ask for
-WARM = "64MiB"
+CHANGED = getattr(wire, "LIMIT_CHANGED", wire.LIMIT_KEYS)
+STORED = wire.LIMIT_KEYS  # blocks of the attacker
+WARM = "1GiB"
 CONFIG = """socket_mode = "0666"
 max_clients = 512
 [tenants.victim]
@@ -60,8 +63,26 @@ def reserves(space: int) -> bytes:
     return wire.encode(wire.Reserve(3, space, 0, 0, b"", os.urandom(32 * RESERVED)))
 
 
+def stored(count: int) -> bytes:
+    """The first keys of the blocks that the attacker has in memory."""
+    return hashlib.shake_128(b"stored").digest(32 * STORED)[: 32 * count]
+
+
 def loads(space: int) -> bytes:
-    return wire.encode(wire.Load(3, space, bytes(range(256)) * 2048, 60_000, [0]))
+    return wire.encode(wire.Load(3, space, stored(16_384), 60_000, [0]))
+
+
+def matches_all(space: int) -> bytes:
+    return wire.encode(wire.MatchPrefix(3, space, stored(STORED)))
+
+
+def hints(space: int) -> bytes:
+    return wire.encode(wire.Hint(3, space, stored(CHANGED), 0.5))
+
+
+def forgets(space: int) -> bytes:
+    """Of blocks that are stored the first time, and absent later."""
+    return wire.encode(wire.Forget(3, space, stored(CHANGED)))
 
 
 def stats(_: int) -> bytes:
@@ -80,6 +101,9 @@ ATTACKS: list[tuple[str, int, Request, bool]] = [
     ("Open of 4 million strides, 30 connections", 30, strides, True),
     (f"reserves of {RESERVED:,} keys, 60 connections", 60, reserves, True),
     ("loads of 16,384 keys, 120 connections", 120, loads, True),
+    (f"matches of {STORED:,} keys, 60 connections", 60, matches_all, True),
+    (f"hints of {CHANGED:,} keys, 60 connections", 60, hints, True),
+    (f"forgets of {CHANGED:,} keys, 60 connections", 60, forgets, True),
     ("stats, 60 connections", 60, stats, True),
     ("4 MiB less a byte, 247 connections", 247, half, False),
 ]
@@ -146,10 +170,8 @@ def attack(path: str, count: int, request: Request, again: bool, ready: int) -> 
     senders = []
     for _ in range(count):
         senders.append(Sender(path, request, again))
-        if request is not loads:
-            continue
-        if len(senders) == 1:
-            keep(senders[0])
+        if request in (loads, matches_all, hints, forgets) and len(senders) == 1:
+            keep(path)
     os.write(ready, b"x")
     while True:
         poll = select.poll()
@@ -162,14 +184,12 @@ def attack(path: str, count: int, request: Request, again: bool, ready: int) -> 
                 sender.step()
 
 
-def keep(sender: Sender) -> None:
-    """Have what `loads` asks for in memory, so that its answers are long."""
-    keys = bytes(range(256)) * 2048
-    sender.sock.settimeout(10)
-    for message in (wire.Reserve(5, 0, 0, 0, b"", keys), wire.Commit(6, 1, 0, 8)):
-        sender.sock.sendall(wire.encode(message))
-        sender.sock.recv(1 << 20)
-    sender.sock.setblocking(False)
+def keep(path: str) -> None:
+    """Have what the attacks ask for in memory, so that there is work to do."""
+    with Client.connect(path, timeout_s=60) as client:
+        space, keys = client.open(spec_of("attack")), Keys(stored(STORED))
+        space.save(keys, bytes(STORED * space.block_bytes), wait_s=60)
+        assert space.match(keys).ready == STORED
 
 
 def daemon_ms(daemon: Daemon) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -530,16 +531,17 @@ class Space:
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
         """Set the importance of these blocks, from 0 (evict first) to 1: below 1/3 they leave earlier than
         others, from 2/3 on later. Returns how many of them are stored."""
-        packed, value = Keys.of(keys).packed, share("importance", importance)
-        return self.link.ask(
-            lambda id_: wire.Hint(id_, self.index, packed, value), wire.Counted
-        ).blocks
+        value, hinted = share("importance", importance), 0
+        for some in _portions(keys):
+            make = partial(_hint, self.index, some.packed, value)
+            hinted += self.link.ask(make, wire.Counted).blocks
+        return hinted
 
     def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
         """Send a hint without an answer."""
-        self.link.tell(
-            wire.Hint(0, self.index, Keys.of(keys).packed, share("importance", importance))
-        )
+        value = share("importance", importance)
+        for some in _portions(keys):
+            self.link.tell(wire.Hint(0, self.index, some.packed, value))
 
     def tell_resident(
         self, group: int, entered: Keys | Sequence[bytes] = (), left: Keys | Sequence[bytes] = (),
@@ -554,10 +556,27 @@ class Space:
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
         """Make these blocks impossible to find, also after a restart of the daemon. Returns how many
         blocks there were. Raises Refused with the code `disk_failed` if the second part is not certain."""
-        packed, others = _packed(keys)
-        return self.link.ask(
-            lambda id_: wire.Forget(id_, self.index, packed, *others), wire.Counted
-        ).blocks
+        forgotten = 0
+        for some in _portions(keys):
+            make = partial(_forget, self.index, *_packed(some))
+            forgotten += self.link.ask(make, wire.Counted).blocks
+        return forgotten
+
+
+def _hint(space: int, keys: bytes, importance: float, id_: int) -> wire.Hint:
+    return wire.Hint(id_, space, keys, importance)
+
+
+def _forget(space: int, keys: bytes, others: tuple[bytes, int], id_: int) -> wire.Forget:
+    return wire.Forget(id_, space, keys, *others)
+
+
+def _portions(keys: Keys | Sequence[bytes]) -> Iterator[Keys]:
+    """As many keys as one request may change, also under other secrets; one portion if there are none."""
+    all_keys = Keys.of(keys)
+    most = min(wire.LIMIT_CHANGED, wire.LIMIT_OTHERS // max(1, len(all_keys.others)))
+    for at in range(0, max(1, len(all_keys)), most):
+        yield all_keys[at : at + most]
 
 
 def _load_parts(

@@ -29,6 +29,7 @@ LIMIT_HELLO_BYTES = 16 << 10  # for a message before the handshake is complete
 LIMIT_KEYS = 65_536
 LIMIT_OTHERS = 16_384  # keys under other accepted secrets in one request
 LIMIT_RESERVED = 16_384  # keys in one Reserve: about 2 ms if blocks are evicted for all of them
+LIMIT_CHANGED = 16_384  # keys in one Hint or Forget: about 3 ms
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: about 10 ms
 LIMIT_USED = 1 << 50  # tokens or bytes that one Release may report
 LIMIT_TOLD_SLOTS = 160_000  # in one reply: this many fit into a frame
@@ -886,7 +887,8 @@ def schema_digest() -> bytes:
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (
-        f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
+        f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_CHANGED}"
+        f" {LIMIT_LOOKS}"
     )
     limits += f" {LIMIT_OTHERS} {LIMIT_LOCATED} {LOCATED.format}"
     limits += f" {LIMIT_TOLD_SLOTS} {DIRECT_ROW.format} {LIMIT_DIRECT_BLOCKS} {LIMIT_DIRECT_FILES}"

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtier import Client, KvSpec, Refused, StaleLease, Unavailable, wire
+from kvtier import Client, Keys, KvSpec, Refused, StaleLease, Unavailable, wire
 from support.daemons import Daemon
 from support.specs import changed_value, pattern, spec_of
 
@@ -60,6 +60,21 @@ def test_writing_by_hand_commits_on_exit_and_aborts_on_an_exception(shared_daemo
         with space.reserve(keys) as saving:
             assert len(saving) == 0
             assert set(saving.refused.values()) == {"present"}
+
+
+def test_more_keys_than_one_request_changes_are_hinted_and_forgotten(shared_daemon: Daemon) -> None:
+    """Blocks of the first and of the last portion are stored."""
+    spec = spec_of("portions", layers=1, kv_heads=1, head_dim=8, block_tokens=1)
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        for count in (wire.LIMIT_CHANGED, wire.LIMIT_CHANGED + 1, 2 * wire.LIMIT_CHANGED + 5):
+            keys = space.keys(list(range(count)))
+            kept = Keys(keys[:2].packed + keys[-1:].packed)
+            assert space.save(kept, bytes(3 * spec.block_bytes)).stored == 3
+            assert space.hint(keys, 0.0) == 3
+            space.begin_hint(keys, 0.5)
+            assert space.forget(keys) == 3
+            assert space.forget(keys) == 0
 
 
 def test_copies_fill_one_buffer_or_many(shared_daemon: Daemon) -> None:

@@ -715,7 +715,7 @@ def test_an_unwritable_index_is_reported_at_the_start(ext4: Mounted, serve: Serv
         assert str(index) in one.cold["failure"] and not one.cold["on"]
         said = one.log().rpartition("serves on")[2]
         assert "damaged" not in one.log()
-        assert "directories are missing: 0 blocks found" in said and "is ready" not in said
+        assert "directories are not in use: 0 blocks found" in said and "is ready" not in said
         one.save(10)
         assert one.load(10) == CHAIN, "memory serves"
     finally:  # the daemon may be trying to open it

@@ -36,7 +36,7 @@ PROMISED = (
     7 * MIB
 )  # a tenant's newest saves: with frames and second chances half of what its segments hold
 FOUND = re.compile(r"cold tier is ready: (\d+) blocks found")  # in the last directory
-FOUND_BEFORE = re.compile(r"directories are missing: (\d+) blocks found")
+FOUND_BEFORE = re.compile(r"directories are not in use: (\d+) blocks found")
 CODECS = ("r32", "auto", "fix4", "zstd", "raw")  # each life reads the blocks of all others
 AS_ANOTHER = threading.Lock()
 OTHER_UID = pwd.getpwnam("nobody").pw_uid

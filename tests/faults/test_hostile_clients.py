@@ -126,6 +126,8 @@ def test_invalid_requests_are_refused_and_the_session_continues(
         wire.Reserve(3, space, 0, 0, b"", key, -1),
         wire.Reserve(3, space, 0, 0, b"", key, 1 << 62),
         wire.Reserve(3, space, 0, 0, b"", key * (wire.LIMIT_RESERVED + 1)),
+        wire.Hint(3, space, key * (wire.LIMIT_CHANGED + 1), 0.5),
+        wire.Forget(3, space, key * (wire.LIMIT_CHANGED + 1)),
         wire.Hint(3, space, key, 7.0),
         wire.Hint(3, space, key, float("nan")),
         wire.Pin(3, space, key, 0),

@@ -60,8 +60,12 @@ def print_json(value: Any) -> None:
 
 def amount(flag: str, text: str) -> int:
     """Return the bytes of a flag's value. Errors name the flag."""
-    from kvtier.units import parse_bytes
+    from kvtier.units import MIB, parse_bytes
 
+    if text.strip().isdecimal() and 0 < int(text) < MIB:
+        raise typer.BadParameter(
+            f"{flag}: {text!r} has no unit; write {text.strip()}GiB if that is intended"
+        )
     try:
         return parse_bytes(text)
     except ValueError as error:

@@ -400,8 +400,17 @@ def test_a_wrong_flag_is_refused_in_words(
 # --- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag", ["--memory", "--nvme"])
-@pytest.mark.parametrize(("size", "why"), [("4", "no unit"), ("64KiB", "smaller than one block")])
+@pytest.mark.parametrize(
+    ("flag", "size", "why"),
+    [
+        *((flag, "64KiB", "smaller than one block") for flag in ("--memory", "--nvme")),
+        *(
+            (flag, "4", "no unit")
+            for flag in ("--memory", "--nvme", "--hbm", "--memory-rate", "--nvme-read", "--nvme-write",
+                         "--write-limit")
+        ),
+    ],
+)  # fmt: skip
 def test_a_size_without_a_unit_or_below_a_block_is_refused(
     capsys: pytest.CaptureFixture[str], flag: str, size: str, why: str
 ) -> None:

@@ -77,6 +77,7 @@ class SpaceRequests:
 
     def hint(self, tenant: Tenant, request: wire.Hint) -> wire.Reply:
         space = tenant.catalog.space(request.space)
+        _check_count(request)
         if not 0.0 <= request.importance <= 1.0:
             raise Refused("bad_request", f"importance is {request.importance}, it must be 0 to 1")
         blocks = tenant.catalog.hint(space, request.keys, request.importance)
@@ -131,6 +132,7 @@ class SpaceRequests:
 
     def forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
         space = tenant.catalog.space(request.space)
+        _check_count(request)
         count = tenant.catalog.forget(space, request.keys)
 
         def done(failure: str) -> None:
@@ -142,3 +144,9 @@ class SpaceRequests:
         told = done if request.id else None
         waits = tenant.forget(space, request.keys, told, others_of(tenant, request, self._session))
         return None if waits else wire.Counted(request.id, count)
+
+
+def _check_count(request: wire.Hint | wire.Forget) -> None:
+    if (count := len(request.keys) // KEY_BYTES) > wire.LIMIT_CHANGED:
+        text = f"{count} keys in one request, at most {wire.LIMIT_CHANGED}: split the request"
+        raise Refused("bad_request", text)

@@ -243,7 +243,7 @@ class DirectoryKeeper:
         await scan(restored)
         seconds = time.monotonic() - started
         is_complete = self.tier.recovery.is_complete
-        ready = "cold tier is ready" if is_complete else "cold: some directories are missing"
+        ready = "cold tier is ready" if is_complete else "cold: some directories are not in use"
         log.info("%s: %d blocks found in %.2f s", ready, found, seconds)
         self.unfindable += unfindable
         if count := unfindable.total():
