@@ -156,7 +156,7 @@ def matches(folder: Path) -> list[Row]:
             echo50, echo99 = median(null) * 1e6, percentile(null, 0.99) * 1e6
             more = {"echo p50": echo50, "echo p99": echo99, "p99": p99}
             if context is None:
-                rows.append(at_most(f"match of {KEYS} keys, p50", p50, "us", 100, **more))
+                rows.append(at_most(f"match of {KEYS} keys, p50", p50, "us", 80, **more))
                 rows.append(
                     at_most("match, p99 beyond the echo's", p99 - echo99, "us", 300, **more)
                 )

@@ -83,7 +83,7 @@ class SpaceKeeper:
                 self.client = self._known = None
             return False
         if self._reason:
-            self._log.warning("kvtier: connected to the daemon again")
+            self._log.warning("kvtier: connected to the daemon")
         elif self.space is None:
             self._log.info(
                 "kvtier: connected to kvtier %s, tenant %s; the pages of this model are in space %s",

@@ -181,7 +181,7 @@ class Reconnect:
             self._first_attempt.set()
             return isinstance(error, Refused)
         if self._lost_reason:
-            log.log(self._level, "kvtier: %s: connected to the daemon again", self._name)
+            log.log(self._level, "kvtier: %s: connected to the daemon", self._name)
             self._lost_reason = ""
         self._log_connected(session)
         self.session, self.tried = session, True

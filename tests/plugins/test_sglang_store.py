@@ -235,7 +235,7 @@ def test_without_a_daemon_nothing_is_found_and_one_line_is_logged(
         daemon_of(folder=tmp_path)
         until(lambda: store.keeper.space is not None)
         assert store.save(KV, keys, indices_of([0, 1])) == [True] * 2
-        assert len(caplog.records) == 2 and "connected to the daemon again" in caplog.text
+        assert len(caplog.records) == 2 and "connected to the daemon" in caplog.text
     assert store.counts["away"] == 18
 
 

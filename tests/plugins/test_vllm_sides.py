@@ -800,7 +800,7 @@ def test_an_engine_without_a_daemon_says_so_once_for_all_its_ranks(
     daemon_of(folder=folder)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
     _, back = warnings()
-    assert "connected to the daemon again" in back
+    assert "connected to the daemon" in back
 
 
 def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: EngineOf) -> None:
