@@ -71,6 +71,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    of: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            of.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in of.values():
+        (many,) = group[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        kept = {number * len(group) // many for number in range(many)}
+        for number, item in enumerate(group):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
         ranks = {name: rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))

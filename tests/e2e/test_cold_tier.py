@@ -413,6 +413,7 @@ def numbers(key: bytes, nbytes: int) -> bytes:
     return content(key, 1, nbytes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 def test_each_codec_setting_reads_blocks_of_the_others_after_a_restart(
     daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path, dtype: str

@@ -35,6 +35,7 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("store", ["s3", "mooncake"])
 def test_b_hits_what_a_saved_also_after_a_died(store: str, folder: Path) -> None:
     if store == "mooncake":

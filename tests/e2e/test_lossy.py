@@ -82,6 +82,7 @@ def check(asked: str, blocks: list[tuple[bytes, bytes]], whole: bool = True) -> 
     return lossy
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asked", ["q8", "ecsq-mid", "cachegen-mid"])
 def test_evicted_blocks_are_read_back_as_the_reference_codec_decodes_them(
     daemon_of: Callable[..., Daemon], disk: Path, asked: str
@@ -226,6 +227,7 @@ def latents_once_lost(asked: str, spec: KvSpec, position: int, block: bytes) -> 
     return bytes(back)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spec", "blocks", "asked"),
     [
@@ -309,6 +311,7 @@ def test_a_profile_that_was_replaced_is_another_identity(
         daemon.stop()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asked", ["q4", "ecsq-mid"])
 def test_a_damaged_lossy_block_is_a_miss_or_decoded_correctly(
     daemon_of: Callable[..., Daemon], disk: Path, asked: str

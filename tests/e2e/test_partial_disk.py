@@ -126,6 +126,7 @@ def load(space: Space, keys: Any, layers: Any, tokens: Any, **options: Any) -> l
     return [bytes(one) for one in targets[:ready]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", CODECS)
 def test_parts_are_those_of_a_whole_load_for_every_codec(
     daemon_of: Callable[..., Daemon], tmp_path: Path, codec: str
@@ -224,6 +225,7 @@ def test_a_tenant_without_direct_reads_loads_through_memory(
             assert found == [part_of(SPEC, 0, one, [1], None) for one in disk.blocks[0, 0]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wanted", [{0}, {5}, {0, 1, 2}, {2, 3, 6}, {7}, set(range(BLOCKS))])
 def test_a_prefix_that_is_partly_in_memory_is_read_from_both(
     disk: OnDisk, wanted: set[int]
@@ -260,6 +262,7 @@ def damage(disk: OnDisk, client: Client, at: int, entry: int | None) -> None:
         os.fsync(file.fileno())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("codec", ["raw", "r32", "q8"])
 @pytest.mark.parametrize("entry", [None, 0, 6, 7, 15])
 def test_damaged_entries_are_misses_and_others_are_read(

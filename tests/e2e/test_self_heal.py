@@ -209,6 +209,7 @@ DAMAGES: dict[Damage, tuple[bool, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_damage_is_a_miss_and_heals_by_saving_again(

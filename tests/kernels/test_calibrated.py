@@ -177,6 +177,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_kernel_and_model_encode_and_decode_identically(level, codec, element):
@@ -283,6 +284,7 @@ def test_any_escapes_are_decoded(level) -> None:
             assert (np.frombuffer(back, "<f4").reshape(700, 129) == values).all()
 
 
+@pytest.mark.sampled(2)
 def test_each_part_of_a_block_can_be_decoded_alone(level) -> None:
     """The decoder processes streams of different parts together, in groups of four and in the remainder."""
     chance = random.Random(7)
@@ -329,6 +331,7 @@ def test_each_part_of_a_block_can_be_decoded_alone(level) -> None:
                 start += len(alone)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", CODECS)
 def test_large_blocks_written_past_the_caches_are_the_same(level, guarded, codec) -> None:
     """From 1 MiB on, whole cache lines are written, at any alignment."""

@@ -126,6 +126,7 @@ def places(found: list[tuple[int, int]], parts: list[bytes]) -> list[tuple[int, 
     return result
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_encoded_bytes_equal_those_of_the_model_and_are_decoded(level, codec, element):
@@ -153,6 +154,7 @@ def test_a_state_that_is_just_full_writes_its_word_at_once(level, lane):
     assert encoded(R32, BF16, parts) == ([(R32, len(twin))], twin)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_each_part_of_a_block_can_be_decoded_alone_for_any_size(level, codec, element):
@@ -236,6 +238,7 @@ def test_encoding_and_decoding_stay_within_their_buffers(level, guarded):
                 assert back.array.tobytes() == part and back.intact()
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_large_blocks_written_past_the_caches_are_the_same(level, guarded, codec, element):

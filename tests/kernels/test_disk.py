@@ -928,6 +928,7 @@ def test_memory_that_may_not_be_locked_is_used_unregistered():
 # --- against the twin ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fixed", [True, False])
 def test_random_operations_equal_those_of_the_model(bench, fixed):
     chance = random.Random(f"{fixed}")

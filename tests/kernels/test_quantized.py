@@ -75,6 +75,7 @@ def same(codec: int, element: int, part: bytes, grid: Grid) -> bytes | None:
     return back
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", BITS)
 def test_bytes_equal_those_of_the_model_in_every_shape(level, codec, element):
@@ -209,6 +210,7 @@ def test_every_code_of_fp8_is_the_nearest_one(level):
     assert halves.any() and (np.searchsorted(known, np.abs(now[halves])) % 2 == 0).all()
 
 
+@pytest.mark.sampled(2)
 def test_large_blocks_are_the_same_at_any_alignment(level, guarded):
     """Large enough to be written past the caches, in whole cache lines."""
     grid, odd = Grid(256, 128, 64, False), Grid(9, 67, 67, True)

@@ -67,6 +67,7 @@ def test_an_lru_of_whole_requests_hits_as_much(requests: Requests, blocks: int) 
     assert played(Replay(trace(requests), Lru(), blocks)) == want
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(NAMED))
 @settings(deadline=None)
 @given(requests=chains(40, 8), blocks=st.integers(1, 30))

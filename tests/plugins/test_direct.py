@@ -132,6 +132,7 @@ def source(engine_of: EngineOf) -> Iterator[Callable[[DirectEngine], PinnedReads
 SourceOf = Callable[[DirectEngine], PinnedReads]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", CODECS)
 def test_pages_contain_what_the_daemon_decodes(
     daemon_of: DaemonOf, engine_of: EngineOf, source: SourceOf, tmp_path: Path, codec: str

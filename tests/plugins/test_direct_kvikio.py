@@ -79,6 +79,7 @@ def checked(counts: dict[str, int], blocks: int, harmed: int) -> None:
     assert len(counts) == KINDS and sum(counts.values()) == harmed, counts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["raw", "r32"])
 def test_sound_frames_are_loaded_and_all_others_are_misses(
     daemon_of: Callable[..., Daemon], library: Path | None, tmp_path: Path, codec: str
@@ -94,6 +95,7 @@ def test_ten_thousand_frames_of_which_a_thousand_are_not_sound(
     checked(read(daemon_of, library, tmp_path, codec, 40, 250), 10_000, 1_000)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tested",
     ["read_by_the_ranks and 2-kernel", "loaded_together", "not_read and True", "new_daemon"],

@@ -66,6 +66,7 @@ def daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
     return daemon_of(warm="16MiB")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("registered", [True, False], ids=["registered", "staged"])
 @pytest.mark.parametrize("way", ["batch", "kernel"])
 @pytest.mark.parametrize("load", ["sync", "async"])

@@ -187,6 +187,7 @@ def test_a_request_is_not_held_back_if_the_next_step_ends_after_its_patience(
     assert side.matched(request, 0)[0] == 3 * BLOCK
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", ["blocks", "seats", "tokens"])
 def test_a_request_is_not_held_back_if_another_would_take_its_place(
     patient: FakeEngine, monkeypatch: pytest.MonkeyPatch, limit: str

@@ -73,6 +73,7 @@ def holder(daemon: Daemon, tmp_path: Path) -> Iterator[HoldGpu]:
     assert one.end() == 0, one.log.read_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "load", "way"),
     [("one group", "sync", "batch"), *((shape, "async", "kernel") for shape in SHAPES)],

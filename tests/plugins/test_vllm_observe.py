@@ -698,6 +698,7 @@ def test_the_response_of_a_one_step_request_contains_the_daemons_answers(
     }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("warm", [0, False, "yes", None], ids=repr)
 def test_a_request_without_warm_up_promotes_nothing(
     daemon: Daemon, engine_of: EngineOf, warm: Any
@@ -769,6 +770,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(text[:-2] + "]"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("where", ["warm", "cold"])
 def test_a_timeline_contains_all_phases_of_a_hit_in_order(

@@ -109,6 +109,7 @@ def conversations(rnd, requests, names=1):
         yield chain
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("native", "model"), PAIRS)
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.sampled_from([16, 40, 200]))
@@ -150,6 +151,7 @@ def test_native_and_model_agree_on_random_events(native, model, seed):
         assert len(policies[0]) == len(policies[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", BY_CHAINS)
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32))
@@ -409,6 +411,7 @@ def resident_bytes():
 NATIVES = [native for native, _ in PAIRS]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", NATIVES)
 def test_store_and_policy_use_at_most_128_bytes_per_block(kind):
     """Without frames, at a million blocks, the store uses 94 of these bytes."""
@@ -423,6 +426,7 @@ def test_store_and_policy_use_at_most_128_bytes_per_block(kind):
     assert resident_bytes() - before <= 36 * blocks + 3 * fixed
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", NATIVES)
 @pytest.mark.parametrize("names", [1 << 30, 2048])
 def test_the_memory_of_a_policy_does_not_grow_with_time(kind, names):

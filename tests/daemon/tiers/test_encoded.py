@@ -159,6 +159,7 @@ async def seal(tenant: Tenant) -> None:
     await until(lambda: shelf.log.open is not None and shelf.log.sealed)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("codec", [*NUMBERS, "auto"])
 def test_saved_blocks_are_read_back_also_after_a_restart(

@@ -44,6 +44,7 @@ def filled(folder: Path, seed: int, rounds: int = 12, each: int = 60) -> bytes:
     return (folder / "data.mdb").read_bytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_pages_of_an_intact_index_are_consistent(tmp_path: Path, seed: int) -> None:
     assert fit_together(filled(tmp_path, seed, 1 + 8 * seed, 20 * (1 + seed) ** 2))
@@ -87,6 +88,7 @@ def number_of_a_free_page(text: bytes, chance: random.Random) -> int:
     return page + node + 8 + 8 + 8  # after the head of a node, its key, and the count of numbers
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place_of", [length_of_a_key, number_of_a_free_page])
 @pytest.mark.parametrize("seed", range(3))
 def test_an_index_with_inconsistent_pages_is_replaced(

@@ -112,6 +112,7 @@ class Lossy(Tenant):
 HALF = effort(4, 16, 16)  # of the blocks
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("asked", NAMES)
 def test_a_read_returns_what_the_reference_codec_returns(tmp_path: Path, asked: str) -> None:
     async def work() -> None:

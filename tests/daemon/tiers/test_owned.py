@@ -83,6 +83,7 @@ def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("harm", [open_to_others, link_twice, make_fifo, give_away])
 @pytest.mark.parametrize("free", [True, False], ids=["free", "sealed"])
 def test_a_planted_segment_is_neither_read_nor_written_to(
