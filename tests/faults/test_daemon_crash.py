@@ -29,7 +29,7 @@ from support.oracle import Oracle
 from support.specs import spec_of
 
 MIB = 1 << 20
-CYCLES = effort(8, 30, 500)
+CYCLES = effort(10, 30, 500)
 CAP = 80 * MIB
 CHAINS, CHAIN = 16, 12
 PROMISED = (
