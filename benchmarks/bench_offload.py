@@ -1,8 +1,8 @@
 """Time per generated token of a cache that is 4 times as large as the memory given to it, relative to the
 copy limit.
 
-A random Llama of 135M parameters (30 layers, 3 KV heads), on the CPU, after a prompt of 4,096 tokens. In each
-round, in changing order:
+A random Llama of 135M parameters (30 layers, 3 KV heads), on the CPU, after 4,096 tokens with random K and V.
+In each round, in changing order:
 
 - *in memory*: one token with the whole cache in the process;
 - *offloaded*: the same token with a quarter of that memory;
@@ -69,25 +69,20 @@ class Copies:
             COPIES[kind](self.targets[at % 2], self.source[at * self.layer : (at + 1) * self.layer])
 
 
-def measure(folder: Path, dtype: str, rounds: int) -> list[Row]:
+def measure(folder: Path, dtype: str, rounds: int, with_prompt: bool) -> list[Row]:
     model = made(dtype)
     ids = torch.randint(3, 49152, (1, PREFIX + 1))
-    warm = "1GiB"
-    with harness.Daemon(folder, warm) as daemon, Client.connect(daemon.socket) as client:
+    with harness.Daemon(folder, "1GiB") as daemon, Client.connect(daemon.socket) as client:
         daemon.wait_for_arena()
         with torch.no_grad():
-            own = KvtierCache.from_prompt(model, ids, client, block_tokens=BLOCK)
-            prefill, _ = timed(
-                lambda: model(ids[:, :-1], past_key_values=own, logits_to_keep=1, use_cache=True)
-            )
+            own = filled(model, ids, client)
             nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in own.layers)
             memory = nbytes // LARGER
-            began = time.perf_counter()
             cache = KvtierCache.from_prompt(model, ids, client, block_tokens=BLOCK, memory=memory)
-            offloaded_prefill = time.perf_counter() - began
-            assert not cache.loaded_tokens and cache.get_seq_length() == PREFIX
+            assert cache.loaded_tokens == PREFIX
             times, most = step(model, own, cache, ids[:, -1:], nbytes, rounds)
             cache.close()
+            prefill = prompts(model, memory, client) if with_prompt else []
     assert most <= memory, f"{most} bytes of tensors, {memory} given"
     kind = min(COPIES, key=lambda one: median(wall for wall, _ in times[one]))
     limits = [
@@ -111,9 +106,33 @@ def measure(folder: Path, dtype: str, rounds: int) -> list[Row]:
         Row("the larger of computing and copying, relative to offloaded", max(own_s, copy_s) / took_s, "x"),
         at_most("tensors of the cache, relative to the memory given", most / memory, "x", 1.0,
                 MiB=most / 2**20),
-        Row("the prompt offloaded, relative to one pass in memory", offloaded_prefill / prefill, "x",
-            more={"s": offloaded_prefill}),
+        *prefill,
     ]  # fmt: skip
+
+
+def filled(model: Any, ids: Any, client: Client) -> Any:
+    """Return a cache with random K and V of these tokens, except the last one, and save it: the time of a
+    token does not depend on their values."""
+    cache = KvtierCache.from_prompt(model, ids, client, block_tokens=BLOCK)
+    config = model.config
+    shape = 1, config.num_key_value_heads, PREFIX, config.hidden_size // config.num_attention_heads
+    for layer in cache.layers:
+        layer.update(torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype))
+    assert cache.save() == PREFIX
+    return cache
+
+
+def prompts(model: Any, memory: int, client: Client) -> list[Row]:
+    """Compute a prompt in one pass, and another one offloaded."""
+    ids = torch.randint(3, 49152, (1, PREFIX + 1))
+    whole, _ = timed(lambda: model(ids[:, :-1], use_cache=True, logits_to_keep=1))
+    took, _ = timed(
+        lambda: KvtierCache.from_prompt(
+            model, ids, client, block_tokens=BLOCK, memory=memory
+        ).close()
+    )
+    name = "the prompt offloaded, relative to one pass in memory"
+    return [Row(name, took / whole, "x", more={"s": took})]
 
 
 def step(
@@ -152,11 +171,12 @@ def main() -> int:
     parser.add_argument("--out")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--prompt", action="store_true", help="also measure a prompt: minutes")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     probes = [harness.noise()]
     with tempfile.TemporaryDirectory() as name:
-        rows = measure(Path(name), options.dtype, options.rounds)
+        rows = measure(Path(name), options.dtype, options.rounds, options.prompt)
     probes.append(harness.noise())
     return harness.report(
         "offload", rows, probes, options.out, dtype=options.dtype,

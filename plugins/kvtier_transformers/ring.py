@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -82,11 +83,17 @@ class LayerBuffer:
 
 class LayerRing:
     """`take` returns the buffer with a layer, which is valid until the next `take`; meanwhile `fetch` fills
-    the other one in a thread."""
+    the other one in a thread.
+
+    If the layers compute with all processors, the thread would take one of them from threads that wait for
+    each other. Then `fetch` does nothing, and `take` copies.
+    """
 
     def __init__(self, layer: CachedGroup, rows: int, block_tokens: int) -> None:
         self._made_of = layer, rows, block_tokens
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvtier fetch")
+        is_gpu = layer.parts[0].device.type == "cuda"
+        self._ahead = is_gpu or len(os.sched_getaffinity(0)) > torch.get_num_threads()
         self._buffers: list[LayerBuffer] = []
         self._current = 0
         self._coming: tuple[int, Rows, Future[None]] | None = None
@@ -105,17 +112,20 @@ class LayerRing:
         self._wait()
         buffer = self._buffers[1 - self._current]
         buffer.may_overwrite()
-        self._coming = number, rows, self._pool.submit(buffer.fill, number, rows)
+        if self._ahead:
+            self._coming = number, rows, self._pool.submit(buffer.fill, number, rows)
 
     def take(self, number: int, rows: Rows) -> LayerBuffer:
         """Wait for this layer, fetching it if it does not come. Raises StaleLease if a block is gone."""
-        if self._coming is None or self._coming[:2] != (number, rows):
-            self.fetch(number, rows)
-        assert self._coming is not None
-        (_, _, future), self._coming = self._coming, None
-        future.result()
+        coming, buffer = self._coming, self._buffers[1 - self._current]
+        if coming is not None and coming[:2] == (number, rows):
+            self._coming = None
+            coming[2].result()
+        else:
+            self._wait()
+            buffer.may_overwrite()
+            buffer.fill(number, rows)
         self._current = 1 - self._current
-        buffer = self._buffers[self._current]
         buffer.filled()
         return buffer
 

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import signal
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 from engines.tiny import prompt, tiny_model  # noqa: E402
 from kvtier import Client, InvalidArgument, KvSpec, Refused, StaleLease, Unavailable  # noqa: E402
-from kvtier_transformers import KvtierCache, UnsupportedModel, attach, offload  # noqa: E402
+from kvtier_transformers import KvtierCache, UnsupportedModel, attach, held, offload  # noqa: E402
 from support.daemons import Daemon  # noqa: E402
 from support.tensors import tensor_bytes  # noqa: E402
 
@@ -135,6 +137,29 @@ def test_a_context_of_four_times_the_memory_generates_the_same(client: Client, k
         cache.close()
         assert tensor_bytes(cache) < 0.05 * memory
     assert not model._forward_pre_hooks
+
+
+def test_layers_are_copied_ahead_if_a_processor_is_free(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = deep("llama"), prompt(TOKENS, seed=12)
+    wanted, memory = generated(model, ids), cache_bytes(model) // 4
+    threads: list[Counter[str]] = []
+    copied = held.Run.copy_layer
+
+    def copy_layer(self: Any, number: int, pieces: Any) -> None:
+        threads[-1][threading.current_thread().name[:6]] += 1
+        copied(self, number, pieces)
+
+    monkeypatch.setattr(held.Run, "copy_layer", copy_layer)
+    for processors in (1, 2):
+        threads.append(Counter())
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, count=processors: range(count))
+        with attach(model, client, block_tokens=BLOCK, memory=memory):
+            assert_same(generated(model, ids), wanted)
+    assert threads[0].keys() == {"MainTh"}
+    # The first layer after a change of the buffers is not ahead.
+    assert threads[1]["kvtier"] > 0.9 * threads[1].total()
 
 
 def test_the_blocks_are_those_of_caches_without_a_limit(client: Client) -> None:
