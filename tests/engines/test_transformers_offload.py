@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import signal
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +103,12 @@ SMALL = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
 
 def fill(daemon: Daemon, nbytes: int = 4 << 20, wait: bool = True) -> None:
     """Save other blocks, twice the memory, which take that of all blocks that no lease holds. With `wait`,
-    first wait for the end of all leases."""
+    first wait for the end of all leases of readers."""
     if wait:
-        daemon.wait_for(lambda stats: not leases(stats))
+        # One lease is that of a save.
+        daemon.wait_for(
+            lambda stats: leases(stats) <= bool(stats["tiers"]["warm"]["states"]["writing"])
+        )
     spec = KvSpec.dense(
         model="other",
         layers=12,
@@ -274,6 +279,47 @@ def test_blocks_that_are_gone_within_a_pass_are_an_error_and_the_next_pass_compu
         )
         assert torch.equal(found.sequences, wanted.sequences)
         assert cache.offload._store.counts["recomputed_tokens"] > 100
+
+
+@pytest.mark.parametrize(
+    "seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_evictions_at_any_time_change_no_logits(
+    daemon_of: Callable[..., Daemon], seed: int
+) -> None:
+    """Between passes and within them, with one token or several."""
+    chance, daemon, model = random.Random(seed), daemon_of(config=SMALL), deep("llama")
+    ids, memory = prompt(TOKENS + 60, seed=seed), cache_bytes(model, tokens=TOKENS + 60) // 4
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+    place: list[int] = [-1]
+
+    def evict(_: object, __: object, *, layer: int) -> None:
+        if place[0] == layer:
+            place[0] = -1
+            fill(daemon)
+
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(partial(evict, layer=number))
+    failures = 0
+    with daemon.connect() as client, torch.no_grad():
+        cache = KvtierCache.from_prompt(
+            model, ids[:, :200], client, block_tokens=BLOCK, memory=memory, lease_ms=1
+        )
+        while (done := cache.get_seq_length()) < ids.shape[1]:
+            place[0] = chance.choice([-1, -1, 0, 1, 5, 11])
+            if chance.random() < 0.1:
+                fill(daemon)
+            some = ids[:, done : done + chance.choice([1, 1, 3, 15, 16, 40])]
+            try:
+                logits = model(some, past_key_values=cache).logits[0]
+            except StaleLease:
+                failures += 1
+                continue
+            assert (logits - wanted[done : done + some.shape[1]]).abs().max() <= ERROR
+        assert failures, "no pass failed"
+        assert cache.offload._store.counts["recomputed_tokens"]
+        cache.close()
 
 
 def test_a_damaged_block_is_computed_again(shared_daemon: Daemon) -> None:
