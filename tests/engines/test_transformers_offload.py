@@ -218,6 +218,26 @@ def test_several_calls_continue_one_cache(client: Client) -> None:
         assert (some - model(ids).logits[:, 19:]).abs().max() <= ERROR
 
 
+def test_a_pass_that_failed_is_repeated(client: Client) -> None:
+    """It has overwritten the tokens after the last block in some layers."""
+    model, ids = deep("llama"), prompt(TOKENS, seed=13)
+    memory = cache_bytes(model) // 4
+    cache = KvtierCache.from_prompt(model, ids[:, :200], client, block_tokens=BLOCK, memory=memory)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the model failed")
+
+    with torch.no_grad():
+        wanted = model(ids).logits[:, 199:]
+        hook = model.model.layers[5].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="the model failed"):
+            model(ids[:, 199:230], past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 199
+        found = [model(one, past_key_values=cache).logits for one in ids[:, 199:].split(31, 1)]
+    assert (torch.cat(found, 1) - wanted).abs().max() <= ERROR
+
+
 def test_the_end_of_a_cache_releases_all(client: Client, shared_daemon: Daemon) -> None:
     model, ids = deep("llama"), prompt(TOKENS, seed=7)
     memory = cache_bytes(model) // 4
