@@ -116,7 +116,7 @@ class Offload:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._hooks = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
-            inner.register_forward_hook(self._after, always_call=True),
+            inner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
         end = (ids.shape[1] - 1) // self.block_tokens
         self._keys = self._keys_of(ids)
@@ -164,10 +164,12 @@ class Offload:
             )
         self._pending = ids.shape[1]
 
-    def _after(self, *_: object) -> None:
+    def _after(self, _: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
         """The call has ended, or has failed: then some layers have other tokens than others."""
-        self._has_failed |= self._pending > 0
-        self._pending = 0
+        # Other threads call the model with other caches.
+        if getattr(kwargs.get("past_key_values"), "offload", None) is self:
+            self._has_failed |= self._pending > 0
+            self._pending = 0
 
     def update(
         self, layer: OffloadedLayer, keys: torch.Tensor, values: torch.Tensor

@@ -135,8 +135,9 @@ class LayerRing:
         self._buffers, self.room = [], 0
 
     def close(self) -> None:
-        self.drop()
-        self._pool.shutdown()
+        """Free the memory without waiting for a fetch: its own thread may delete the cache."""
+        self._coming, self._buffers, self.room = None, [], 0
+        self._pool.shutdown(wait=False)
 
     def _wait(self) -> None:
         if self._coming is not None:

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,17 @@ def test_several_calls_continue_one_cache(client: Client) -> None:
     with torch.inference_mode():
         some = model(ids[:, 19:], past_key_values=cache).logits
         assert (some - model(ids).logits[:, 19:]).abs().max() <= ERROR
+
+
+def test_threads_share_a_model(client: Client) -> None:
+    model, memory = deep("llama"), cache_bytes(deep("llama")) // 4
+    prompts = [prompt(TOKENS, seed=20 + at) for at in range(3)]
+    wanted = [generated(model, ids).sequences for ids in prompts]
+    with attach(model, client, block_tokens=BLOCK, memory=memory), ThreadPoolExecutor(3) as pool:
+        for found, expected in zip(
+            pool.map(partial(generated, model), prompts), wanted, strict=True
+        ):
+            assert torch.equal(found.sequences, expected)
 
 
 def test_a_pass_that_failed_is_repeated(client: Client) -> None:
