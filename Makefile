@@ -13,7 +13,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-lmcache test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-gpu bench-writes \
+.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-lmcache test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-transformers bench-offload bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
@@ -155,6 +155,9 @@ bench-chats: $(ENGINES)/.ready  ## 28 chats over HTTP, with kvtier and without, 
 
 bench-transformers: $(ENGINES)/.ready  ## the first token of a transformers model, from memory and from disk; TRANSFORMERS="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_transformers.py $(TRANSFORMERS)
+
+bench-offload: $(ENGINES)/.ready  ## a token of a transformers model whose cache is 4 times its memory, relative to copying and computing
+	$(ENGINES)/bin/python benchmarks/bench_offload.py
 
 bench-restart: $(ENGINES)/.ready  ## the first token after a restart of the daemon, 10 minutes; RESTART="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_restart.py $(RESTART)

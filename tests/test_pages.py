@@ -35,6 +35,7 @@ ELSEWHERE = {
     ("docs/transformers.md", "pip install '.[transformers]'"): "needs torch; tests/engines",
     ("docs/transformers.md", "from transformers"): "tests/engines/test_transformers_cache.py",
     ("docs/transformers.md", "from kvtier_transformers"): "tests/engines/test_transformers_cache.py",
+    ("docs/transformers.md", "with Client.connect()"): "tests/engines/test_transformers_cache.py",
     ("CONTRIBUTING.md", "make venv"): "builds and runs everything; .ci/run",
     ("docs/attention.md", "attach(model"): "tests/engines/test_transformers_importance.py",
     ("docs/attention.md", "python benchmarks/bench_attention.py"): "needs torch and a model",

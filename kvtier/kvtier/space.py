@@ -302,7 +302,7 @@ class Space:
 
     def load_into(
         self,
-        keys: Keys | Sequence[bytes],
+        keys: Keys | Sequence[bytes] | Lease,
         targets: Sequence[Any] | Any,
         deadline_ms: int = 500,
         group: int = 0,
@@ -329,11 +329,18 @@ class Space:
         of their frames that it needs, and compares the digests of these, but not that of the whole block. If
         the tenant has no `direct_reads`, in a space with groups that are not `full`, and for frames that are
         encrypted or have a codec `zstd`, `ecsq` or `cachegen`, the daemon reads whole blocks as usual.
+
+        In place of `keys`, a caller that loads several times, for example layer by layer, passes a lease that
+        it holds, from `lease`: each load then costs only its copy, and is not counted as another lookup.
         """
         check_place(self.spec, group, shard)
         check_threads(threads)
         is_whole = layers is None and tokens is None
         chosen = None if is_whole else choose(self.spec, group, layers, tokens)
+        if isinstance(keys, Lease):
+            if wait_ms:
+                raise InvalidArgument("wait_ms: the blocks of a lease are in memory")
+            return _copy(self, keys, targets, 0, (group, shard), threads, chosen)[0]
         if (
             chosen is not None
             and whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
@@ -343,7 +350,7 @@ class Space:
             place = group, shard
             return _load_parts(self, keys, targets, deadline_ms, place, threads, wait_ms, chosen)
         lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
-        return _copy(self, lease, targets, 0, (group, shard), threads, chosen)
+        return _copy_and_release(self, lease, targets, 0, (group, shard), threads, chosen)
 
     def used(
         self, group: int, shard: int, blocks: int, slots: int, chosen: Selection | None = None
@@ -605,13 +612,13 @@ def _load_parts(
                 continue
             left_ms = max(0, int((until - clock()) * 1000))
             lease = space.lease(keys[done:stop], deadline_ms, [place[1]], wait_ms=left_ms)
-            done += _copy(space, lease, targets, done, place, threads, chosen)
+            done += _copy_and_release(space, lease, targets, done, place, threads, chosen)
             if done < stop:
                 return done
     return done
 
 
-def _copy(
+def _copy_and_release(
     space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
     threads: int | None, chosen: Selection | None,
 ) -> int:  # fmt: skip
@@ -619,21 +626,31 @@ def _copy(
     used."""
     if not lease.ready:
         return 0
-    group, shard = place
     blocks = good = 0
     try:
-        part = lease.part(group, shard)
-        nbytes = chosen.nbytes if chosen is not None else space.group_block_bytes(group)
-        count = len(part.slots) // wire.SLOT_BYTES
-        with Checking("targets"):
-            first = at + part.first
-            wanted = Buffers(targets, first, count, nbytes, writable=True, exact=False)
-        good = lease.copy_out(part, wanted, threads or copy_threads(count * nbytes), chosen)
-        # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
-        blocks = lease.ready if good == count else good if space.is_full(group) else 0
+        blocks, good = _copy(space, lease, targets, at, place, threads, chosen)
     finally:
-        lease.release(*space.used(group, shard, blocks, good, chosen))
+        lease.release(*space.used(*place, blocks, good, chosen))
     return blocks
+
+
+def _copy(
+    space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
+    threads: int | None, chosen: Selection | None,
+) -> tuple[int, int]:  # fmt: skip
+    """Copy the blocks of a lease into the targets from `at` on. Return how many blocks can be used, and how
+    many were copied."""
+    if not lease.ready:
+        return 0, 0
+    part = lease.part(*place)
+    nbytes = chosen.nbytes if chosen is not None else space.group_block_bytes(place[0])
+    count = len(part.slots) // wire.SLOT_BYTES
+    with Checking("targets"):
+        first = at + part.first
+        wanted = Buffers(targets, first, count, nbytes, writable=True, exact=False)
+    good = lease.copy_out(part, wanted, threads or copy_threads(count * nbytes), chosen)
+    # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
+    return lease.ready if good == count else good if space.is_full(place[0]) else 0, good
 
 
 def _lease_request(

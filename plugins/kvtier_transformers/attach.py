@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ class Attachment:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call = Call(self._model, args, kwargs)
+        if self._store.options.memory:
+            return self._run_offloaded(call, args, kwargs)
         cache = self._load(call)
         if cache is None or cache.source is None:
             return self._generate(*args, **kwargs)
@@ -75,10 +78,19 @@ class Attachment:
             cache.save(None if call.has_beams else sequences)
         return output
 
+    def _run_offloaded(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Generate with a cache that is in the daemon. Raises exceptions: nothing can take its place."""
+        why = call.why_not() or ("several answers" if call.repeats > 1 else "")
+        if why:
+            raise InvalidArgument(f"memory: a call with {why} cannot be offloaded")
+        prompt = PromptBatch.of(call.ids, call.value("attention_mask"))
+        with contextlib.closing(KvtierCache.loaded(self._model, self._store, prompt)) as cache:
+            return self._generate(*args, **kwargs | {"past_key_values": cache})
+
     def _load(self, call: Call) -> KvtierCache | None:
         if self._store.reason:
             return None
-        why = call.why_not(self._store)
+        why = call.why_not()
         if not why:
             try:
                 prompt = PromptBatch.of(call.ids, call.value("attention_mask"))
@@ -115,7 +127,7 @@ class Call:
         """How many rows of the cache each prompt has."""
         return int(max(self.value("num_beams", 1), self.value("num_return_sequences", 1)))
 
-    def why_not(self, store: Store) -> str:
+    def why_not(self) -> str:
         """Why this call runs without kvtier; empty if it runs with it."""
         tensors = [
             name
@@ -174,6 +186,8 @@ def attach(model: Any, client: Where = None, **options: Any) -> Attachment:
     `client`: a `kvtier.Client`, or the socket of a daemon; None: as `Client.connect`. `options`: see
     `CacheOptions`. A model or a call that kvtier cannot serve generates without it, and so do all calls while
     the daemon is away. Raises InvalidArgument for wrong options.
+
+    With the option `memory`, the daemon has the cache, and a call raises what `KvtierCache.from_prompt` does.
     """
     try:
         chosen = CacheOptions(**options).checked()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, Unavailable
 from kvtier.space import Space
 from kvtier_transformers.importance import Importance, meters
 from kvtier_transformers.layers import FullLayer, replaced, states
 from kvtier_transformers.layout import text_config
 from kvtier_transformers.loads import PrefixLoad, Row
-from kvtier_transformers.options import CacheOptions
+from kvtier_transformers.offload import Offload
+from kvtier_transformers.options import CacheOptions, UnsupportedModel
 from kvtier_transformers.saves import PrefixSave, Snapshot
 from kvtier_transformers.store import Store, Where, store_of
 
@@ -74,6 +76,7 @@ class KvtierCache(DynamicCache):
         self.layers: list[Any] = [replaced(layer, window_history) for layer in self.layers]
         self.loaded_tokens = 0
         self.source: Source | None = None
+        self.offload: Offload | None = None
 
     @classmethod
     def from_prompt(
@@ -91,6 +94,10 @@ class KvtierCache(DynamicCache):
         `client`: a `kvtier.Client`, or the socket of a daemon. `options`: see `CacheOptions`. If the daemon
         fails, or cannot keep the cache of this model, the cache is empty: generation works without kvtier.
         Raises InvalidArgument for wrong arguments.
+
+        With the option `memory`, the blocks stay in the daemon, and the prompt, which has no padding, is
+        computed here, except its last token. Raises UnsupportedModel, InvalidArgument if the context does not
+        fit, Refused if it does not fit into the daemon, or Unavailable. Call `close` at the end.
 
         For a model with recurrent states, computes the prompt up to its last block end: a state can be saved
         only there.
@@ -110,6 +117,9 @@ class KvtierCache(DynamicCache):
         cache = cls(model, store.options.window_history)
         found = store.space()
         store.counts["prompt_tokens"] += prompt.ids.numel() - sum(prompt.pads)
+        if store.options.memory:
+            cache._offload(model, store, found, prompt)
+            return cache
         if found is None:
             return cache
         if store.layout.has_states and (repeats > 1 or any(prompt.pads)):
@@ -129,6 +139,30 @@ class KvtierCache(DynamicCache):
         if store.layout.has_states:
             cache._compute_to_block_end(model, prompt.ids)
         return cache
+
+    def _offload(
+        self, model: Any, store: Store, found: tuple[Space, bytes] | None, prompt: PromptBatch
+    ) -> None:
+        """Keep the blocks in the daemon, and compute the prompt."""
+        if store.reason:
+            raise UnsupportedModel(store.reason)
+        if found is None:
+            raise Unavailable("memory: no daemon has the cache; the log contains the reason")
+        if any(prompt.pads):
+            raise InvalidArgument("memory: prompts with padding cannot be offloaded")
+        self.offload = Offload(store, *found, len(prompt.ids), self.layers)
+        weakref.finalize(self, self.offload.close).atexit = False
+        try:
+            self.offload.prepare(model, self, prompt.ids)
+        except BaseException:
+            self.offload.close()
+            raise
+        self.loaded_tokens = self.offload.loaded
+
+    def close(self) -> None:
+        """Release the blocks of a cache with the option `memory`, which cannot be used after it."""
+        if self.offload is not None:
+            self.offload.close()
 
     def _rows(self, source: Source, ids: torch.Tensor) -> list[Row]:
         salt, pads = source.store.options.salt, source.prompt.pads
@@ -173,7 +207,8 @@ class KvtierCache(DynamicCache):
         """
         source = self.source
         if source is None:
-            return 0
+            # Blocks of an offloaded cache are saved when they are whole.
+            return self.offload.saved_tokens if self.offload is not None else 0
         prompt = source.prompt
         found = PromptBatch.of(prompt.ids if ids is None else ids, None).ids
         repeats, rest = divmod(len(found), len(prompt.pads))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvtier.arguments import whole
+from kvtier.arguments import Checking, whole
 from kvtier.errors import InvalidArgument
 from kvtier.layout import LIMIT_BLOCK_TOKENS
+from kvtier.units import parse_bytes
 
 log = logging.getLogger("kvtier.transformers")
 
@@ -27,7 +28,9 @@ class CacheOptions:
     `patience_ms`: the longest wait for blocks from disk. `lease_ms`: the longest time of a copy.
     `window_history`: how many tokens before their window the layers with a window keep until they are saved.
     `weights`: a name of the weights, if kvtier cannot identify them. `importance`: measure how much attention
-    the blocks of a prompt get, by its `last` queries or `accumulated` over all, and send it as hints."""
+    the blocks of a prompt get, by its `last` queries or `accumulated` over all, and send it as hints.
+    `memory`: the bytes that the tensors of a cache may use, such as "256MiB"; the rest stays in the daemon.
+    0: no limit."""
 
     salt: bytes = b""
     block_tokens: int = 32
@@ -36,9 +39,10 @@ class CacheOptions:
     window_history: int = 4096
     weights: str = ""
     importance: str = ""
+    memory: int | str = 0
 
     def checked(self) -> CacheOptions:
-        """Return self if it is valid. Raises InvalidArgument otherwise."""
+        """Return the same with `memory` in bytes. Raises InvalidArgument if it is not valid."""
         whole("block_tokens", self.block_tokens, 1, LIMIT_BLOCK_TOKENS)
         whole("patience_ms", self.patience_ms, 0, LIMIT_MS)
         whole("lease_ms", self.lease_ms, 1, LIMIT_MS)
@@ -47,4 +51,8 @@ class CacheOptions:
             raise InvalidArgument(
                 f"importance: expected one of {IMPORTANCE}, got {self.importance!r}"
             )
-        return self
+        with Checking("memory"):
+            memory = parse_bytes(self.memory)
+        if memory and self.importance:
+            raise InvalidArgument("importance: not measured in a cache with a limit of `memory`")
+        return replace(self, memory=memory)

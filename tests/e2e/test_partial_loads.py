@@ -306,6 +306,28 @@ def test_the_layers_of_a_block_count_its_tokens_once(client: Client) -> None:
     saved.space.forget(saved.keys)
 
 
+def test_layers_that_are_loaded_under_one_lease_are_one_lookup(client: Client) -> None:
+    saved = Saved(client, SPECS["gqa"], 300)
+    size = BLOCKS * saved.space.block_bytes // 3
+
+    def requested() -> int:
+        client.ping()
+        return int(client.stats()["lookup_tokens"])
+
+    before = requested()
+    lease = saved.space.lease(saved.keys)
+    for layer in range(3):
+        target = bytearray(size)
+        assert saved.space.load_into(lease, target, layers=[layer]) == BLOCKS
+        assert target == b"".join(one.tobytes() for one in saved.expected((0, 0), [layer], None))
+    assert requested() == before + BLOCKS * TOKENS
+    with pytest.raises(InvalidArgument, match="wait_ms"):
+        saved.space.load_into(lease, bytearray(size), layers=[0], wait_ms=10)
+    lease.release()
+    saved.space.forget(saved.keys)
+    assert not saved.space.load_into(saved.space.lease(saved.keys), bytearray(size), layers=[0])
+
+
 @pytest.fixture(scope="module")
 def spaces(shared_daemon: Daemon) -> Iterator[dict[str, Saved]]:
     with shared_daemon.connect() as client:

@@ -293,7 +293,7 @@ def test_the_programs_of_the_page_run(
     programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     model = save_model(tmp_path / "model")
     monkeypatch.setenv("KVTIER_SOCKET", shared_daemon.socket)
-    assert len(programs) == 2
+    assert len(programs) == 3
     program = tmp_path / "program.py"
     program.write_text("".join(programs).replace("MODEL", str(model)))
     names = runpy.run_path(str(program))
