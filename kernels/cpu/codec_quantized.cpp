@@ -662,7 +662,7 @@ uint16_t upper(float value) { return static_cast<uint16_t>(codec::bits_of(value)
 // The sizes of a part, if it has the layout of the grid.
 struct Plan {
     Plan(Codec codec, Element element, const Grid& is, size_t raw_bytes)
-        : grid(is), form(form_of(fixed_rate(codec))), type(static_cast<size_t>(element)) {
+        : grid(is), form(fixed_form(fixed_rate(codec))), type(static_cast<size_t>(element)) {
         if (type >= kQuantizedTypes || grid.rows == 0 || grid.channels == 0 || grid.head == 0 ||
             grid.channels > kChannelsMost || grid.channels % grid.head != 0) {
             return;
@@ -703,7 +703,7 @@ struct Plan {
     static constexpr size_t kTile = 4096;  // elements, unless a row has more
 
     Grid grid;
-    Form form;
+    FixedForm form;
     size_t type, width = 0;
     size_t rows = 0, groups = 0, params = 0, codes = 0;
     size_t size = 0;  // zero if the part cannot be encoded

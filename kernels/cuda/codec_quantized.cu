@@ -35,7 +35,7 @@ struct Plan {
           head(head_),
           said(part.bits),
           by_token(by_token_) {
-        const codec::Form form = codec::form_of(said);
+        const codec::FixedForm form = codec::fixed_form(said);
         const uint32_t most = static_cast<uint32_t>(form.channels);
         bits = form.bits;
         span = static_cast<uint32_t>(form.tokens);

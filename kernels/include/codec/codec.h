@@ -32,7 +32,7 @@ constexpr bool calibrated(Codec codec) {
 }
 struct Channels;  // calibration.h
 
-// The bits of a code as a part's header has them (form_of); 0 for a codec without a fixed rate.
+// The bits of a code as a part's header has them (fixed_form); 0 for a codec without a fixed rate.
 constexpr unsigned fixed_rate(Codec codec) {
     switch (codec) {
         case Codec::kQ8:

@@ -32,13 +32,13 @@ inline constexpr unsigned kFp8Bits = 8 | kFloating, kE5m2Bits = 8 | kBinary,
                           kNvfp4Bits = 4 | kFloating, kMxfp4Bits = 4 | kBinary;
 
 // What a codec with these bits in its header stores.
-struct Form {
+struct FixedForm {
     unsigned said, bits;      // in the header; of a code
     size_t tokens, channels;  // of a group at most: tokens of a channel, or channels of a token
     size_t step_bytes;        // of a group
     size_t part_bytes;        // of a part, before the steps
 };
-KVTIER_HD constexpr Form form_of(unsigned said) {
+KVTIER_HD constexpr FixedForm fixed_form(unsigned said) {
     switch (said) {
         case kE5m2Bits:
             return {said, 8, 256, 64, 0, 0};
