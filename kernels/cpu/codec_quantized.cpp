@@ -267,23 +267,12 @@ KVTIER_LOOP void token_values(const uint8_t* __restrict codes, size_t rows, size
     of_groups<kMost>(rows * channels, head, act);
 }
 
-// e5m2 of an element, and back. Of bf16 and fp16 in integers of 16 bits; the results are those of
-// `e5m2_of` and `float_of_e5m2`.
+// e5m2 of an element, and back; in integers where that is faster.
 template <Element kIs>
 KVTIER_LOOP uint8_t halved(typename Value<kIs>::Bits bits) {
-    if constexpr (kIs == Element::kFp32) return e5m2_of(Value<kIs>::widened(bits));
-    const uint16_t size = bits & 0x7FFF;
-    const auto sign = static_cast<uint16_t>(bits >> 8 & 0x80);
-    if constexpr (kIs == Element::kFp16) {
-        const auto code = static_cast<uint16_t>((size + 0x7F + (size >> 8 & 1)) >> 8);
-        return static_cast<uint8_t>(code | sign);
-    }
-    const auto normal = static_cast<uint16_t>(((size + 0xF + (size >> 5 & 1)) >> 5) - (112 << 2));
-    // Below 2^-14 there are four codes, of 0 to 3 times 2^-16, and results are at most the fifth.
-    const auto below = static_cast<uint16_t>((size > 0x3700 ? 1 : 0) + (size >= 0x37C0 ? 1 : 0) +
-                                             (size > 0x3820 ? 1 : 0) + (size >= 0x3860 ? 1 : 0));
-    const uint16_t code = size < 0x3880 ? below : normal;
-    return static_cast<uint8_t>(code | sign);
+    if constexpr (kIs != Element::kFp16) return e5m2_of(Value<kIs>::widened(bits));
+    const uint32_t size = bits & 0x7FFF;
+    return static_cast<uint8_t>((size + 0x7F + (size >> 8 & 1)) >> 8 | (bits >> 8 & 0x80));
 }
 template <Element kIs>
 KVTIER_LOOP typename Value<kIs>::Bits unhalved(uint8_t code) {
@@ -546,6 +535,35 @@ KVTIER_LINES void small_bf16(const uint8_t* codes, size_t rows, size_t channels,
     }
 }
 
+// The largest magnitude of each 16 or 32 elements, of rows of whole heads.
+template <size_t kMost>
+KVTIER_LINES void group_sizes_bf16(const uint8_t* in, size_t elements, float* sizes) {
+    const __m512i lanes = kMost == 16 ? _mm512_castsi128_si512(_mm_set_epi32(24, 16, 8, 0))
+                                      : _mm512_castsi128_si512(_mm_set_epi32(0, 0, 16, 0));
+    for (size_t at = 0; at < elements; at += kUnit, sizes += kUnit / kMost) {
+        __m512i found[2];
+        for (size_t i = 0; i < 2; i++) {
+            const __m512i words = _mm512_loadu_si512(in + 2 * at + 64 * i);
+            __m512i most = _mm512_and_si512(words, _mm512_set1_epi16(0x7FFF));
+            most = _mm512_max_epu16(most, _mm512_shuffle_epi32(most, _MM_PERM_BADC));
+            most = _mm512_max_epu16(most, _mm512_shuffle_epi32(most, _MM_PERM_CDAB));
+            most = _mm512_max_epu16(most, _mm512_rol_epi32(most, 16));
+            most = _mm512_max_epu16(most, _mm512_shuffle_i64x2(most, most, 0xB1));
+            if (kMost == 32) {
+                most = _mm512_max_epu16(most, _mm512_shuffle_i64x2(most, most, 0x4E));
+            }
+            found[i] = _mm512_slli_epi32(most, 16);
+        }
+        const __m512i both = _mm512_permutex2var_epi32(found[0], lanes, found[1]);
+        const __m128i few = _mm512_castsi512_si128(both);
+        if (kMost == 16) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(sizes), few);
+        } else {
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(sizes), few);
+        }
+    }
+}
+
 // Codes of e2m1 of 64 elements.
 KVTIER_LINES KVTIER_LOOP __m512i small_code(__m512 size, __m512 inverse) {
     const __m512 z = _mm512_mul_ps(size, inverse);
@@ -591,6 +609,7 @@ KVTIER_LINES void small_codes_bf16(const uint8_t* in, size_t rows, size_t channe
 }
 
 // e5m2 of 64 elements at a time; returns the largest magnitude.
+constexpr size_t kHalvesAhead = 2048;  // bytes that are prefetched
 KVTIER_LINES KVTIER_LOOP __m512i halved32(__m512i words, __m512i& most) {
     const __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7FFF));
     most = _mm512_max_epu16(most, size);
@@ -612,21 +631,30 @@ KVTIER_LINES KVTIER_LOOP __m512i halved32(__m512i words, __m512i& most) {
     const __m512i sign = _mm512_srli_epi16(words, 8);
     return _mm512_or_si512(code, _mm512_and_si512(sign, _mm512_set1_epi16(0x80)));
 }
+template <bool kStreaming>
 KVTIER_LINES float halves_bf16(const uint8_t* in, size_t count, uint8_t* codes) {
     __m512i most = _mm512_setzero_si512();
     size_t i = 0;
+    if constexpr (kStreaming) i = std::min(count, (0 - reinterpret_cast<uintptr_t>(codes)) % 64);
+    const float before = halves<Element::kBf16>(in, i, codes);
     for (; i + 64 <= count; i += 64) {
+        __builtin_prefetch(in + 2 * i + kHalvesAhead);
+        __builtin_prefetch(in + 2 * i + kHalvesAhead + 64);
         const __m512i low = halved32(_mm512_loadu_si512(in + 2 * i), most);
         const __m512i high = halved32(_mm512_loadu_si512(in + 2 * i + 64), most);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(low)),
                                                 _mm512_cvtepi16_epi8(high), 1);
-        _mm512_storeu_si512(codes + i, both);
+        if constexpr (kStreaming) {
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(codes + i), both);
+        } else {
+            _mm512_storeu_si512(codes + i, both);
+        }
     }
     uint16_t each[32];
     _mm512_storeu_si512(each, most);
     const uint16_t found = *std::max_element(each, each + 32);
-    return std::max(Value<Element::kBf16>::widened(found),
-                    halves<Element::kBf16>(in + 2 * i, count - i, codes + i));
+    const float after = halves<Element::kBf16>(in + 2 * i, count - i, codes + i);
+    return std::max({Value<Element::kBf16>::widened(found), before, after});
 }
 
 template <bool kStreaming>
@@ -860,12 +888,15 @@ void read_steps(const Plan& plan, size_t lines, const uint8_t*& in, Scratch& kep
 // False if a value would not be finite as e5m2.
 bool encode_halves(const Plan& plan, const uint8_t* in, bool streaming, Scratch& kept,
                    uint8_t* out) {
-    const TypeKernels& by = level().types[plan.type];
-    auto encode = by.halves;
-#if KVTIER_X86
-    if (codec_choice().level() == Level::kVbmi && plan.type == 0) encode = halves_bf16;
-#endif
+    const auto encode = level().types[plan.type].halves;
     const size_t all = plan.rows * plan.grid.channels;
+    std::memset(out + all, 0, plan.codes - all);
+#if KVTIER_X86
+    if (codec_choice().level() == Level::kVbmi && plan.type == 0) {
+        const auto by_hand = streaming ? halves_bf16<true> : halves_bf16<false>;
+        return by_hand(in, all, out) < float_of(kE5m2End);
+    }
+#endif
     for (size_t done = 0; done < all;) {
         const size_t count = std::min(Plan::kTile, all - done);
         fetch(in + count * plan.width, count * plan.width);
@@ -874,7 +905,6 @@ bool encode_halves(const Plan& plan, const uint8_t* in, bool streaming, Scratch&
         put_bytes(out, kept.codes.data(), count, streaming);
         in += count * plan.width, out += count, done += count;
     }
-    std::memset(out, 0, plan.codes - all);
     return true;
 }
 
@@ -898,6 +928,20 @@ void decode_halves(const Plan& plan, const uint8_t* codes, bool streaming, Scrat
         if (streaming) put_bytes(out, kept.values.data(), nbytes, true);
         codes += count, out += nbytes, done += count;
     }
+}
+
+// The largest magnitudes of groups of a token's channels; false if that is not possible.
+bool sizes_by_hand(const Plan& plan, const uint8_t* in, size_t rows, Scratch& kept) {
+#if KVTIER_X86
+    const Grid& grid = plan.grid;
+    if (codec_choice().level() == Level::kVbmi && plan.type == 0 && grid.by_token &&
+        grid.head % kUnit == 0) {
+        const auto by = plan.form.channels == 16 ? group_sizes_bf16<16> : group_sizes_bf16<32>;
+        by(in, rows * grid.channels, kept.step.data());
+        return true;
+    }
+#endif
+    return false;
 }
 
 // Codes of e2m1, or false if that is not possible.
@@ -951,10 +995,14 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool strea
     }
     for (size_t row = 0; row < plan.rows;) {
         const size_t span = plan.span(row);
+        // All of a part is read before the first code: what follows it is probably the next part.
+        const size_t ahead = plan.small() ? part.raw_bytes : span * grid.channels * plan.width;
         if (plan.small()) {
             const size_t steps = plan.lines(span) * plan.line();
-            const size_t sizes = grid.by_token ? plan.form.channels / 16 : 0;
-            by.sizes[sizes](in, span, grid.channels, grid.head, kept.step.data());
+            if (!sizes_by_hand(plan, in, span, kept)) {
+                const size_t sizes = grid.by_token ? plan.form.channels / 16 : 0;
+                by.sizes[sizes](in, span, grid.channels, grid.head, kept.step.data());
+            }
             level().small_steps(plan.form.said, scale, steps, kept.step.data(), params);
             params += steps;
         } else {
@@ -964,9 +1012,7 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool strea
         }
         for (size_t done = 0; done < span;) {
             const size_t rows = std::min(plan.tile(), span - done);
-            if (!plan.small()) {
-                fetch(in + span * grid.channels * plan.width, rows * grid.channels * plan.width);
-            }
+            fetch(in + ahead, rows * grid.channels * plan.width);
             if (!codes_by_hand(plan, in, rows, kept, packer.room())) {
                 by.codes[plan.kind()](in, rows, grid.channels, grid.head, kept.base.data(),
                                       kept.step.data(), packer.room());

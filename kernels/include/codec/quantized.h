@@ -195,12 +195,14 @@ KVTIER_HD inline bool float_steps_of(uint32_t largest_bits, float least, float m
 // which all become finite.
 inline constexpr uint32_t kE5m2End = 0x47700000;
 KVTIER_HD inline uint8_t e5m2_of(float value) {
+    // Branch-free, as above.
     const uint32_t bits = bits_of(value);
     const auto size = static_cast<int32_t>(bits & 0x7FFFFFFF);
     const int32_t normal = ((size + 0xFFFFF + (size >> 21 & 1)) >> 21) - (112 << 2);
     // Below 2^-14 the last bit of the sum is that of e5m2.
     const auto near = static_cast<int32_t>(bits_of(float_of(static_cast<uint32_t>(size)) + 128.0F));
-    const int32_t code = size < 0x38800000 ? near - 0x43000000 : normal;
+    const int32_t below = (size - 0x38800000) >> 31;
+    const int32_t code = ((near - 0x43000000) & below) | (normal & ~below);
     return static_cast<uint8_t>(static_cast<uint32_t>(code) | (bits >> 24 & 0x80));
 }
 KVTIER_HD inline float float_of_e5m2(uint8_t code) {
@@ -213,19 +215,19 @@ inline constexpr float kSmallMost = 12.0F;
 KVTIER_HD inline uint8_t e2m1_of(float value, float inverse) {
     const uint32_t bits = bits_of(value);
     const float size = float_of(bits & 0x7FFFFFFF) * inverse;
-    // The codes are a concave function of the sizes: of three lines, the lowest one counts.
-    const float half = size * 0.5F + 2.0F, quarter = size * 0.25F + 4.0F;
-    float found = size < half ? size : half;
-    found = found < quarter ? found : quarter;
-    found = found < 7.0F ? found : 7.0F;
+    // The codes are a concave function of the sizes: of three lines, the lowest one counts. Floats
+    // that are not negative have the order of their bits, which compilers compare without branches.
+    const uint32_t all = bits_of(size), half = bits_of(size * 0.5F + 2.0F);
+    const uint32_t quarter = bits_of(size * 0.25F + 4.0F), seven = bits_of(7.0F);
+    const uint32_t one = all < half ? all : half, other = quarter < seven ? quarter : seven;
     // Rounds to the nearest, ties to even.
-    return static_cast<uint8_t>((bits_of(found + 8388608.0F) & 7) | (bits >> 28 & 8));
+    const float found = float_of(one < other ? one : other) + 8388608.0F;
+    return static_cast<uint8_t>((bits_of(found) & 7) | (bits >> 28 & 8));
 }
 KVTIER_HD inline float float_of_e2m1(uint8_t code) {
-    const int32_t n = code & 7, low = 2 * n - 4, high = 4 * n - 16;
-    const int32_t more = n > low ? n : low;
-    const int32_t size = more > high ? more : high;
-    return static_cast<float>((code & 8) != 0 ? -size : size);
+    const int32_t n = code & 7, over4 = (n - 4) & ~((n - 4) >> 31);
+    const int32_t over6 = (n - 6) & ~((n - 6) >> 31), size = n + over4 + 2 * over6;
+    return static_cast<float>(size * (1 - (code >> 2 & 2)));
 }
 
 // The steps of a group whose largest magnitude is `most`. Of nvfp4 a byte is a float, e4m3, times
