@@ -15,7 +15,8 @@ BITS = {Q8: 8, Q4: 4, Q2: 2, FP8: 8, E5M2: 8, NVFP4: 4, MXFP4: 4}
 SAID = {Q8: 8, Q4: 4, Q2: 2, FP8: 8 + 16, E5M2: 8 + 32, NVFP4: 4 + 16, MXFP4: 4 + 32}
 GROUPS = {NVFP4: (16, 16), MXFP4: (32, 32)}
 HEADER = struct.Struct("<BBBxIII")  # element, bits, by token, rows, channels, head
-UNIT, GROUP = 64, (256, 64)
+UNIT, GROUP_TOKENS, GROUP_CHANNELS = 64, 256, 64
+GROUP = GROUP_TOKENS, GROUP_CHANNELS
 WIDTHS = (2, 2, 4)
 
 
