@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import harness
-from bench_quality import Exact, Found, Ours, at_equal_bits, profile_of
+from bench_quality import Exact, Found, Ours, Way, at_equal_bits, profile_of
 from harness import Row
 from kvtier_daemon.calibration.measuring import NEXT, PREFIX, SEQUENCE, TRIALS, Trial
 from kvtier_daemon.calibration.model import Cached, Model, chunks, divergence
@@ -127,6 +127,9 @@ CHOICES: dict[str, Choice] = {
     "heavy hitters (last 16 queries)": lambda one, count: best(of_blocks(one.last), count),
 }
 
+# Of one block these make none, or four.
+ROUNDED = ("the first block and the last ones", "the last blocks of each turn of 128 tokens")
+
 
 def level_of(name: str, one: Prefix) -> Cached:
     return one.levels[name]
@@ -185,7 +188,7 @@ def measure(model: Shortened, profile: files.Profile, ids: Tensor) -> Iterator[R
     for level in ("ecsq-hi", "exact"):
         count = max(1, round(blocks * (middle - low) / (bits[level] - low)))
         for name, choose in CHOICES.items():
-            if level == "exact" and name.startswith("the first block and") and count < 2:
+            if level == "exact" and count < 2 and name in ROUNDED:
                 continue
             mixed = Mixed(choose, count, level)
             apart = run(mixed)
@@ -228,16 +231,28 @@ def measure(model: Shortened, profile: files.Profile, ids: Tensor) -> Iterator[R
             else:
                 yield Row(row, apart, "", more={"bits": way.bits})
     for window in (one for one in (16, 32, 64, WINDOW) if one < PREFIX):
-        apart = again(model, trial, window)
-        yield Row(f"q2, the last {window} tokens computed again: KL", apart, "")
+        apart = again(model, trial, window, Ours(BY_NAME["q2"]))
+        row = f"q2, the last {window} tokens computed again: KL"
+        if window == WINDOW:
+            yield harness.at_most(row, apart, "", BAR_WINDOW)
+        else:
+            yield Row(row, apart, "")
+        for level in files.ECSQ_LEVELS:
+            apart = again(model, trial, window, Ours(Calibrated("ecsq", profile, level)))
+            plain = dict(curve)[bits[f"ecsq-{level}"]]
+            row = f"ecsq-{level}, the last {window} tokens computed again: KL of plain ecsq's"
+            if window == WINDOW:
+                yield harness.at_most(row, apart / plain, "", BAR_IMPORTANCE, KL=apart)
+            else:
+                yield Row(row, apart / plain, "", more={"KL": apart})
 
 
-def again(model: Shortened, trial: Trial, window: int) -> float:
-    """The KL if the last tokens of the prefix are computed after the others were replaced by q2."""
+def again(model: Shortened, trial: Trial, window: int, way: Way) -> float:
+    """The KL if the last tokens of the prefix are computed after the others were replaced."""
     apart = 0.0
     for batch, prefix, logs in trial._batches:
         short = [(k[:, :, :-window], v[:, :, :-window]) for k, v in prefix]
-        replaced = Found(Ours(BY_NAME["q2"]), 256).replace(short)
+        replaced = Found(way, 256).replace(short)
         with torch.no_grad():
             found = Model.scores(model, replaced, batch[:, PREFIX - window : PREFIX + NEXT])
         apart += divergence(logs, found[:, window:]) * len(batch)
