@@ -196,12 +196,12 @@ KVTIER_HD inline bool float_steps_of(uint32_t largest_bits, float least, float m
 inline constexpr uint32_t kE5m2End = 0x47700000;
 KVTIER_HD inline uint8_t e5m2_of(float value) {
     // Branch-free, as above.
-    const uint32_t bits = bits_of(value);
-    const auto size = static_cast<int32_t>(bits & 0x7FFFFFFF);
-    const int32_t normal = ((size + 0xFFFFF + (size >> 21 & 1)) >> 21) - (112 << 2);
+    const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFF;
+    const auto normal =
+        static_cast<int32_t>((size + 0xFFFFF + (size >> 21 & 1)) >> 21) - (112 << 2);
     // Below 2^-14 the last bit of the sum is that of e5m2.
-    const auto near = static_cast<int32_t>(bits_of(float_of(static_cast<uint32_t>(size)) + 128.0F));
-    const int32_t below = (size - 0x38800000) >> 31;
+    const auto near = static_cast<int32_t>(bits_of(float_of(size) + 128.0F));
+    const int32_t below = (static_cast<int32_t>(size) - 0x38800000) >> 31;
     const int32_t code = ((near - 0x43000000) & below) | (normal & ~below);
     return static_cast<uint8_t>(static_cast<uint32_t>(code) | (bits >> 24 & 0x80));
 }
