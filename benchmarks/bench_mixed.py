@@ -195,9 +195,9 @@ def measure(model: Shortened, profile: files.Profile, ids: Tensor) -> Iterator[R
             share = mixed.share
             rate = share * bits[level] + (1 - share) * low
             plain = at_equal_bits(curve, rate)
-            yield harness.at_most(
+            yield Row(
                 f"{level} for {name}, ecsq-lo for others: KL of plain ecsq's", apart / plain, "",
-                BAR_IMPORTANCE, bits=rate, KL=apart, plain=plain, share=share,
+                more={"bits": rate, "KL": apart, "plain": plain, "share": share},
             )  # fmt: skip
     # Dropping, at the bytes of ecsq-mid.
     room = round(PREFIX * middle / 16)
