@@ -564,47 +564,66 @@ KVTIER_LINES void group_sizes_bf16(const uint8_t* in, size_t elements, float* si
     }
 }
 
-// Codes of e2m1 of 64 elements.
-KVTIER_LINES KVTIER_LOOP __m512i small_code(__m512 size, __m512 inverse) {
-    const __m512 z = _mm512_mul_ps(size, inverse);
+// Codes of e2m1 in the lowest bits of each lane; 8 and more count as 7.
+KVTIER_LINES KVTIER_LOOP __m512i small_code(__m512i bits, __m512 inverse) {
+    const __m512 z = _mm512_mul_ps(_mm512_castsi512_ps(bits), inverse);
     const __m512 half = _mm512_add_ps(_mm512_mul_ps(z, _mm512_set1_ps(0.5F)), _mm512_set1_ps(2.0F));
     const __m512 quarter =
         _mm512_add_ps(_mm512_mul_ps(z, _mm512_set1_ps(0.25F)), _mm512_set1_ps(4.0F));
-    const __m512 least =
-        _mm512_min_ps(_mm512_min_ps(z, half), _mm512_min_ps(quarter, _mm512_set1_ps(7.0F)));
+    const __m512 least = _mm512_min_ps(_mm512_min_ps(z, half), quarter);
     return _mm512_castps_si512(_mm512_add_ps(least, _mm512_set1_ps(8388608.0F)));
 }
+
+// Packed units of such codes. kMost: as above; the inverses of channels are in the order of
+// `apart`.
 template <size_t kMost>
-KVTIER_LINES void small_codes_bf16(const uint8_t* in, size_t rows, size_t channels,
-                                   const float* inverse, uint8_t* codes) {
-    for (size_t r = 0; r < rows; r++) {
-        for (size_t at = 0; at < channels; at += kUnit, codes += kUnit, in += 2 * kUnit) {
-            __m512i bytes = _mm512_setzero_si512();
-            __mmask64 signs = 0;
-            for (size_t i = 0; i < 2; i++) {
-                const __m512i words = _mm512_loadu_si512(in + 64 * i);
-                signs |= static_cast<__mmask64>(_mm512_movepi16_mask(words)) << (32 * i);
-                __m512i found[2];
-                for (size_t k = 0; k < 2; k++) {
-                    const __m256i mine = k == 0 ? _mm512_castsi512_si256(words)
-                                                : _mm512_extracti64x4_epi64(words, 1);
-                    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(mine), 16);
-                    const __m512i size = _mm512_and_si512(wide, _mm512_set1_epi32(0x7FFFFFFF));
-                    const size_t lane = 2 * i + k;
-                    const __m512 by = kMost == 0 ? _mm512_loadu_ps(inverse + at + 16 * lane)
-                                                 : _mm512_set1_ps(inverse[kMost == 16 ? lane : i]);
-                    found[k] = small_code(_mm512_castsi512_ps(size), by);
-                }
-                // The lower bytes of 32 numbers.
-                const __m128i low = _mm512_cvtepi32_epi8(found[0]);
-                const __m128i high = _mm512_cvtepi32_epi8(found[1]);
-                const __m256i both = _mm256_set_m128i(high, low);
-                bytes = i == 0 ? _mm512_castsi256_si512(both) : _mm512_inserti64x4(bytes, both, 1);
+KVTIER_LINES void small_units_bf16(const uint8_t* in, size_t units, size_t channels,
+                                   const float* inverse, uint8_t* packed) {
+    size_t channel = 0;
+    for (size_t unit = 0; unit < units; unit++, in += 2 * kUnit, packed += kUnit / 2) {
+        __m512i codes[2];
+        for (size_t i = 0; i < 2; i++) {
+            const __m512i words = _mm512_loadu_si512(in + 64 * i);
+            const __m512i even =
+                _mm512_and_si512(_mm512_slli_epi32(words, 16), _mm512_set1_epi32(0x7FFFFFFF));
+            const __m512i odd = _mm512_and_si512(words, _mm512_set1_epi32(0x7FFF0000));
+            __m512 by, other;
+            if constexpr (kMost == 0) {
+                by = _mm512_loadu_ps(inverse + channel + 32 * i);
+                other = _mm512_loadu_ps(inverse + channel + 32 * i + 16);
+            } else if constexpr (kMost == 16) {
+                by = other = _mm512_mask_mov_ps(_mm512_set1_ps(inverse[2 * i]), 0xFF00,
+                                                _mm512_set1_ps(inverse[2 * i + 1]));
+            } else {
+                by = other = _mm512_set1_ps(inverse[i]);
             }
-            if (kMost != 0) inverse += kUnit / kMost;
-            bytes = _mm512_mask_add_epi8(bytes, signs, bytes, _mm512_set1_epi8(8));
-            _mm512_storeu_si512(codes, bytes);
+            const __m512i low = _mm512_and_si512(small_code(even, by), _mm512_set1_epi32(15));
+            const __m512i high = _mm512_slli_epi32(small_code(odd, other), 16);
+            const __m512i sizes =
+                _mm512_min_epu16(_mm512_or_si512(low, high), _mm512_set1_epi16(7));
+            const __m512i signs =
+                _mm512_and_si512(_mm512_srli_epi16(words, 12), _mm512_set1_epi16(8));
+            codes[i] = _mm512_or_si512(sizes, signs);
         }
+        const __m512i both = _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed), _mm512_cvtepi16_epi8(both));
+        if constexpr (kMost == 0) {
+            channel = channel + kUnit == channels ? 0 : channel + kUnit;
+        } else {
+            inverse += kUnit / kMost;
+        }
+    }
+}
+
+// Of each 32 numbers, those at even places first.
+KVTIER_LINES void apart(float* numbers, size_t count) {
+    const __m512i evens =
+        _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+    for (size_t i = 0; i < count; i += 32) {
+        const __m512 low = _mm512_loadu_ps(numbers + i), high = _mm512_loadu_ps(numbers + i + 16);
+        _mm512_storeu_ps(numbers + i, _mm512_permutex2var_ps(low, evens, high));
+        _mm512_storeu_ps(numbers + i + 16, _mm512_permutex2var_ps(low, odds, high));
     }
 }
 
@@ -748,7 +767,8 @@ struct Scratch {
         for (auto* numbers : {&low, &high, &base, &step}) numbers->resize(steps);
         // With space for the rest of the previous rows: less than a tile and less than a unit.
         codes.resize(elements + Plan::kTile + kUnit);
-        packed.resize(elements + Plan::kTile + kUnit);
+        // Or for a span of 16 or 32 rows, in half bytes.
+        packed.resize(std::max(elements + Plan::kTile + kUnit, size_t{16} * plan.grid.channels));
         values.resize(std::max(elements, Plan::kTile) * plan.width);
     }
 };
@@ -930,35 +950,33 @@ void decode_halves(const Plan& plan, const uint8_t* codes, bool streaming, Scrat
     }
 }
 
-// The largest magnitudes of groups of a token's channels; false if that is not possible.
-bool sizes_by_hand(const Plan& plan, const uint8_t* in, size_t rows, Scratch& kept) {
+// nvfp4 and mxfp4 of rows of one span, in packed units; false if that is not possible.
+bool units_by_hand(const Plan& plan, const uint8_t* in, size_t rows, float scale, Scratch& kept,
+                   uint8_t* steps) {
 #if KVTIER_X86
     const Grid& grid = plan.grid;
-    if (codec_choice().level() == Level::kVbmi && plan.type == 0 && grid.by_token &&
-        grid.head % kUnit == 0) {
-        const auto by = plan.form.channels == 16 ? group_sizes_bf16<16> : group_sizes_bf16<32>;
-        by(in, rows * grid.channels, kept.step.data());
-        return true;
+    if (codec_choice().level() != Level::kVbmi || plan.type != 0 ||
+        (grid.by_token ? grid.head : grid.channels) % kUnit != 0) {
+        return false;
     }
-#endif
-    return false;
-}
-
-// Codes of e2m1, or false if that is not possible.
-bool codes_by_hand(const Plan& plan, const uint8_t* in, size_t rows, const Scratch& kept,
-                   uint8_t* codes) {
-#if KVTIER_X86
-    const Grid& grid = plan.grid;
-    if (codec_choice().level() == Level::kVbmi && plan.type == 0 && plan.small() &&
-        (grid.by_token ? grid.head : grid.channels) % kUnit == 0) {
-        const auto by = !grid.by_token             ? small_codes_bf16<0>
-                        : plan.form.channels == 16 ? small_codes_bf16<16>
-                                                   : small_codes_bf16<32>;
-        by(in, rows, grid.channels, kept.step.data(), codes);
-        return true;
+    const size_t elements = rows * grid.channels, count = plan.lines(rows) * plan.line();
+    float* const inverse = kept.step.data();
+    const bool many = plan.form.channels == 16;
+    if (grid.by_token) {
+        (many ? group_sizes_bf16<16> : group_sizes_bf16<32>)(in, elements, inverse);
+    } else {
+        level().types[0].sizes[0](in, rows, grid.channels, grid.head, inverse);
     }
-#endif
+    level().small_steps(plan.form.said, scale, count, inverse, steps);
+    if (!grid.by_token) apart(inverse, count);
+    const auto by = !grid.by_token ? small_units_bf16<0>
+                    : many         ? small_units_bf16<16>
+                                   : small_units_bf16<32>;
+    by(in, elements / kUnit, grid.channels, inverse, kept.packed.data());
+    return true;
+#else
     return false;
+#endif
 }
 
 }  // namespace
@@ -993,16 +1011,22 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool strea
             params += plan.form.part_bytes;
         }
     }
+    uint8_t* codes = out + kQuantizedHeader + plan.params;
     for (size_t row = 0; row < plan.rows;) {
-        const size_t span = plan.span(row);
+        const size_t span = plan.span(row), elements = span * grid.channels;
         // All of a part is read before the first code: what follows it is probably the next part.
-        const size_t ahead = plan.small() ? part.raw_bytes : span * grid.channels * plan.width;
+        const size_t ahead = plan.small() ? part.raw_bytes : elements * plan.width;
         if (plan.small()) {
             const size_t steps = plan.lines(span) * plan.line();
-            if (!sizes_by_hand(plan, in, span, kept)) {
-                const size_t sizes = grid.by_token ? plan.form.channels / 16 : 0;
-                by.sizes[sizes](in, span, grid.channels, grid.head, kept.step.data());
+            if (units_by_hand(plan, in, span, scale, kept, params)) {
+                fetch(in + ahead, elements * plan.width);
+                put_bytes(codes, kept.packed.data(), elements / 2, streaming);
+                codes += elements / 2, in += elements * plan.width;
+                params += steps, row += span;
+                continue;
             }
+            const size_t sizes = grid.by_token ? plan.form.channels / 16 : 0;
+            by.sizes[sizes](in, span, grid.channels, grid.head, kept.step.data());
             level().small_steps(plan.form.said, scale, steps, kept.step.data(), params);
             params += steps;
         } else {
@@ -1013,10 +1037,8 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool strea
         for (size_t done = 0; done < span;) {
             const size_t rows = std::min(plan.tile(), span - done);
             fetch(in + ahead, rows * grid.channels * plan.width);
-            if (!codes_by_hand(plan, in, rows, kept, packer.room())) {
-                by.codes[plan.kind()](in, rows, grid.channels, grid.head, kept.base.data(),
-                                      kept.step.data(), packer.room());
-            }
+            by.codes[plan.kind()](in, rows, grid.channels, grid.head, kept.base.data(),
+                                  kept.step.data(), packer.room());
             packer.add(rows * grid.channels);
             in += rows * grid.channels * plan.width;
             done += rows;
