@@ -56,9 +56,14 @@ OF_MEMCPY = {
     "q4": (0.4, 0.8),
     "q2": (None, None),
     "fp8": (None, None),
+    "e5m2": (1.0, 1.0),
+    "nvfp4": (0.4, 1.0),
+    "mxfp4": (None, None),
 }
 OF_ZSTD = {("r32", "avx512vbmi"): (4.0, 3.5), ("r32", "avx2"): (None, 1.6)}
-RATIO = {"fix4": 1.33, "r32": 1.48, "q8": 1.95, "q4": 3.6, "fp8": 1.95}
+RATIO = {
+    "fix4": 1.33, "r32": 1.48, "q8": 1.95, "q4": 3.6, "fp8": 1.95, "e5m2": 1.99, "nvfp4": 3.5, "mxfp4": 3.7,
+}  # fmt: skip
 # GB/s, and how much smaller a model's own profile makes it (its errors are bench_quality's).
 RATES = {"ecsq": (2.5, 4.5), "cachegen": (1.5, 3.0)}
 SMALLER = {
@@ -73,13 +78,29 @@ CALIBRATED = [
 # a head's channels share steps, as V's do, those with small deviations pay for the others. Trained channels
 # reach less far.
 ERROR = {
-    "real": {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5), "fp8": (0.03, 0.03)},
-    "minilm": {"q8": (0.0065, 0.0067), "q4": (0.083, 0.095)},
+    "real": {
+        "q8": (0.006, 0.007),
+        "q4": (0.08, 0.1),
+        "q2": (0.4, 0.5),
+        "fp8": (0.03, 0.03),
+        "e5m2": (0.06, 0.06),
+        "nvfp4": (0.11, 0.11),
+        "mxfp4": (0.15, 0.15),
+    },
+    "minilm": {
+        "q8": (0.0065, 0.0067),
+        "q4": (0.083, 0.095),
+        "e5m2": (0.06, 0.06),
+        "nvfp4": (0.11, 0.11),
+    },
     "drawn": {
         "q8": (0.0075, 0.0085),
         "q4": (0.115, 0.115),
         "q2": (0.57, 0.58),
         "fp8": (0.03, 0.03),
+        "e5m2": (0.06, 0.06),
+        "nvfp4": (0.11, 0.11),
+        "mxfp4": (0.15, 0.15),
     },
 }
 

@@ -133,6 +133,46 @@ class Released:
         return nbytes, rounded((numbers / reach * most).astype(np.float32).reshape(x.shape))
 
 
+@dataclass
+class Turbo:
+    """TurboQuant for mean square errors: each token of a head is rotated by Hadamard's matrix with random
+    signs, scaled to its norm (16 bits), and each coordinate takes the nearest of 2^bits numbers that are
+    best for normal values."""
+
+    bits: int
+
+    def __post_init__(self) -> None:
+        draws = np.sort(np.random.default_rng(0).standard_normal(1 << 16))
+        levels = np.quantile(draws, (np.arange(1 << self.bits) + 0.5) / (1 << self.bits))
+        for _ in range(200):  # Lloyd's algorithm
+            nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, draws)
+            levels = np.array([draws[nearest == n].mean() for n in range(len(levels))])
+        self.levels = levels.astype(np.float32)
+
+    def __call__(self, x: Floats, layer: int, part: int, position: int) -> tuple[float, Floats]:
+        dim = x.shape[-1]
+        matrix = np.ones((1, 1), np.float32)
+        while len(matrix) < dim:
+            matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / np.float32(2**0.5)
+        signs = np.random.default_rng(1).choice(np.array([-1, 1], np.float32), dim)
+        turned = (x * signs) @ matrix
+        norm = rounded(np.linalg.norm(x, axis=-1, keepdims=True))
+        scale = np.maximum(norm, np.float32(1e-30)) / np.float32(dim**0.5)
+        nearest = np.searchsorted((self.levels[1:] + self.levels[:-1]) / 2, turned / scale)
+        back = (self.levels[nearest] * scale) @ matrix.T * signs
+        return x.size * self.bits / 8 + 2.0 * norm.size, rounded(back.astype(np.float32))
+
+
+@dataclass
+class ByToken:
+    """One of the product's codecs, with groups along the channels of a token for K as for V."""
+
+    codec: Codec
+
+    def __call__(self, x: Floats, layer: int, part: int, position: int) -> tuple[float, Floats]:
+        return Ours(self.codec)(x, layer, V, position)
+
+
 # --- as we do it -------------------------------------------------------------------------------------
 
 
@@ -151,6 +191,21 @@ class Ours:
         [entry] = encode(self.codec, data, [one], "bfloat16", text, [grid], position)
         decode(self.codec, text, [entry], "bfloat16", back)
         return entry.nbytes, wide(np.frombuffer(back, "<u2")).reshape(x.shape)
+
+
+@dataclass
+class Exact:
+    """Tokens from this position on stay exact."""
+
+    way: Way
+    first: int
+
+    def __call__(self, x: Floats, layer: int, part: int, position: int) -> tuple[float, Floats]:
+        count = min(max(self.first - position, 0), len(x))
+        if count == 0:
+            return raw(x, layer, part, position)
+        nbytes, found = self.way(np.ascontiguousarray(x[:count]), layer, part, position)
+        return nbytes + 2.0 * x[count:].size, np.concatenate([found, x[count:]])
 
 
 # --- what it does ------------------------------------------------------------------------------------
@@ -200,7 +255,12 @@ def ways(profile: files.Profile) -> Iterator[tuple[str, Way]]:
     yield "q8", Ours(BY_NAME["q8"])
     yield "q4", Ours(BY_NAME["q4"])
     yield "q2", Ours(BY_NAME["q2"])
-    yield "fp8", Ours(BY_NAME["fp8"])
+    for name in ("fp8", "e5m2", "nvfp4", "mxfp4"):
+        yield name, Ours(BY_NAME[name])
+    yield "nvfp4, K by token", ByToken(BY_NAME["nvfp4"])
+    yield "3 bits, groups of q4", Grouped(3, 256, 64)
+    for bits in (4, 3, 2):
+        yield f"TurboQuant, {bits} bits", Turbo(bits)
     yield "KIVI-4, groups of 32", Grouped(4, 32, 32)
     yield "KIVI-2, groups of 32", Grouped(2, 32, 32)
     yield "fp8 unscaled", Fp8(False)
@@ -245,6 +305,14 @@ def at_equal_loss(curve: Sequence[tuple[float, float]], apart: float) -> float |
             share = (log(above) - log(apart)) / (log(above) - log(below))
             return bits + share * (more_bits - bits)
     return None
+
+
+def at_equal_bits(curve: Sequence[tuple[float, float]], bits: float) -> float:
+    """The KL of a curve of (bits, KL) at these bits; beyond its ends, that of the line at the end."""
+    pairs = list(pairwise(sorted(curve)))
+    (one, above), (other, below) = next((pair for pair in pairs if bits <= pair[1][0]), pairs[-1])
+    share = (bits - one) / (other - one)
+    return exp(log(above) + share * (log(below) - log(above)))
 
 
 def profile_of(model: Model, path: Path, given: Path | None) -> tuple[files.Profile, str]:

@@ -17,7 +17,8 @@ WIDTH, HEIGHT = 860, 520
 LEFT, RIGHT, TOP, BOTTOM = 74, 30, 46, 54
 # What belongs to a line begins with its name; others are points of their own.
 LINES = {"ecsq": "#0b6bcb", "cachegen": "#d9480f", "CacheGen's code": "#862e9c", "q": "#2b8a3e",
-         "KIVI": "#5c940d", "fp8": "#495057"}  # fmt: skip
+         "KIVI": "#5c940d", "fp8": "#495057",
+         "TurboQuant": "#c2255c"}  # fmt: skip
 LETTER = 6.2  # how wide one is
 
 

@@ -31,6 +31,7 @@ SOURCES = {
     "codec": "python benchmarks/bench_codec.py",
     "frames": "python benchmarks/bench_frames.py",
     "quality": "python benchmarks/bench_quality.py",
+    "mixed": "python benchmarks/bench_mixed.py",
     "policy": "python benchmarks/bench_policy.py",
     "planner": "python benchmarks/bench_planner.py",
     "sim": "python benchmarks/bench_sim.py",

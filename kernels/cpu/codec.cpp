@@ -674,18 +674,14 @@ size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
                 if (i + kSideBySide < parts.size()) reader.prefetch(parts[i + kSideBySide]);
                 if (!reader.add(part, i)) return reader.failed();
                 break;
-            case Codec::kQ8:
-            case Codec::kQ4:
-            case Codec::kQ2:
-            case Codec::kFp8:
-                if (!decode_quantized(element, part, streaming)) return i;
-                break;
             case Codec::kEcsq:
             case Codec::kCachegen:
                 if (!steps.add(part, i)) return steps.failed();
                 break;
             default:
-                return i;
+                if (fixed_rate(part.codec) == 0 || !decode_quantized(element, part, streaming)) {
+                    return i;
+                }
         }
     }
     if (!reader.flush()) return reader.failed();

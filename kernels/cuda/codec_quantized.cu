@@ -1,5 +1,6 @@
-// q8, q4, q2 and fp8 on a device, bit for bit as in docs/formats.md. A unit is 4,096 elements of a
-// part. The encoder's scratch: the lines of steps, as they are written.
+// The codecs with a fixed rate on a device, bit for bit as in docs/formats.md. A unit is 4,096
+// elements of a part. The encoder's scratch: the lines of steps, as they are written; for nvfp4 and
+// mxfp4 the largest magnitude of each unit (4 bytes), then that of each group.
 
 #include "codec/quantized.h"
 #include "lanes.h"
@@ -14,8 +15,6 @@ using codec::Steps;
 using codec::Value;
 
 constexpr uint32_t kUnitElements = 4096;
-constexpr uint32_t kGroupMost = static_cast<uint32_t>(codec::kGroupChannels);
-constexpr uint32_t kSpan = static_cast<uint32_t>(codec::kGroupTokens);
 constexpr uint32_t kWarp = static_cast<uint32_t>(kLanes);
 
 // The sizes of a part, if it has the layout of the grid. Parts are smaller than 2^31 bytes.
@@ -23,17 +22,25 @@ struct Plan {
     uint64_t size = 0;  // zero if the part cannot be encoded
     uint32_t elements = 0, lines = 0, params = 0;
     uint32_t spans = 0, line = 0, group = 0, groups = 0;  // lines per matrix, steps per line
-    uint32_t matrix_rows, channels, head, bits;
-    bool floating, by_token;
+    uint32_t matrix_rows, channels, head, bits, said;
+    uint32_t span;  // tokens of a group
+    uint32_t step_bytes, part_bytes;
+    bool by_token;
+    float scale = 0;  // of nvfp4
 
     KVTIER_DEVICE Plan(const Part& part, uint32_t width, uint32_t rows_, uint32_t channels_,
                        uint32_t head_, bool by_token_)
         : matrix_rows(rows_),
           channels(channels_),
           head(head_),
-          bits(part.bits & ~codec::kFloating),
-          floating((part.bits & codec::kFloating) != 0),
+          said(part.bits),
           by_token(by_token_) {
+        const codec::FixedForm form = codec::fixed_form(said);
+        const uint32_t most = static_cast<uint32_t>(form.channels);
+        bits = form.bits;
+        span = static_cast<uint32_t>(form.tokens);
+        step_bytes = static_cast<uint32_t>(form.step_bytes);
+        part_bytes = static_cast<uint32_t>(form.part_bytes);
         const uint32_t raw_bytes = static_cast<uint32_t>(part.raw_bytes);
         if (matrix_rows == 0 || channels == 0 || head == 0 || channels > codec::kChannelsMost ||
             channels % head != 0 || uint64_t{matrix_rows} * channels * width > raw_bytes) {
@@ -42,12 +49,12 @@ struct Plan {
         const uint32_t matrix = matrix_rows * channels * width;
         if (raw_bytes % matrix != 0) return;
         elements = raw_bytes / width;
-        groups = (head + kGroupMost - 1) / kGroupMost;  // per head
+        groups = (head + most - 1) / most;  // per head
         group = (head + groups - 1) / groups;
-        spans = (matrix_rows + kSpan - 1) / kSpan;
+        spans = (matrix_rows + span - 1) / span;
         line = by_token ? channels / head * groups : channels;
         lines = by_token ? elements / channels : raw_bytes / matrix * spans;
-        params = lines * line * (bits == 8 ? 2 : 4);
+        params = part_bytes + lines * line * step_bytes;
         size =
             kQuantizedHeader + params + (uint64_t{elements} + kUnit - 1) / kUnit * kUnit * bits / 8;
     }
@@ -59,13 +66,37 @@ struct Plan {
     KVTIER_DEVICE Owner owner(uint32_t element) const {
         const uint32_t row = element / channels, channel = element % channels;
         if (by_token) return {row, channel / head * groups + channel % head / group};
-        return {row / matrix_rows * spans + row % matrix_rows / kSpan, channel};
+        return {row / matrix_rows * spans + row % matrix_rows / span, channel};
+    }
+    // The elements of a group: the first one, their number, and the distance between two of them.
+    struct Members {
+        uint32_t first, count, apart;
+    };
+    KVTIER_DEVICE Members members(uint32_t in_line, uint32_t step) const {
+        if (by_token) {
+            const uint32_t within = step % groups * group, left = head - within;
+            return {in_line * channels + step / groups * head + within, left < group ? left : group,
+                    1};
+        }
+        const uint32_t skipped = in_line % spans * span, left = matrix_rows - skipped;
+        return {(in_line / spans * matrix_rows + skipped) * channels + step,
+                left < span ? left : span, channels};
+    }
+    KVTIER_DEVICE bool small() const { return step_bytes == 1; }
+    KVTIER_DEVICE float small_step(uint8_t byte) const {
+        return said == codec::kNvfp4Bits ? codec::nvfp4_step(byte, scale) : codec::mxfp4_step(byte);
+    }
+    KVTIER_DEVICE uint8_t small_byte(float most) const {
+        if (said != codec::kNvfp4Bits) return codec::mxfp4_byte(most);
+        return codec::nvfp4_byte(most, codec::part_inverse_of(scale));
     }
     KVTIER_DEVICE uint64_t place(uint32_t in_line, uint32_t step) const {
-        return uint64_t{in_line} * line * (bits == 8 ? 2 : 4) + 2 * step;
+        return uint64_t{in_line} * line * step_bytes + (small() ? step : 2 * step) + part_bytes;
     }
     KVTIER_DEVICE Steps steps(const uint8_t* from, const Owner& is) const {
+        if (step_bytes == 0) return {0, 0};
         const uint8_t* const at = from + place(is.line, is.step);
+        if (small()) return {0, small_step(*at)};
         if (bits == 8) {
             const float step = codec::float_of(get16(at) << 16);
             return {codec::base_of(step), step};
@@ -73,16 +104,21 @@ struct Plan {
         return {codec::float_of(get16(at) << 16), codec::float_of(get16(at + 2 * line) << 16)};
     }
     KVTIER_DEVICE bool steps_of(uint32_t largest, float least, float most, Steps& is) const {
-        return floating ? codec::float_steps_of(largest, least, most, is)
-                        : codec::steps_of(bits, largest, least, most, is);
+        return said == codec::kFp8Bits ? codec::float_steps_of(largest, least, most, is)
+                                       : codec::steps_of(bits, largest, least, most, is);
     }
     KVTIER_DEVICE uint32_t code_of(float value, const Steps& is) const {
+        if (step_bytes == 0) return codec::e5m2_of(value);
         const float inverse = codec::inverse_of(is.step);
-        return floating ? codec::e4m3_of(value * inverse) : codec::code_of(value, is.base, inverse);
+        if (small()) return codec::e2m1_of(value, inverse);
+        if (said == codec::kFp8Bits) return codec::e4m3_of(value * inverse);
+        return codec::code_of(value, is.base, inverse);
     }
     KVTIER_DEVICE float value_of(uint8_t code, const Steps& is) const {
-        return floating ? codec::float_of_e4m3(code) * is.step
-                        : codec::value_of(code, is.base, is.step);
+        if (step_bytes == 0) return codec::float_of_e5m2(code);
+        if (small()) return codec::float_of_e2m1(code) * is.step;
+        if (said == codec::kFp8Bits) return codec::float_of_e4m3(code) * is.step;
+        return codec::value_of(code, is.base, is.step);
     }
     KVTIER_DEVICE void put(uint8_t* to, const Owner& owner, const Steps& is) const {
         uint8_t* const at = to + place(owner.line, owner.step);
@@ -102,15 +138,18 @@ KVTIER_DEVICE bool decode(const Part& part, uint32_t unit) {
     using Bits = typename Value<kIs>::Bits;
     if (part.text_bytes < kQuantizedHeader) return false;
     const uint8_t* const from = at<const uint8_t>(part.text);
-    const Plan plan(part, kBytes<kIs>, get32(from + codec::kRowsAt),
-                    get32(from + codec::kChannelsAt), get32(from + codec::kHeadAt),
-                    from[codec::kByTokenAt] != 0);
+    Plan plan(part, kBytes<kIs>, get32(from + codec::kRowsAt), get32(from + codec::kChannelsAt),
+              get32(from + codec::kHeadAt), from[codec::kByTokenAt] != 0);
     if (plan.size == 0 || plan.size != part.text_bytes || from[codec::kByTokenAt] > 1 ||
         from[3] != 0 || from[codec::kElementAt] != static_cast<uint8_t>(kIs) ||
         from[codec::kBitsAt] != part.bits) {
         return false;
     }
     const uint8_t* const params = from + kQuantizedHeader;
+    if (plan.part_bytes != 0) {
+        plan.scale = codec::float_of(get32(params));
+        if (!codec::part_scale_fits(Value<kIs>::kLargest, plan.scale)) return false;
+    }
     uint8_t* const out = at<uint8_t>(part.raw);
     const uint32_t first = unit * kUnitElements;
     for (uint32_t i = first; i < first + kUnitElements && i < plan.elements; i += kWarp) {
@@ -177,6 +216,64 @@ KVTIER_DEVICE void channel_ranges(const uint8_t* in, const Plan& plan, uint32_t 
     });
 }
 
+// The magnitude of an element, as an integer of the same order.
+template <Element kIs>
+KVTIER_DEVICE uint32_t magnitude(const uint8_t* in, uint64_t i) {
+    const uint32_t bits = load<typename Value<kIs>::Bits>(in + i * kBytes<kIs>);
+    return bits & ((1u << (8 * kBytes<kIs> - 1)) - 1);
+}
+template <Element kIs>
+KVTIER_DEVICE float widened(uint32_t magnitude) {
+    return Value<kIs>::widened(static_cast<typename Value<kIs>::Bits>(magnitude));
+}
+KVTIER_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a < b ? b : a; }
+
+// Writes the largest magnitudes of this unit's groups to the scratch, and the largest one of them.
+// A lane computes that of a group. False if a value may not be finite after decoding.
+template <Element kIs>
+KVTIER_DEVICE bool measure_small(const Part& part, const Plan& plan, uint32_t unit) {
+    using Bits = typename Value<kIs>::Bits;
+    const uint8_t* const in = at<const uint8_t>(part.raw);
+    uint8_t* const sizes = at<uint8_t>(part.scratch) + uint64_t{part.units} * 4;
+    const uint32_t all = plan.lines * plan.line;
+    const uint32_t found = joined<uint32_t>(
+        [&](uint32_t lane) {
+            uint32_t greatest = 0;
+            for (uint64_t i = uint64_t{unit} * kWarp + lane; i < all;
+                 i += uint64_t{part.units} * kWarp) {
+                const auto number = static_cast<uint32_t>(i);
+                const auto is = plan.members(number / plan.line, number % plan.line);
+                uint32_t most = 0;
+                for (uint32_t k = 0; k < is.count; k++) {
+                    most = larger(most, magnitude<kIs>(in, is.first + uint64_t{k} * is.apart));
+                }
+                store<Bits>(sizes + i * kBytes<kIs>, static_cast<Bits>(most));
+                greatest = larger(greatest, most);
+            }
+            return greatest;
+        },
+        larger);
+    each([&](uint32_t lane) {
+        if (lane == 0) store<uint32_t>(at<uint8_t>(part.scratch) + uint64_t{unit} * 4, found);
+    });
+    return codec::small_fits(plan.said, Value<kIs>::kLargest, widened<kIs>(found));
+}
+
+// False if an element would not be finite as e5m2.
+template <Element kIs>
+KVTIER_DEVICE bool measure_halves(const Part& part, const Plan& plan, uint32_t unit) {
+    const uint8_t* const in = at<const uint8_t>(part.raw);
+    const uint32_t first = unit * kUnitElements;
+    return ballot([&](uint32_t lane) {
+               for (uint32_t i = first + lane; i < first + kUnitElements && i < plan.elements;
+                    i += kWarp) {
+                   const float size = widened<kIs>(magnitude<kIs>(in, i));
+                   if (!(size < codec::float_of(codec::kE5m2End))) return true;
+               }
+               return false;
+           }) == 0;
+}
+
 // Writes the steps of this unit's groups to the scratch; false if a group has no valid steps.
 KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
     const bool wide = part.element == static_cast<uint32_t>(Element::kFp32);
@@ -186,6 +283,16 @@ KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
                                     : Value<Element::kBf16>::kLargest;
     const Plan plan(part, wide ? 4 : 2, part.rows, part.channels, part.head, part.by_token != 0);
     if (plan.size == 0 || plan.size >= part.raw_bytes) return false;
+    if (plan.step_bytes < 2) {
+        const bool fits = of_floats(part, [&](auto is) {
+            return plan.small() ? measure_small<KVTIER_IS>(part, plan, unit)
+                                : measure_halves<KVTIER_IS>(part, plan, unit);
+        });
+        each([&](uint32_t lane) {
+            if (lane == 0) measured = {0, 0, unit == 0 ? plan.size : 0};
+        });
+        return fits;
+    }
     const uint8_t* const in = at<const uint8_t>(part.raw);
     uint8_t* const params = at<uint8_t>(part.scratch);
     // The steps of a line are computed by one warp, or by 32 warps.
@@ -196,16 +303,12 @@ KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
         Each<Range> ranges;
         const bool known = of_floats(part, [&](auto is) {
             if (plan.by_token) {
-                const uint32_t within = step % plan.groups * plan.group;
-                const uint32_t left = plan.head - within;
-                group_ranges<KVTIER_IS>(
-                    in, line * plan.channels + step / plan.groups * plan.head + within,
-                    left < plan.group ? left : plan.group, ranges);
+                const auto members = plan.members(line, step);
+                group_ranges<KVTIER_IS>(in, members.first, members.count, ranges);
             } else {
-                const uint32_t skipped = line % plan.spans * kSpan;
-                const uint32_t left = plan.matrix_rows - skipped;
-                channel_ranges<KVTIER_IS>(in, plan, line / plan.spans * plan.matrix_rows + skipped,
-                                          left < kSpan ? left : kSpan, step, ranges);
+                const auto members = plan.members(line, 0);
+                channel_ranges<KVTIER_IS>(in, plan, members.first / plan.channels, members.count,
+                                          step, ranges);
             }
             return true;
         });
@@ -226,15 +329,62 @@ KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
     return true;
 }
 
+// The byte of a group's step, from its largest magnitude in the scratch.
+template <Element kIs>
+KVTIER_DEVICE uint8_t small_byte(const Part& part, const Plan& plan, const Plan::Owner& is) {
+    const uint8_t* const sizes = at<const uint8_t>(part.scratch) + uint64_t{part.units} * 4;
+    const uint64_t number = uint64_t{is.line} * plan.line + is.step;
+    const auto most = load<typename Value<kIs>::Bits>(sizes + number * kBytes<kIs>);
+    return plan.small_byte(Value<kIs>::widened(most));
+}
+
+// Computes the scale of the part, and writes it and this unit's share of the steps.
+template <Element kIs>
+KVTIER_DEVICE void place_steps(const Part& part, Plan& plan, uint32_t unit, uint8_t* params) {
+    const uint8_t* const sizes = at<const uint8_t>(part.scratch);
+    const uint32_t most = joined<uint32_t>(
+        [&](uint32_t lane) {
+            uint32_t found = 0;
+            for (uint32_t i = lane; i < part.units; i += kWarp) {
+                found = larger(found, load<uint32_t>(sizes + uint64_t{i} * 4));
+            }
+            return found;
+        },
+        larger);
+    plan.scale = codec::part_scale_of(widened<kIs>(most));
+    const uint32_t all = plan.lines * plan.line;
+    for (uint64_t first = uint64_t{unit} * kWarp; first < all;
+         first += uint64_t{part.units} * kWarp) {
+        each([&](uint32_t lane) {
+            const auto number = static_cast<uint32_t>(first) + lane;
+            if (number >= all) return;
+            const Plan::Owner is = {number / plan.line, number % plan.line};
+            params[plan.place(is.line, is.step)] = small_byte<kIs>(part, plan, is);
+        });
+    }
+    each([&](uint32_t lane) {
+        if (lane == 0 && unit == 0 && plan.part_bytes != 0) {
+            put32(params, codec::bits_of(plan.scale));
+        }
+    });
+}
+
 template <Element kIs>
 KVTIER_DEVICE void place(const Part& part, uint32_t unit, uint8_t* out) {
-    const Plan plan(part, kBytes<kIs>, part.rows, part.channels, part.head, part.by_token != 0);
+    Plan plan(part, kBytes<kIs>, part.rows, part.channels, part.head, part.by_token != 0);
     const uint8_t* const in = at<const uint8_t>(part.raw);
     const uint8_t* const params = at<const uint8_t>(part.scratch);
-    copy_share(out + kQuantizedHeader, params, plan.params, unit, part.units);
+    if (plan.small()) {
+        place_steps<kIs>(part, plan, unit, out + kQuantizedHeader);
+    } else {
+        copy_share(out + kQuantizedHeader, params, plan.params, unit, part.units);
+    }
     const auto code = [&](uint32_t i) -> uint32_t {
         if (i >= plan.elements) return 0;
-        const Steps steps = plan.steps(params, plan.owner(i));
+        const auto owner = plan.owner(i);
+        const Steps steps = plan.small()
+                                ? Steps{0, plan.small_step(small_byte<kIs>(part, plan, owner))}
+                                : plan.steps(params, owner);
         const auto bits = load<typename Value<kIs>::Bits>(in + uint64_t{i} * kBytes<kIs>);
         return plan.code_of(Value<kIs>::widened(bits), steps);
     };

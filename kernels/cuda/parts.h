@@ -25,7 +25,7 @@ struct Part {
     uint32_t kept;          // stored raw
     uint32_t unit, units;   // the first unit, and the number of units
     uint32_t first, parts;  // encoding: the index of the payload's first part, and their number
-    uint32_t bits;          // of codes: 8, 4 or 2; with kFloating
+    uint32_t bits;          // of codes, with flags: see codec::fixed_form
     uint32_t rows, channels, head, by_token;  // a grid
     uint32_t heads_first, position;
     uint32_t reserved;

@@ -357,11 +357,11 @@ def encode_parts(
     grids: Sequence[tuple[int, int, int, bool]] = ...,
 ) -> list[tuple[int, int]]:
     """Encodes consecutive parts of a block, without the GIL: 0 raw, 1 fix4, 2 r32, 4 q8, 5 q4, 6
-    q2, of bf16 (0), fp16, fp32, e4m3 or e5m2 (4). The last three codecs need a grid for each part
-    (rows, channels, channels of a head, by token), and store parts with another layout raw.
-    Returns each part's codec and size; they are contiguous in `into`, which must have room for all
-    unencoded parts: a part that does not shrink is stored raw. Writes the same bytes on every
-    processor."""
+    q2, 9 fp8, 10 e5m2, 11 nvfp4, 12 mxfp4, of bf16 (0), fp16, fp32, e4m3 or e5m2 (4). From q8 on,
+    codecs need a grid for each part (rows, channels, channels of a head, by token), and store parts
+    with another layout raw. Returns each part's codec and size; they are contiguous in `into`, which
+    must have room for all unencoded parts: a part that does not shrink is stored raw. Writes the
+    same bytes on every processor."""
 
 def decode_parts(
     element: int, payload: _Memory, places: Sequence[tuple[int, int, int, int]], into: _Memory

@@ -15,9 +15,12 @@ from typing import Protocol
 from kvtier import wire
 from kvtier.errors import FrameError, ProtocolError
 from kvtier.frame import (
+    E5M2,
     ELEMENTS,
     FIX4,
     FP8,
+    MXFP4,
+    NVFP4,
     PAGE,
     Q2,
     Q4,
@@ -34,7 +37,7 @@ from kvtier.layout import PAGE_MARK, KvSpec
 from kvtier.link import Link
 from kvtier.read_file import ReadFile
 
-LOSSLESS, LOSSY = (RAW, FIX4, R32), (Q8, Q4, Q2, FP8)
+LOSSLESS, LOSSY = (RAW, FIX4, R32), (Q8, Q4, Q2, FP8, E5M2, NVFP4, MXFP4)
 FLOATS = ("bfloat16", "float16", "float32")
 
 

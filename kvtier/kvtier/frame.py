@@ -54,7 +54,7 @@ FLAGS = HAS_PARENT  # flags of a header
 HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16sB3x8s16s16s")
 ENTRY = struct.Struct("<HBBIII16s")
 # Codecs, and the kernels' numbers of element types. Other types have no exponent to encode.
-RAW, FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = range(10)
+RAW, FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8, E5M2, NVFP4, MXFP4 = range(13)
 ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
 ONCE = 1  # the generation of a frame that has been through a lossy codec
 ENCRYPTED = 0x80  # in the codec of a frame

@@ -36,7 +36,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checksums of their saves. `residency`: tell the daemon which blocks the engine holds in its own cache.
     `layerwise`: on a GPU, the least bytes of a part of a load within a step, whose layers do not wait for the
     rest. `gpu_direct`: on a GPU, ranks read blocks on disk themselves; `auto`: only if the disk is proven to
-    write to the GPU's memory."""
+    write to the GPU's memory. `compute_last`: the last tokens of a prompt are computed, not loaded."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -53,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     residency: bool = False
     layerwise: str | int = "16MiB"
     gpu_direct: Literal["off", "auto", "on"] = "off"
+    compute_last: int = 0
 
     @property
     def saving_bytes(self) -> int:
@@ -80,6 +81,7 @@ EXPECTED = {
     "gpu_copies": '"auto", "batch" or "kernel"',
     "layerwise": 'bytes, such as "16MiB", or "off"',
     "gpu_direct": '"off", "auto" or "on"',
+    "compute_last": "a number of tokens, such as 128",
 }
 
 
@@ -99,7 +101,7 @@ def read_options(extra: Mapping[str, Any]) -> Options:
         try:
             one = msgspec.convert({name: value}, Options)
             least = min(one.patience_ms, one.lease_ms, one.copy_threads, one.saving_bytes)
-            if least < 1 or one.layerwise_bytes < 0:
+            if least < 1 or min(one.layerwise_bytes, one.compute_last) < 0:
                 raise ValueError
         except ValueError as error:
             text = f"kv_connector_extra_config: {name} is {value!r}: expected {EXPECTED[name]}"

@@ -163,6 +163,7 @@ class Prompt:
     may_save: bool
     options: RequestOptions = field(default_factory=RequestOptions)
     number: int = 0
+    compute_last: int = 1  # tokens that are computed even if their blocks are found
     keys: Keys | None = None
     session: DaemonSession | None = None
     lookup: LookupState = field(default_factory=LookupState)
@@ -178,9 +179,9 @@ class Prompt:
         return NO_ADAPTER if lora is None else str(lora.lora_name)
 
     def loadable(self, block_tokens: int) -> int:
-        """How many leading blocks can be loaded: at least one token is computed."""
+        """How many leading blocks can be loaded: the last tokens, at least one, are computed."""
         tokens: int = self.request.num_tokens
-        return (tokens - 1) // block_tokens
+        return max(0, tokens - self.compute_last) // block_tokens
 
     def response(self) -> dict[str, Any] | None:
         """What the request's response contains, if the request has options."""

@@ -236,6 +236,7 @@ class SchedulerSide:
             prompt = Prompt(
                 request, extras or b"", identified and may_load, identified and may_save,
                 options if identified else RequestOptions(given=options.given), self._number(),
+                max(1, self._options.compute_last),
             )  # fmt: skip
             self._prompts[request.request_id] = prompt
             self.stats.adapted("adapter_requests", prompt.adapter, 1)

@@ -45,6 +45,11 @@ def values_of(seed: int = 0) -> bench.Floats:
         (bench.Ours(BY_NAME["q8"]), (8 + 16 / 256 + 128 / N, 8 + 16 / 64 + 128 / N)),
         (bench.Ours(BY_NAME["q4"]), (4 + 32 / 256 + 128 / N, 4 + 32 / 64 + 128 / N)),
         (bench.Ours(BY_NAME["q2"]), (2 + 32 / 256 + 128 / N, 2 + 32 / 64 + 128 / N)),
+        (bench.Ours(BY_NAME["e5m2"]), (8 + 128 / N, 8 + 128 / N)),
+        (bench.Ours(BY_NAME["nvfp4"]), (4 + 8 / 16 + 160 / N, 4 + 8 / 16 + 160 / N)),
+        (bench.ByToken(BY_NAME["nvfp4"]), (4 + 8 / 16 + 160 / N, 4 + 8 / 16 + 160 / N)),
+        (bench.Ours(BY_NAME["mxfp4"]), (4 + 8 / 32 + 128 / N, 4 + 8 / 32 + 128 / N)),
+        (bench.Turbo(3), (3 + 16 / 64, 3 + 16 / 64)),
         (bench.Fp8(False), (8, 8)),
         (bench.Fp8(True), (8 + 32 / N, 8 + 32 / N)),
     ],
@@ -78,6 +83,17 @@ def test_fp8_has_three_bits_of_mantissa() -> None:
     assert back.tolist() == [1.0, 1.125, 4.0, 448, -448]
     _, back = bench.Fp8(True)(np.array([896, 2.125, 0], "f4"), 0, 0, 0)
     assert back.tolist() == [896, 2.0, 0]
+
+
+@pytest.mark.parametrize(("bits", "error"), [(4, 0.0975), (3, 0.186), (2, 0.343)])
+def test_turbo_has_the_error_of_the_best_quantizer_of_normal_values(
+    bits: int, error: float
+) -> None:
+    """Whatever the deviations of the channels are."""
+    x = values_of()
+    _, back = bench.Turbo(bits)(x, 0, 0, 0)
+    found = np.linalg.norm(back - x, axis=-1) / np.linalg.norm(x, axis=-1)
+    assert error * 0.9 < np.sqrt(np.mean(found**2)) < error * 1.1
 
 
 def test_released_cachegen_stores_a_table_for_each_channel_of_a_chunk() -> None:

@@ -152,19 +152,15 @@ class HostBatch {
                 uint32_t more) {
         constexpr size_t kWidths[] = {2, 2, 4, 1, 1};
         const size_t elements = raw_bytes / kWidths[static_cast<size_t>(element_)];
-        const bool fp8 = codec_ == codec::Codec::kFp8;
-        const bool fixed = fp8 || (codec_ >= codec::Codec::kQ8 && codec_ <= codec::Codec::kQ2);
-        const size_t of_unit = fixed ? 4096 : codec::kStreamSymbols;
+        const unsigned bits = codec::fixed_rate(codec_);
+        const size_t of_unit = bits != 0 ? 4096 : codec::kStreamSymbols;
         Part part = {};
         part.raw = address(raw), part.raw_bytes = raw_bytes;
         part.element = static_cast<uint32_t>(element_);
         part.unit = static_cast<uint32_t>(owners_.size());
         part.units =
             static_cast<uint32_t>((std::max<size_t>(elements, 1) - 1) / of_unit + 1) + more;
-        part.bits = fp8                           ? 8 | codec::kFloating
-                    : codec_ == codec::Codec::kQ8 ? 8
-                    : codec_ == codec::Codec::kQ4 ? 4
-                                                  : 2;
+        part.bits = bits;
         if (known != nullptr) part.known = known->at();
         part.heads_first = heads_first;
         owners_.resize(owners_.size() + part.units, static_cast<uint32_t>(parts_.size()));

@@ -30,12 +30,14 @@ class Fuzz : OddParts {
     void round(size_t times) {
         const auto& levels = codec_choice().levels();
         codec_choice().choose(levels[below(levels.size())]);
-        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32, Codec::kQ8,   Codec::kQ4,
-                                     Codec::kQ2,   Codec::kFp8, Codec::kEcsq, Codec::kCachegen};
+        constexpr Codec kCodecs[] = {Codec::kFix4,  Codec::kR32,  Codec::kQ8,      Codec::kQ4,
+                                     Codec::kQ2,    Codec::kFp8,  Codec::kE5m2,    Codec::kNvfp4,
+                                     Codec::kMxfp4, Codec::kEcsq, Codec::kCachegen};
         // Selects the two codecs with the most code of their own as often as all others together.
-        const Codec codec = kCodecs[below(2) == 0 ? 6 + below(2) : below(6)];
+        const Codec codec = kCodecs[below(2) == 0 ? 9 + below(2) : below(9)];
         const auto element = static_cast<Element>(below(kElements));
-        const size_t heads = 1 + below(3), head = 1 + below(90);
+        // Whole units have code of their own.
+        const size_t heads = 1 + below(3), head = below(4) == 0 ? kUnit : 1 + below(90);
         // At first, and sometimes later, large enough to bypass the caches.
         const bool large = damaged == 0 || below(400) == 0;
         const size_t rows = large ? (size_t{1} << 20) / heads / head + 1 : 1 + below(60);

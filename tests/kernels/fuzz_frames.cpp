@@ -48,9 +48,10 @@ class Fuzz {
     void round(size_t times) {
         const auto& levels = codec_choice().levels();
         codec_choice().choose(levels[below(levels.size())]);
-        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32, Codec::kQ8,
-                                     Codec::kQ4,   Codec::kQ2,  Codec::kFp8};
-        const Codec codec = kCodecs[below(6)];
+        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32,   Codec::kQ8,
+                                     Codec::kQ4,   Codec::kQ2,    Codec::kFp8,
+                                     Codec::kE5m2, Codec::kNvfp4, Codec::kMxfp4};
+        const Codec codec = kCodecs[below(9)];
         element_ = static_cast<Element>(below(codec <= Codec::kR32 ? 5 : 3));
         const size_t width = element_ == Element::kFp32 ? 4 : element_ <= Element::kFp16 ? 2 : 1;
         // Sometimes several runs.

@@ -248,10 +248,17 @@ class Others : OddParts {
 constexpr struct {
     std::string_view name;
     Codec codec;
-} kNames[] = {{"fix4", Codec::kFix4}, {"r32", Codec::kR32},
-              {"q8", Codec::kQ8},     {"q4", Codec::kQ4},
-              {"q2", Codec::kQ2},     {"fp8", Codec::kFp8},
-              {"ecsq", Codec::kEcsq}, {"cachegen", Codec::kCachegen}};
+} kNames[] = {{"fix4", Codec::kFix4},
+              {"r32", Codec::kR32},
+              {"q8", Codec::kQ8},
+              {"q4", Codec::kQ4},
+              {"q2", Codec::kQ2},
+              {"fp8", Codec::kFp8},
+              {"e5m2", Codec::kE5m2},
+              {"nvfp4", Codec::kNvfp4},
+              {"mxfp4", Codec::kMxfp4},
+              {"ecsq", Codec::kEcsq},
+              {"cachegen", Codec::kCachegen}};
 
 }  // namespace
 

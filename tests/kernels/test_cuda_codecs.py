@@ -17,10 +17,13 @@ import kvtier_kernels as kernels
 from kvtier_kernels.cuda import CudaError, codecs
 from kvtier_kernels.cuda.codecs import (
     CACHEGEN,
+    E5M2,
     ECSQ,
     ENCODED_PART,
     FIX4,
     FP8,
+    MXFP4,
+    NVFP4,
     PAYLOAD,
     Q4,
     Q8,
@@ -36,7 +39,7 @@ TOKENS, HEADS, DIM = 20, 2, 32
 TABLE = bytes([4, 20, 60, 88, 60, 20, 3, 1])
 ROPE = (struct.pack("<4Q", 1 << 60, 1 << 55, 1 << 50, 1 << 40), False)
 GRID = (TOKENS, HEADS * DIM, DIM, False)
-ALL = [FIX4, R32, Q8, Q4, FP8, ECSQ, CACHEGEN]
+ALL = [FIX4, R32, Q8, Q4, FP8, E5M2, NVFP4, MXFP4, ECSQ, CACHEGEN]
 
 
 def drawn(seed: int, elements: int = TOKENS * HEADS * DIM) -> bytes:

@@ -28,7 +28,7 @@ FLAGS = ("-std=c++20", "-g1", "-ffp-contract=off", "-pthread")
 SANITIZED = ("-O1", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1")
 OPTIONS = "halt_on_error=1:exitcode=66:atexit_sleep_ms=0"
 RACE, DIVERGED = 66, 3  # exit statuses
-CODECS = ("fix4", "r32", "q8", "q4", "q2", "fp8", "ecsq", "cachegen")
+CODECS = ("fix4", "r32", "q8", "q4", "q2", "fp8", "e5m2", "nvfp4", "mxfp4", "ecsq", "cachegen")
 DAMAGED = effort(120, 1_000, 20_000)
 SECONDS = 1_800
 MOST_RANDOM_BITS = 28  # of addresses: with more, the sanitizer finds no room

@@ -24,7 +24,7 @@ SPEC = spec_of("parts", layers=5, kv_heads=2, head_dim=64, block_tokens=16)
 BLOCK = SPEC.block_bytes  # 40 KiB
 PART = BLOCK // 10
 NAME, EPOCH = Identity(b"s" * 32, 3, 2, b"k" * 32), 9
-CODECS = ("raw", "fix4", "r32", "q8", "q4", "q2", "fp8")
+CODECS = ("raw", "fix4", "r32", "q8", "q4", "q2", "fp8", "e5m2", "nvfp4", "mxfp4")
 CHOSEN = [
     ([0], BLOCK), ([0], 1), ([BLOCK - 1], 1), ([2 * PART], 2 * PART), ([8 * PART, 0, 8 * PART], PART),
     ([PART - 1], 2), ([100, 3 * PART + 100], 256), ([n * PART + 512 for n in range(10)], 300),

@@ -29,7 +29,7 @@ ON_GPU = os.environ.get("KVTIER_DEVICE") == "gpu"
 CHAIN = 16
 RING = 4 << 20
 CALIBRATED = ("ecsq-mid", "cachegen-mid")
-CODECS = ("raw", "fix4", "r32", "q8", "q4", "q2", "fp8", *CALIBRATED)
+CODECS = ("raw", "fix4", "r32", "q8", "q4", "q2", "fp8", "e5m2", "nvfp4", "mxfp4", *CALIBRATED)
 PATIENT = {"LIMIT_DIRECT_S": 60.0}  # a busy machine is slow
 DaemonOf = Callable[..., Daemon]
 EngineOf = Callable[..., DirectEngine]
@@ -299,7 +299,7 @@ def test_a_file_that_became_shorter_is_a_miss(
 
 def test_a_space_without_exponents_is_read_raw() -> None:
     assert codecs_for(spec_of(dtype="uint8")) == bytes([RAW])
-    assert len(codecs_for(spec_of())) == 7
+    assert len(codecs_for(spec_of())) == 10
     assert len(codecs_for(spec_of(dtype="float8_e4m3fn"))) == 3
 
 

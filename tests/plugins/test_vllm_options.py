@@ -30,6 +30,7 @@ WRONG: dict[str, list[Any]] = {
     "gpu_copies": ["fast", True, None],
     "layerwise": ["often", -1, None],
     "gpu_direct": ["yes", True, None],
+    "compute_last": [-1, "all", 1.5, None],
 }
 RIGHT: dict[str, Any] = {
     "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
@@ -40,6 +41,7 @@ RIGHT: dict[str, Any] = {
     "gpu_copies": "batch",
     "layerwise": "off",
     "gpu_direct": "auto",
+    "compute_last": 128,
 }  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def test_an_unknown_option_gives_a_line_with_the_nearest_option() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
     with pytest.raises(
-        ValueError, match=r"no option 'disk': known options: socket, load, .*gpu_direct$"
+        ValueError, match=r"no option 'disk': known options: socket, load, .*compute_last$"
     ):
         read_options({"disk": "/tmp"})
 

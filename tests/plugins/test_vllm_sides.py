@@ -70,6 +70,20 @@ def test_one_token_is_left_to_compute(cold_daemon: Daemon, engine_of: EngineOf) 
     assert engine.serve(range(4 * BLOCK + 1)).cached == 4 * BLOCK
 
 
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_the_last_tokens_are_computed_if_an_option_says_so(
+    cold_daemon: Daemon, engine_of: EngineOf, load: str
+) -> None:
+    """New tokens at the end of a prompt count, so a prompt that goes on loads more."""
+    engine_of(cold_daemon, load=load).serve(range(6 * BLOCK))
+    engine = engine_of(cold_daemon, load=load, compute_last=2 * BLOCK)
+    assert engine.serve(range(6 * BLOCK)).cached == 4 * BLOCK
+    assert engine.serve(range(6 * BLOCK + 1)).cached == 4 * BLOCK
+    assert engine.serve(range(7 * BLOCK - 1)).cached == 4 * BLOCK
+    assert engine.serve([*range(6 * BLOCK), *range(900, 900 + 2 * BLOCK)]).cached == 6 * BLOCK
+    assert engine.serve(range(2 * BLOCK)).cached == engine.serve(range(BLOCK)).cached == 0
+
+
 def test_a_longer_prompt_loads_the_common_prefix(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(cold_daemon)
     engine.serve(range(4 * BLOCK))

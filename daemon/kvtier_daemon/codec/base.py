@@ -6,7 +6,22 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
-from kvtier.frame import CACHEGEN, ECSQ, ELEMENTS, FIX4, FP8, Q2, Q4, Q8, R32, RAW, ZSTD
+from kvtier.frame import (
+    CACHEGEN,
+    E5M2,
+    ECSQ,
+    ELEMENTS,
+    FIX4,
+    FP8,
+    MXFP4,
+    NVFP4,
+    Q2,
+    Q4,
+    Q8,
+    R32,
+    RAW,
+    ZSTD,
+)
 from kvtier_daemon.codec.frame import Entry
 from kvtier_kernels import Recipe, decode_parts
 
@@ -14,8 +29,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "CACHEGEN", "ECSQ", "ELEMENTS", "FIX4", "FP8", "Q2", "Q4", "Q8", "R32", "RAW", "ZSTD", "Codec", "Native",
-    "damaged", "expect", "placed",
+    "CACHEGEN", "E5M2", "ECSQ", "ELEMENTS", "FIX4", "FP8", "MXFP4", "NVFP4", "Q2", "Q4", "Q8", "R32", "RAW",
+    "ZSTD", "Codec", "Native", "damaged", "expect", "placed",
 ]  # fmt: skip
 
 

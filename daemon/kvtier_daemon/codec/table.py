@@ -4,7 +4,19 @@ Each codec is one row here. A native codec has its encoder and decoder in kernel
 class, such as Zstd. The calibrated codecs, ecsq and cachegen, are made for a profile: see `calibrated`.
 """
 
-from kvtier_daemon.codec.base import FIX4, FP8, Q2, Q4, Q8, R32, Codec, Native
+from kvtier_daemon.codec.base import (
+    E5M2,
+    FIX4,
+    FP8,
+    MXFP4,
+    NVFP4,
+    Q2,
+    Q4,
+    Q8,
+    R32,
+    Codec,
+    Native,
+)
 from kvtier_daemon.codec.frame import RAW
 from kvtier_daemon.codec.zstd import Zstd
 
@@ -26,6 +38,12 @@ CODECS: tuple[Codec, ...] = (
     # Lossy: e4m3 floats, with the steps of q8. A small value keeps three bits of mantissa however large the
     # maximum of its group is: less error than q8 in groups with outliers, four times as much in others.
     Native("fp8", FP8, lossy=True),
+    # Lossy: e5m2 floats, without steps: the fastest one, with twice the error of fp8.
+    Native("e5m2", E5M2, lossy=True),
+    # Lossy: e2m1 floats of 4 bits, in groups of 16 whose steps are e4m3 floats, relative to the part's scale.
+    Native("nvfp4", NVFP4, lossy=True),
+    # Lossy: the same in groups of 32 with powers of two as steps.
+    Native("mxfp4", MXFP4, lossy=True),
 )
 BY_NAME = {codec.name: codec for codec in CODECS}
 BY_NUMBER = {codec.number: codec for codec in CODECS}

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "codec/lossless.h"
+#include "codec/quantized.h"
 #include "cpu.h"
 
 namespace kvtier::codec {
@@ -20,13 +21,38 @@ enum class Codec : uint8_t {
     kQ2 = 6,
     kEcsq = 7,
     kCachegen = 8,
-    kFp8 = 9
+    kFp8 = 9,
+    kE5m2 = 10,
+    kNvfp4 = 11,
+    kMxfp4 = 12
 };
 // True if a codec needs the channels of a part.
 constexpr bool calibrated(Codec codec) {
     return codec == Codec::kEcsq || codec == Codec::kCachegen;
 }
 struct Channels;  // calibration.h
+
+// The bits of a code as a part's header has them (fixed_form); 0 for a codec without a fixed rate.
+constexpr unsigned fixed_rate(Codec codec) {
+    switch (codec) {
+        case Codec::kQ8:
+            return 8;
+        case Codec::kQ4:
+            return 4;
+        case Codec::kQ2:
+            return 2;
+        case Codec::kFp8:
+            return kFp8Bits;
+        case Codec::kE5m2:
+            return kE5m2Bits;
+        case Codec::kNvfp4:
+            return kNvfp4Bits;
+        case Codec::kMxfp4:
+            return kMxfp4Bits;
+        default:
+            return 0;
+    }
+}
 
 // The layout of a part's elements, for codecs that process channels: matrices with `rows` rows, one
 // row per token. Without rows the layout is unknown.

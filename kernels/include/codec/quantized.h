@@ -5,7 +5,8 @@
 // A part consists of rows of channels, one row per token; after `rows` rows another matrix begins
 // (the next head of the engine's layout). In a group of elements, which is the tokens of one
 // channel or the channels of one token, the minimum and the maximum give a base and a step, and
-// each element is base + code * step.
+// each element is base + code * step. Small floats (e4m3, e2m1) have a step and no base; e5m2 has
+// neither.
 #pragma once
 
 #include <cstddef>
@@ -17,15 +18,38 @@
 namespace kvtier::codec {
 
 inline constexpr size_t kQuantizedTypes = 3;  // bf16, fp16, fp32
-inline constexpr size_t kGroupTokens = 256;   // of one channel
-// Of one token: the channels of a head, or an equal share of them.
-inline constexpr size_t kGroupChannels = 64;
 inline constexpr size_t kChannelsMost = size_t{1} << 16;
 inline constexpr size_t kUnit = 64;  // codes that are packed together
 
 // The positions of the numbers in an encoded part; see docs/formats.md.
 inline constexpr size_t kBitsAt = 1, kByTokenAt = 2, kRowsAt = 4, kChannelsAt = 8, kHeadAt = 12;
 inline constexpr size_t kQuantizedHeader = 16;
+
+// What a header says in addition to the bits of a code: q8, q4 and q2 say nothing, fp8 and nvfp4
+// kFloating, e5m2 and mxfp4 kBinary.
+inline constexpr unsigned kFloating = 16, kBinary = 32;
+inline constexpr unsigned kFp8Bits = 8 | kFloating, kE5m2Bits = 8 | kBinary,
+                          kNvfp4Bits = 4 | kFloating, kMxfp4Bits = 4 | kBinary;
+
+// What a codec with these bits in its header stores.
+struct FixedForm {
+    unsigned said, bits;      // in the header; of a code
+    size_t tokens, channels;  // of a group at most: tokens of a channel, or channels of a token
+    size_t step_bytes;        // of a group
+    size_t part_bytes;        // of a part, before the steps
+};
+KVTIER_HD constexpr FixedForm fixed_form(unsigned said) {
+    switch (said) {
+        case kE5m2Bits:
+            return {said, 8, 256, 64, 0, 0};
+        case kNvfp4Bits:
+            return {said, 4, 16, 16, 1, 4};
+        case kMxfp4Bits:
+            return {said, 4, 32, 32, 1, 0};
+        default:
+            return {said, said % kFloating, 256, 64, said % kFloating == 8 ? size_t{2} : 4, 0};
+    }
+}
 
 KVTIER_HD inline float float_of(uint32_t bits) {
     float value;
@@ -135,7 +159,6 @@ KVTIER_HD inline float value_of(uint8_t code, float base, float step) {
 }
 
 // fp8: a code is a float of 8 bits (e4m3: no infinity, maximum 448) of the value divided by a step.
-inline constexpr unsigned kFloating = 16;  // a flag next to the bits, in a part's header
 inline constexpr float kFloatMost = 448.0F;
 
 // Rounds to the nearest, ties to even.
@@ -168,12 +191,84 @@ KVTIER_HD inline bool float_steps_of(uint32_t largest_bits, float least, float m
     return steps.step * kFloatMost <= largest;
 }
 
-// The number of equal groups in a head; the last one may be smaller.
-KVTIER_HD inline size_t groups_of(size_t head) {
-    return (head + kGroupChannels - 1) / kGroupChannels;
+// e5m2: the upper byte of fp16, rounded to the nearest, ties to even. Only for values below 61440,
+// which all become finite.
+inline constexpr uint32_t kE5m2End = 0x47700000;
+KVTIER_HD inline uint8_t e5m2_of(float value) {
+    // Branch-free, as above.
+    const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFF;
+    const auto normal =
+        static_cast<int32_t>((size + 0xFFFFF + (size >> 21 & 1)) >> 21) - (112 << 2);
+    // Below 2^-14 the last bit of the sum is that of e5m2.
+    const auto near = static_cast<int32_t>(bits_of(float_of(size) + 128.0F));
+    const int32_t below = (static_cast<int32_t>(size) - 0x38800000) >> 31;
+    const int32_t code = ((near - 0x43000000) & below) | (normal & ~below);
+    return static_cast<uint8_t>(static_cast<uint32_t>(code) | (bits >> 24 & 0x80));
 }
-KVTIER_HD inline size_t group_of(size_t head) {
-    return (head + groups_of(head) - 1) / groups_of(head);
+KVTIER_HD inline float float_of_e5m2(uint8_t code) {
+    const float size = float_of((code & 0x7Fu) << 21) * float_of(0x77800000);  // 2^112
+    return float_of(bits_of(size) | (code & 0x80u) << 24);
+}
+
+// nvfp4 and mxfp4: a code is a float of 4 bits, e2m1: sign, and 0, 1, 2, 3, 4, 6, 8 or 12 steps.
+inline constexpr float kSmallMost = 12.0F;
+KVTIER_HD inline uint8_t e2m1_of(float value, float inverse) {
+    const uint32_t bits = bits_of(value);
+    const float size = float_of(bits & 0x7FFFFFFF) * inverse;
+    // The codes are a concave function of the sizes: of three lines, the lowest one counts. Floats
+    // that are not negative have the order of their bits, which compilers compare without branches.
+    const uint32_t all = bits_of(size), half = bits_of(size * 0.5F + 2.0F);
+    const uint32_t quarter = bits_of(size * 0.25F + 4.0F), seven = bits_of(7.0F);
+    const uint32_t one = all < half ? all : half, other = quarter < seven ? quarter : seven;
+    // Rounds to the nearest, ties to even.
+    const float found = float_of(one < other ? one : other) + 8388608.0F;
+    return static_cast<uint8_t>((bits_of(found) & 7) | (bits >> 28 & 8));
+}
+KVTIER_HD inline float float_of_e2m1(uint8_t code) {
+    const int32_t n = code & 7, over4 = (n - 4) & ~((n - 4) >> 31);
+    const int32_t over6 = (n - 6) & ~((n - 6) >> 31), size = n + over4 + 2 * over6;
+    return static_cast<float>(size * (1 - (code >> 2 & 2)));
+}
+
+// The steps of a group whose largest magnitude is `most`. Of nvfp4 a byte is a float, e4m3, times
+// the scale of the part; of mxfp4 a power of two.
+KVTIER_HD inline float part_scale_of(float most) {
+    const float scale = most / (kFloatMost * 6.0F), least = float_of(0x0D800000);  // 2^-100
+    return scale < least ? least : scale;
+}
+KVTIER_HD inline float part_inverse_of(float scale) { return 1.0F / (scale * 6.0F); }
+KVTIER_HD inline float nvfp4_step(uint8_t byte, float scale) {
+    return float_of_e4m3(byte) * 0.5F * scale;
+}
+KVTIER_HD inline uint8_t nvfp4_byte(float most, float part_inverse) {
+    return e4m3_of(most * part_inverse);
+}
+KVTIER_HD inline float mxfp4_step(uint8_t byte) {
+    const uint32_t power = byte < 1 ? 0 : byte > 254 ? 253 : byte - 1u;
+    return float_of(power << 23);
+}
+// The smallest power of two of which `most` is at most 7: 7 is as far from 6 as 5 is from 4 and 6.
+KVTIER_HD inline uint8_t mxfp4_byte(float most) {
+    const auto power = static_cast<int32_t>((bits_of(most) + 0x1FFFFF) >> 23) - 2;
+    return static_cast<uint8_t>(power < 2 ? 2 : power);
+}
+
+// False if a part with this largest magnitude contains NaN or infinity, or could be decoded to one.
+KVTIER_HD inline bool small_fits(unsigned said, uint32_t largest_bits, float most) {
+    const float largest = float_of(largest_bits);
+    if (!(most <= largest)) return false;
+    const float step =
+        said == kNvfp4Bits ? nvfp4_step(0x7E, part_scale_of(most)) : mxfp4_step(mxfp4_byte(most));
+    return step * kSmallMost <= largest;
+}
+KVTIER_HD inline bool part_scale_fits(uint32_t largest_bits, float scale) {
+    return scale >= 0 && nvfp4_step(0x7E, scale) * kSmallMost <= float_of(largest_bits);
+}
+
+// The number of equal groups of at most `most` channels in a head; the last one may be smaller.
+KVTIER_HD inline size_t groups_of(size_t head, size_t most) { return (head + most - 1) / most; }
+KVTIER_HD inline size_t group_of(size_t head, size_t most) {
+    return (head + groups_of(head, most) - 1) / groups_of(head, most);
 }
 
 }  // namespace kvtier::codec

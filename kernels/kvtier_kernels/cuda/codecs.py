@@ -21,7 +21,7 @@ from kvtier_kernels.cuda.compiler import compile_kernel, source
 from kvtier_kernels.cuda.cosines import COSINES, SINES
 from kvtier_kernels.cuda.driver import CudaError, Driver, Event
 
-RAW, FIX4, R32, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 0, 1, 2, 4, 5, 6, 7, 8, 9
+RAW, FIX4, R32, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8, E5M2, NVFP4, MXFP4 = 0, 1, 2, *range(4, 13)
 ITEM = (2, 2, 4, 1, 1)  # bytes per element: bf16, fp16, fp32, e4m3, e5m2
 MOST_BYTES = (1 << 31) - 1  # per part
 ALIGNED = 256
@@ -76,11 +76,20 @@ KERNELS = {
                   ("kvtier_fix4_begin", "kvtier_fix4_measure"), "kvtier_fix4_place"),
     R32: Kernels("codec_lossless.cu", ("kvtier_r32_decode",),
                  ("kvtier_r32_begin", "kvtier_r32_measure"), "kvtier_r32_place"),
-    Q8: _QUANTIZED, Q4: _QUANTIZED, Q2: _QUANTIZED, FP8: _QUANTIZED, ECSQ: _CALIBRATED, CACHEGEN: _CALIBRATED,
+    ECSQ: _CALIBRATED, CACHEGEN: _CALIBRATED,
+    **dict.fromkeys((Q8, Q4, Q2, FP8, E5M2, NVFP4, MXFP4), _QUANTIZED),
 }  # fmt: skip
 SETTLE = "kvtier_settle"
-FLOATING = 16  # a flag next to the bits, in a part's header
-BITS = {Q8: 8, Q4: 4, Q2: 2, FP8: FLOATING + 8}
+FLOATING, BINARY = 16, 32  # flags next to the bits, in a part's header
+BITS = {
+    Q8: 8,
+    Q4: 4,
+    Q2: 2,
+    FP8: FLOATING + 8,
+    E5M2: BINARY + 8,
+    NVFP4: FLOATING + 4,
+    MXFP4: BINARY + 4,
+}
 
 
 # Parts to encode: the address, the known part, and the index of the payload; payloads: the
@@ -389,8 +398,8 @@ class Coder:
         elif codec == R32:
             needs = TOP_ROOM + units * stream
         elif codec in BITS:
-            # The steps are smaller, or the part is stored raw.
-            needs = rows["raw_bytes"].astype(np.int64)
+            # The steps are smaller, or the part is stored raw. Or a magnitude for each group and unit.
+            needs = rows["raw_bytes"].astype(np.int64) + 4 * units
         else:
             _, anchors = _symbols(element, rows["raw_bytes"], by, parts["known"])
             needs = -(-3 * anchors // 8) * 8 + units * stream

@@ -266,7 +266,9 @@ def lossy_frame(spec: KvSpec, codec: Codec) -> tuple[bytes, bytes]:
     return seal(bytes(header), into[:nbytes]), bytes(into[:nbytes])
 
 
-@pytest.mark.parametrize("asked", ["q8", "q2", "fp8", "ecsq-mid", "cachegen-lo"])
+@pytest.mark.parametrize(
+    "asked", ["q8", "q2", "fp8", "e5m2", "nvfp4", "mxfp4", "ecsq-mid", "cachegen-lo"]
+)
 @pytest.mark.parametrize("name", LOSSY_SPECS)
 def test_the_kernel_and_the_model_make_the_same_lossy_frame(name: str, asked: str) -> None:
     """The decoded blocks are equal too."""
@@ -330,7 +332,7 @@ def test_a_block_with_a_wrong_digest_is_not_encoded_with_a_loss() -> None:
         assert header == before
 
 
-@pytest.mark.parametrize("asked", ["q4", "fp8", "ecsq-hi", "cachegen-lo"])
+@pytest.mark.parametrize("asked", ["q4", "fp8", "nvfp4", "ecsq-hi", "cachegen-lo"])
 @pytest.mark.parametrize("name", ["tokens", "pages"])
 def test_every_flipped_bit_of_a_lossy_frame_is_detected(name: str, asked: str) -> None:
     spec = LOSSY_SPECS[name]

@@ -16,7 +16,7 @@ import pytest
 from daemon.tiers.test_encoded import BLOCK, ONE, SLOTS, SPECS, Tenant, key, seal, spoil, until
 from kvtier import KvSpec
 from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.base import CACHEGEN, ECSQ, FP8, Q2, Q4, Q8
+from kvtier_daemon.codec.base import CACHEGEN, E5M2, ECSQ, FP8, MXFP4, NVFP4, Q2, Q4, Q8
 from kvtier_daemon.codec.frame import LOSSY, PAGE, RAW, Frame
 from kvtier_daemon.codec.losses import NAMES, Losses
 from kvtier_daemon.codec.profile import Profile
@@ -33,12 +33,18 @@ from support.losses_by_twins import STEP, block_of, floats_of, once_lost, profil
 from support.specs import spec_of
 
 SPEC = SPECS["bfloat16"]
-NUMBERS = {"q8": Q8, "q4": Q4, "q2": Q2, "fp8": FP8, "ecsq": ECSQ, "cachegen": CACHEGEN}
+NUMBERS = {
+    "q8": Q8, "q4": Q4, "q2": Q2, "fp8": FP8, "e5m2": E5M2, "nvfp4": NVFP4, "mxfp4": MXFP4,
+    "ecsq": ECSQ, "cachegen": CACHEGEN,
+}  # fmt: skip
 ERROR = {
     "q8": 0.006,
     "q4": 0.11,
     "q2": 0.5,
     "fp8": 0.03,
+    "e5m2": 0.07,
+    "nvfp4": 0.13,
+    "mxfp4": 0.15,
 }  # root mean square of normal values
 CODEC, FLAGS = 3, 5  # indices into a frame's fields
 
