@@ -45,7 +45,7 @@ from kvtier import SpecError
 from kvtier_plugins import Unsupported
 from kvtier_vllm.device import open_device
 from kvtier_vllm.events import Event, Removed, SpecKind, fields_of
-from kvtier_vllm.identity import describe
+from kvtier_vllm.identity import describe, whole_cache
 from kvtier_vllm.layout import Layout, backends_of, check_hashes, find_pages, read_layout
 from kvtier_vllm.lookups import EngineLimits
 from kvtier_vllm.messages import RankPages, RankReport, Step
@@ -161,6 +161,66 @@ def wrap_model_runner() -> None:
     GPUModelRunner.execute_model = execute_model
 
 
+# The sides of this process, for the functions below.
+WORKERS: weakref.WeakSet[WorkerSide] = weakref.WeakSet()
+SCHEDULERS: weakref.WeakSet[SchedulerSide] = weakref.WeakSet()
+# Words in the names of calls of workers that change weights, vLLM's own and those of trainers; and calls that
+# only read weights, though their names contain one.
+WEIGHTS = ("weight", "param", "state_dict", "load_model")
+READ_WEIGHTS = (
+    "compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine",
+)  # fmt: skip
+
+
+def wrap_engine() -> None:
+    """Let the engine core of this process announce what vLLM tells no connector: that the memory of the pages
+    is about to be discarded, and that the weights may have changed. Raises Unsupported if this vLLM has other
+    functions for that."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        call, discards = EngineCore.collective_rpc, (Executor.sleep, Executor.discard)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"the engine discards pages in an unknown way: {error}") from error
+    if hasattr(call, "announces"):
+        return
+
+    @wraps(call)
+    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(core, method, *args, **kwargs)
+        finally:
+            if changes_weights(method):
+                for side in list(SCHEDULERS):
+                    side.new_generation()
+
+    def announced(discard: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(discard)
+        def announce(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            executor.collective_rpc(end_copies)
+            return discard(executor, *args, **kwargs)
+
+        return announce
+
+    collective_rpc.announces = True  # type: ignore[attr-defined]
+    EngineCore.collective_rpc = collective_rpc
+    Executor.sleep, Executor.discard = map(announced, discards)
+
+
+def changes_weights(method: Any) -> bool:
+    """Whether this call of an engine's workers may change the weights. A function may do anything."""
+    if not isinstance(method, str) or method == "apply_model":
+        return True
+    return any(word in method for word in WEIGHTS) and method not in READ_WEIGHTS
+
+
+def end_copies(_: Any) -> None:
+    """In a worker's process: return when no copy uses pages of the engine."""
+    for side in list(WORKERS):
+        side.end_copies()
+
+
 def steps_in(metadata: Any) -> Iterator[Step]:
     """This connector's step in a step's metadata, which may be those of several connectors."""
     if isinstance(metadata, StepMetadata):
@@ -198,6 +258,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._next_pages: Callable[[int], Iterator[int]] | None = None
         note = check_hashes(vllm_config)
         try:
+            self._wrap_engine(role)
             self._layout = read_layout(vllm_config, kv_cache_config)
         except Unsupported as error:
             if role is KVConnectorRole.SCHEDULER:
@@ -211,8 +272,21 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._layout, self._options, events=extra_keys if events else None,
                 loads=self._kv_transfer_config.is_kv_consumer,
             )  # fmt: skip
+            SCHEDULERS.add(self._scheduler)
             if note:
                 log.warning("kvtier: %s", note)
+
+    def _wrap_engine(self, role: KVConnectorRole) -> None:
+        """Let the engine announce what this connector must know. Raises Unsupported if sleep mode needs that
+        and this vLLM does not allow it."""
+        sleeps = self._vllm_config.model_config.enable_sleep_mode
+        if sleeps or role is KVConnectorRole.SCHEDULER:
+            try:
+                wrap_engine()
+            except Unsupported as error:
+                if sleeps:
+                    raise
+                log.info("kvtier: changes of weights are not noticed: %s", str(error))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -235,6 +309,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             ANNOUNCED.discard(self._worker)
+            WORKERS.discard(self._worker)
+        if self._scheduler is not None:
+            SCHEDULERS.discard(self._scheduler)
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
@@ -242,10 +319,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the scheduler's side ----------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """vLLM's default raises if there are several pipeline stages, which ends the engine at its start.
-        kvtier is disabled for such an engine, but another connector's metadata may be passed here."""
+        """The same by pipeline stage and tensor-parallel rank. vLLM's default raises if there are several
+        stages, which ends the engine at its start."""
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self.set_xfer_handshake_metadata(
-            {rank: one for (stage, rank), one in metadata.items() if stage == 0}
+            {stage * ranks + rank: one for (stage, rank), one in metadata.items()}
         )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -260,16 +338,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or self._layout is None or self._pages_by_rank:
             return
         self._pages_by_rank = pages_by_rank
-        ranks = list(pages_by_rank.values())
         try:
-            for pages in ranks:
-                if pages.why_not:
-                    raise Unsupported(pages.why_not)
-            if len({pages.digest for pages in ranks}) != 1:
-                raise Unsupported("the ranks' caches differ")
+            layout, digest = whole_cache(self._layout, pages_by_rank)
             spec = describe(
-                self._vllm_config, self._kv_cache_config, self._layout, ranks[0].digest,
-                vllm.__version__, self._options,
+                self._vllm_config, self._kv_cache_config, layout, digest, vllm.__version__,
+                self._options,
             )  # fmt: skip
         except (Unsupported, SpecError, OSError) as error:
             log.warning("kvtier: disabled for this engine: %s", str(error))
@@ -381,9 +454,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- a worker's side ---------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        from vllm.distributed import get_tensor_model_parallel_rank
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-        self._rank = get_tensor_model_parallel_rank()
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        self._rank = get_pp_group().rank_in_group * ranks + get_tensor_model_parallel_rank()
         if self._layout is None:
             return
         try:
@@ -397,9 +471,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(
             self._layout, self._options, self._rank, pages, arrays, device=device
         )
+        WORKERS.add(self._worker)
         if wrapped:
             ANNOUNCED.add(self._worker)
-        self._pages = RankPages(pages.digest)
+        self._pages = RankPages(pages.digest, layout=self._layout)
 
     def _wraps_model_runner(self) -> bool:
         """Whether the model runner announces steps. Raises Unsupported if it has to, and cannot."""

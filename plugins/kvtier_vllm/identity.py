@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvtier_plugins.weights import folder_digest, model_weights
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.events import KvEvents
 from kvtier_vllm.layout import LATENT, ORDER_MARK, Cached, Layout, layer_specs
+from kvtier_vllm.messages import RankPages
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 
@@ -45,6 +47,49 @@ def config_digest(model_config: Any, vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _weights(vllm_config: Any) -> str:
+    """The identity of the model's weights, and of those of a draft model whose layers are cached too."""
+    load_format = str(vllm_config.load_config.load_format)
+    weights = weights_identity(vllm_config.model_config, load_format)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return weights
+    draft = speculative.draft_model_config
+    digest = config_digest(draft, vllm_config)
+    return f"{weights} draft {weights_identity(draft, load_format)} {digest}"
+
+
+def whole_cache(own: Layout, ranks: Mapping[int, RankPages]) -> tuple[Layout, str]:
+    """The layout of the engine's whole cache, and the digest of its pages. Pipeline stages may have different
+    numbers of layers: all shards are as large as the largest one. Raises Unsupported if kvtier cannot keep
+    the cache."""
+    found: list[set[tuple[Layout | None, str]]] = [set() for _ in range(own.shards.stages)]
+    for rank, pages in ranks.items():
+        if pages.why_not:
+            raise Unsupported(pages.why_not)
+        found[rank // own.shards.per_stage].add((pages.layout, pages.digest))
+    stages = [of_stage.pop() for of_stage in found if len(of_stage) == 1]
+    layouts = [layout for layout, _ in stages if layout is not None]
+    if len(layouts) != len(found) or len(ranks) != own.shards.ranks:
+        raise Unsupported("the ranks' caches differ")
+    if len({_without_pages(layout) for layout in (own, *layouts)}) != 1:
+        raise Unsupported("the pipeline stages divide blocks in different ways")
+    if len(stages) == 1:
+        return layouts[0], stages[0][1]
+    by_group = zip(*(layout.groups for layout in layouts), strict=True)
+    groups = [max(parts, key=lambda one: one.block_bytes) for parts in by_group]
+    digests, _, orders = zip(*(digest.partition(ORDER_MARK) for _, digest in stages), strict=True)
+    digest = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32]
+    # The end of a smaller shard is undefined, which only a lossless codec can keep.
+    equal = len({layout.block_bytes for layout in layouts}) == len(set(orders)) == 1
+    order = ORDER_MARK + orders[0] if equal and orders[0] else ""
+    return replace(own, groups=tuple(groups)), digest + order
+
+
+def _without_pages(layout: Layout) -> Layout:
+    return replace(layout, groups=tuple(replace(group, pages=()) for group in layout.groups))
+
+
 def describe(
     vllm_config: Any, kv_cache_config: Any, layout: Layout, pages: str, version: str,
     options: Options,
@@ -52,7 +97,7 @@ def describe(
     """The KvSpec of this engine's cache. `pages`: the `Pages.digest` of its workers, which ends with the
     order of the pages if it is known; only then can a lossy codec be used."""
     model = vllm_config.model_config
-    weights = options.weights or weights_identity(model, str(vllm_config.load_config.load_format))
+    weights = options.weights or _weights(vllm_config)
     spec = kv_cache_config.kv_cache_groups[layout.groups[0].group_id].kv_cache_spec
     dtype = str(getattr(spec, "dtype", "uint8")).removeprefix("torch.")
     pages += _latent_dims(model, pages)
@@ -75,7 +120,8 @@ def describe(
         rope=f"config:{config_digest(model, vllm_config)}",
         engine="vllm",
         engine_layout=f"vllm {version}",
-        tensor_parallel=layout.shards.ranks,
+        tensor_parallel=layout.shards.per_stage,
+        pipeline_parallel=layout.shards.stages,
     )
 
 

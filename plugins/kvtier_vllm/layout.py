@@ -84,14 +84,21 @@ class Cached:
 
 @dataclass(frozen=True)
 class Shards:
-    """How the ranks divide a block. Ranks with equal pages share a shard; the first one saves it."""
+    """How the ranks divide a block: each pipeline stage has some of the layers, and each of its ranks a part
+    of them. Ranks with equal pages share a shard; the first one saves it."""
 
     ranks: int
     replicas: int
+    stages: int = 1
 
     @property
     def count(self) -> int:
         return self.ranks // self.replicas
+
+    @property
+    def per_stage(self) -> int:
+        """The number of ranks in a pipeline stage."""
+        return self.ranks // self.stages
 
     def of(self, rank: int) -> int:
         return rank // self.replicas
@@ -121,9 +128,10 @@ class Layout:
 
     @property
     def has_single_pages(self) -> bool:
-        """Whether each block is one page, of one group."""
+        """Whether each block is one page, of one group, and its shards have equal sizes."""
         groups = self.groups
-        return len(groups) == 1 and groups[0].kind == "full" and groups[0].parts == 1
+        single = len(groups) == self.shards.stages == 1
+        return single and groups[0].kind == "full" and groups[0].parts == 1
 
     @property
     def whole_group(self) -> int:
@@ -152,13 +160,16 @@ def check_hashes(vllm_config: Any, environment: Mapping[str, str] = os.environ) 
 def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
     """The layout of this engine's cache. Raises Unsupported if kvtier cannot keep it."""
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size",
-                 "prefill_context_parallel_size"):  # fmt: skip
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise Unsupported(f"{name}={getattr(parallel, name)} is not supported yet")
-    if vllm_config.model_config.enable_sleep_mode:
-        # Sleep mode frees the pages without notice to connectors: a save would store later content.
-        raise Unsupported("sleep mode is not supported yet")
+    stages = parallel.pipeline_parallel_size
+    executor = parallel.distributed_executor_backend if stages > 1 else ""
+    if stages > 1 and executor != "mp":
+        # Others pass on the reports of the last stage only: a load would never end.
+        raise Unsupported(f"pipeline_parallel_size={stages} with the executor {executor}")
+    if stages > 1 and getattr(parallel, "nnodes", 1) > 1:
+        raise Unsupported(f"pipeline_parallel_size={stages} on several hosts")
     ids = kv_cache_config.prefix_cacheable_group_ids
     if not ids:
         raise Unsupported("this model has no cache that a later request could reuse")
@@ -179,24 +190,22 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
         raise Unsupported(
             f"{ranks} ranks, of which {replicas} hold the same pages, are not supported"
         )
-    return Layout(block_tokens, hash_tokens, groups, Shards(ranks, replicas))
+    return Layout(block_tokens, hash_tokens, groups, Shards(ranks * stages, replicas, stages))
 
 
 def _cached(group_id: int, group: Any, block_tokens: int) -> Cached:
     spec = group.kv_cache_spec
-    if getattr(group, "is_eagle_group", False):
-        raise Unsupported("draft layers in the model's cache groups are not supported yet")
     of_layers = layer_specs(group)
-    if len(of_layers) == 1:
-        of_layers *= len(group.layer_names)
     kinds = {_kind(layer) for layer in of_layers}
     if len(kinds) != 1:
         raise Unsupported(
             f"group {group_id} mixes layers of {len(kinds)} kinds, which is not supported"
         )
     kind, window = kinds.pop()
+    if len(of_layers) == 1:
+        of_layers *= len(group.layer_names)
     sizes = [layer.page_size_bytes for layer in of_layers]
-    pages = tuple(zip(group.layer_names, sizes, strict=True))
+    pages = tuple(zip(group.layer_names, sizes, strict=bool(group.layer_names)))
     parts = block_tokens // spec.block_size
     if kind == "state" and parts > 1:
         raise Unsupported(
@@ -229,7 +238,8 @@ def layer_specs(group: Any) -> list[Any]:
     """The engine's description of each layer of a group if layers differ; otherwise one for all of them."""
     spec = group.kv_cache_spec
     if type(spec).__name__ == UNIFORM:
-        return [spec.kv_cache_specs[name] for name in group.layer_names]
+        # A pipeline stage without layers of this group has the description of all layers.
+        return [spec.kv_cache_specs[name] for name in group.layer_names or spec.kv_cache_specs]
     return [spec]
 
 
@@ -264,9 +274,14 @@ def find_pages(
     orders: set[str] = set()
     storages: dict[int, int] = {}
     arrays: list[Any] = []
-    groups, described = [], []
+    groups: list[tuple[Page, ...]] = []
+    described: list[list[Any]] = []
     devices: set[str] = set()
     for group in layout.groups:
+        if not group.pages:
+            raise Unsupported(f"a pipeline stage has no layer of group {group.group_id}")
+        if layout.shards.stages > 1:
+            described.append([name for name, _ in group.pages])
         pages = []
         for name, nbytes in group.pages:
             tensor = caches[name]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from kvtier_vllm.layout import Layout
+
 Name = TypeVar("Name", int, str)
 
 
@@ -123,10 +125,11 @@ class Hole:
 
 @dataclass(slots=True, frozen=True)
 class RankPages:
-    """The `Pages.digest` of a rank's memory, or the reason why kvtier cannot use that memory."""
+    """The layout and `Pages.digest` of a rank's memory, or the reason why kvtier cannot use that memory."""
 
     digest: str
     why_not: str = ""
+    layout: Layout | None = None
 
 
 @dataclass(slots=True)

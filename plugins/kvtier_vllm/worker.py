@@ -51,6 +51,7 @@ log = logging.getLogger("vllm.kvtier")
 
 LARGE_COPY_BYTES = 32 << 20
 DRAIN_S = 0.5
+LOADS_S, POLL_S = 60.0, 0.002  # how long, and how often, to wait for loads that cannot be cancelled
 # How long an idle step waits for a load. An engine that continues at once takes CPU time from the copying
 # threads, and checks for loads again only after a sleep and another step.
 IDLE_WAIT_S = 0.005
@@ -84,6 +85,9 @@ class RankState:
     device: DeviceSide | None
     pieces: list[Pieces]
     shard: int
+    shard_bytes: list[
+        int
+    ]  # of a block, by group; the pages of a smaller pipeline stage are shorter
     tasks: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     idle: bool = False  # this step computes nothing
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,6 +95,10 @@ class RankState:
     pending_loads: Counter[bytes] = field(default_factory=Counter)  # by the run of the daemon
     within_step: bool = False
     step_ended: float = float("-inf")
+
+    def fills_shard(self, group: int) -> bool:
+        """Whether the pages of a block of this group are its whole shard."""
+        return self.layout.groups[group].block_bytes == self.shard_bytes[group]
 
     def prepare_thread(self) -> None:
         """This thread copies, and does nothing else."""
@@ -122,6 +130,8 @@ class DaemonMappings:
         """Connect with the first step that has the KvSpec; then map what the scheduler uses."""
         if self.connection is None and step.spec:
             engine, spec = msgspec.msgpack.decode(step.spec, type=tuple[str, KvSpec])
+            groups = range(len(spec.cache_groups))
+            self._state.shard_bytes[:] = [spec.group_block_bytes(group) for group in groups]
             name = f"vllm rank {self._state.rank} {os.getpid()}"
             self.connection = Reconnect(
                 self._state.options.socket, spec, name, populate=True, engine=engine,
@@ -433,10 +443,13 @@ class RankLoads:
                 continue
             parts = state.layout.groups[read.group].parts
             nice = 0 if load.now or state.idle else NICE
+            digests = read.digests if state.fills_shard(read.group) else b""
             try:
                 fresh = reader.scatter(
-                    read.slots, pieces, read.block_ids, threads, nice, parts, read.digests
+                    read.slots, pieces, read.block_ids, threads, nice, parts, digests
                 )
+                if read.digests and not digests:
+                    reader.verify(read.slots, read.digests, state.shard_bytes[read.group])
             except SpoiltBlocks:
                 return "spoilt", 0
             if fresh * SLOT_BYTES < len(read.slots):
@@ -472,7 +485,7 @@ class RankLoads:
                 why = "" if device.end(lane, started.reader, reads) else "stale"
                 for read in reads if not why else ():
                     if read.digests:  # the device's copy computes none
-                        nbytes = groups[read.group].block_bytes
+                        nbytes = self._state.shard_bytes[read.group]
                         started.reader.verify(read.slots, read.digests, nbytes)
             except SpoiltBlocks:
                 why = "spoilt"
@@ -589,6 +602,11 @@ class RankSaves:
                 copy.cancel()
             self._state.tasks.put(partial(self._save, copy))
 
+    def copying(self) -> bool:
+        """Whether a save has not ended."""
+        with self._state.lock:
+            return not self.pending.keys() <= self._state.report.saves.keys()
+
     def cancel(self, numbers: Sequence[int], until: float) -> None:
         """Return when the engine may overwrite these saves' pages. Fleeting saves have time until then."""
         for number in numbers:
@@ -657,7 +675,9 @@ class RankSaves:
                     state.device.end_gather()
                 else:
                     pieces = state.pieces[write.group]
-                    saving.gather(pieces, write.block_ids, nice=NICE, turn=copy)
+                    # The checksum is one of the whole shard.
+                    whole = state.fills_shard(write.group)
+                    saving.gather(pieces, write.block_ids, checksum=whole, nice=NICE, turn=copy)
                 saving.commit(len(saving))
                 if state.device is not None:
                     run = session.reader.daemon_run
@@ -696,7 +716,10 @@ class WorkerSide:
         device: DeviceSide | None = None,
     ) -> None:
         pieces = [] if device else [_pieces(group, arrays) for group in pages.groups]
-        self.state = RankState(layout, options, rank, clock, device, pieces, layout.shards.of(rank))
+        sizes = [group.block_bytes for group in layout.groups]
+        self.state = RankState(
+            layout, options, rank, clock, device, pieces, layout.shards.of(rank), sizes
+        )
         self.mappings = DaemonMappings(self.state)
         if device is not None and options.layerwise_bytes and len(layout.groups) == 1:
             device.divide(layout.groups[0].pages, options.layerwise_bytes)
@@ -742,6 +765,20 @@ class WorkerSide:
         if mapping is not None:
             report.mappings[state.rank] = mapping
         return report
+
+    def end_copies(self) -> None:
+        """Return when no copy uses the engine's pages, whose memory is about to be discarded: saves have a
+        moment to end, then they are cancelled. Raises TimeoutError if a load does not end."""
+        state, began = self.state, self.state.clock()
+        while self.saves.copying() and state.clock() < began + DRAIN_S:
+            time.sleep(POLL_S)
+        self.saves.cancel(list(self.saves.pending), 0.0)
+        if state.device is not None:
+            state.device.wait_for_saves()
+        while state.pending_loads:
+            if state.clock() > began + LOADS_S:
+                raise TimeoutError(f"{len(state.pending_loads)} loads still fill pages")
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         """Finish pending saves for a moment, then close the connection, even if the daemon hangs."""

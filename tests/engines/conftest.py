@@ -23,7 +23,7 @@ from support.prompts import BLOCK
 HERE = Path(__file__).parent
 MODULES = {
     "RecordingConnector": "recording", "PatientConnector": "recording", "SlowConnector": "slowing",
-    "ExpertsConnector": "experts",
+    "ExpertsConnector": "experts", "StagesConnector": "stages",
 }  # fmt: skip
 START_S = 240.0
 ENGINE = ("model_name", "engine")  # labels of every metric
@@ -82,6 +82,16 @@ class Engine:
             ): value
             for name, labels, value in self.answer()
         }
+
+    def call(self, method: str, **arguments: Any) -> None:
+        """Call a method of the engine's workers."""
+        self.order(rpc=method, arguments=arguments)
+        assert self.answer() == "called"
+
+    def sleep(self, level: int = 1) -> None:
+        """Let the engine sleep, and wake it."""
+        self.order(sleep=level)
+        self.answer()
 
     def reset(self, connector: bool = False) -> None:
         """Clear the engine's own cache."""

@@ -58,6 +58,12 @@ def main() -> None:
                     if one.name.startswith(order["metrics"])
                 ]
             )
+        elif "sleep" in order:
+            llm.sleep(order["sleep"])
+            reply(llm.wake_up())
+        elif "rpc" in order:
+            llm.collective_rpc(order["rpc"], kwargs=order["arguments"])
+            reply("called")
         else:
             reply(llm.reset_prefix_cache(reset_connector=order["connector"]))
 

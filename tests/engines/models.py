@@ -29,7 +29,7 @@ def configuration(kind: str) -> Any:
     """The configuration of a model of this kind."""
     import transformers
 
-    if kind in ("llama", "uneven"):
+    if kind in ("llama", "retrained", "uneven"):
         return transformers.LlamaConfig(num_hidden_layers=4, **COMMON)
     if kind == "mistral":
         return transformers.MistralConfig(num_hidden_layers=3, sliding_window=WINDOW, **COMMON)
@@ -86,7 +86,9 @@ def make_model(kind: str, folder: Path) -> Path:
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    if kind.startswith("eagle"):
+        return make_draft(folder, int(kind.removeprefix("eagle")))
+    torch.manual_seed(0 if kind != "retrained" else 1)  # the same model with other weights
     config = configuration(kind)
     model = transformers.AutoModelForCausalLM.from_config(config)
     if config.tie_word_embeddings:
@@ -112,6 +114,27 @@ def make_uneven(model: Any) -> None:
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.unflatten(0, (-1, dims))[:, channels] *= LARGE
             layer.self_attn.q_proj.weight.unflatten(0, (-1, dims))[:, channels] /= LARGE
+
+
+def make_draft(folder: Path, seed: int) -> Path:
+    """Write an EAGLE draft model for the Llama model: one layer, which also reads the model's last results.
+    Its weights depend on the seed."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, architectures=["LlamaForCausalLM"], **COMMON
+    )
+    layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
+    tensors = {f"layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}
+    del tensors["layers.0.input_layernorm.weight"]
+    hidden = COMMON["hidden_size"]
+    tensors["fc.weight"] = torch.randn(hidden, 2 * hidden) * COMMON["initializer_range"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def tokenizer() -> Any:

@@ -2,8 +2,8 @@
 loaded.
 
 It reads pages from the tensors as the engine sees them, not from the plugin's addresses. A file named
-`break` in the folder of the records makes a load fail: `swap`, `zero`, or `stale`; a file named `order`
-contains the page order that is sent to the daemon."""
+`break` in the folder of the records makes a load fail: `swap`, `zero`, `stale`, or `stale 1` in shard 1
+only; a file named `order` contains the page order that is sent to the daemon."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class RecordingConnector(KvtierConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         if self._worker is not None:
-            watch(self._worker, "begin", "start_saves", "report")
+            watch(self._worker, "begin", "start_saves", "report", "end_copies")
             watch(self._worker.loads, "received")
         self._caches = kv_caches
         self._loading: dict[str, Any] = {}
@@ -212,7 +212,7 @@ class RecordingConnector(KvtierConnector):
             read, *others = load.shards[self._worker.state.shard]
             if how == "swap":
                 swap(read, others)
-            if how == "stale":
+            if how in ("stale", f"stale {self._worker.state.shard}"):
                 # As if the first slot had been reused: another generation.
                 extent, reserved, offset, generation = SLOT.unpack_from(read.slots)
                 other = SLOT.pack(extent, reserved, offset, generation + 1)

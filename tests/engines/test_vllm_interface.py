@@ -168,6 +168,21 @@ def test_the_second_model_runner_announces_a_step_before_it_zeroes_pages(
     assert order == ["begins 1", "zeroes [7]", "tells"]
 
 
+def test_the_calls_that_change_weights_are_known() -> None:
+    """By words in their names, in vLLM's own workers and in those of trainers; and functions."""
+    worker = pytest.importorskip("vllm.v1.worker.gpu_worker").Worker
+    connector = pytest.importorskip("kvtier_vllm.connector")
+    names = {name for name in dir(worker) if not name.startswith("_")}
+    names = {name for name in names if any(word in name for word in connector.WEIGHTS)}
+    assert {"reload_weights", "update_weights", "finish_weight_update", "reset_weights"} <= names
+    reading = {name for name in names if not connector.changes_weights(name)}
+    assert reading == set(connector.READ_WEIGHTS)
+    for other in (print, "apply_model", "update_named_param", "update_weights_from_ipc"):
+        assert connector.changes_weights(other)
+    for other in ("sleep", "profile", "list_loras", "determine_available_memory"):
+        assert not connector.changes_weights(other)
+
+
 def test_the_first_model_runner_tells_a_connector_before_it_zeroes_pages() -> None:
     """In the source, because the CPU's engine zeroes in the same place."""
     runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner").GPUModelRunner

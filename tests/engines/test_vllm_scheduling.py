@@ -18,14 +18,19 @@ from support.prompts import prompt
 pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+from kvtier.saving import Saving  # noqa: E402
 from kvtier_plugins import Unsupported  # noqa: E402
 from kvtier_vllm import connector  # noqa: E402
 from kvtier_vllm.worker import RankLoads, RankSaves  # noqa: E402
 from support.neighbour import Neighbour  # noqa: E402
-from support.numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to  # noqa: E402
+from support.numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to, in_stages  # noqa: E402
 
+WITHOUT_STAGES = ("bamba", "qwen3_next")
 WITH_STATES = ("jamba", "bamba", "qwen3_next", "mamba")
 DENSE = {"prefix_cache_retention_interval": None}  # keep each state that the engine has
+HOW: dict[str, dict[str, Any]] = {
+    "sync": {}, "async": {"asynchronous": True}, "stages": {"tune": in_stages},
+}  # fmt: skip
 EngineOf = Callable[..., NumbersEngine]
 
 
@@ -59,21 +64,34 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> 
     monkeypatch.setattr(RankSaves, "_copy", slowly)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def slow_pieces(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Delay each save between its reservation and its copy, for this long in all."""
+    call = Saving.gather
+
+    def slowly(saving: Saving, *args: Any, turn: Any, **more: Any) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not turn._cancelled:
+            time.sleep(0.005)
+        call(saving, *args, turn=turn, **more)
+
+    monkeypatch.setattr(Saving, "gather", slowly)
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_prompt_is_loaded_as_it_was_saved(
-    numbers_of: EngineOf, model: str, asynchronous: bool
-) -> None:
+def test_a_prompt_is_loaded_as_it_was_saved(numbers_of: EngineOf, model: str, how: str) -> None:
     """In chunks, after the engine has dropped it, in another engine, and two at once."""
-    one = numbers_of(model, asynchronous=asynchronous)
+    if how == "stages" and model in WITHOUT_STAGES:
+        pytest.skip("a stage without attention is declined")
+    one = numbers_of(model, **HOW[how])
     first, other = prompt(1, 150), prompt(2, 203)
     assert one.run(first, other) == [0, 0]
     assert one.core.reset_prefix_cache()
     assert one.run(first) == [144]
-    again = numbers_of(model, asynchronous=asynchronous)
+    again = numbers_of(model, **HOW[how])
     assert again.run(first, other) == [144, 192]
     assert again.rank.compared
-    assert (again.core.batch_queue is not None) == asynchronous
+    assert (again.core.batch_queue is not None) == (how != "sync")
 
 
 def spoil(rank: Any, how: str, name: str, page: int, other: int) -> None:
@@ -158,20 +176,16 @@ def test_each_state_that_the_engine_keeps_is_saved(
         assert again.core.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
     ("model", "blocks"), [("full", 24), ("full and window", 44), ("jamba", 48), ("mamba", 12)]
 )
 def test_all_pages_are_correct_under_pressure(
-    numbers_of: EngineOf,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    blocks: int,
-    asynchronous: bool,
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, model: str, blocks: int, how: str
 ) -> None:
     """Pages for half of the requests: requests are preempted and aborted, and the engine's cache is
     reset, while saves are so slow that their pages are reused before. Then all prompts are loaded."""
-    chance = random.Random(f"{model} {asynchronous}")
+    chance = random.Random(f"{model} {how}")
     slow, call = random.Random(1), RankSaves._copy
     slow_down(monkeypatch, lambda: slow.choice((0, 0, 0, 0.003, 0.02)))
     heads = [prompt(seed, 120) for seed in range(3)]
@@ -180,7 +194,7 @@ def test_all_pages_are_correct_under_pressure(
         for at in range(24)
     ]  # fmt: skip
     small = {"blocks": blocks, "max_model_len": 256, "hasty": True}
-    one = numbers_of(model, asynchronous=asynchronous, **small, **DENSE)
+    one = numbers_of(model, **HOW[how], **small, **DENSE)
     preempted, call_off = [], one.core.scheduler._preempt_request
     monkeypatch.setattr(
         one.core.scheduler, "_preempt_request",
@@ -208,7 +222,7 @@ def test_all_pages_are_correct_under_pressure(
     monkeypatch.setattr(RankSaves, "_copy", call)
     assert one.core.reset_prefix_cache()
     one.run(*asked)
-    again = numbers_of(model, asynchronous=asynchronous)
+    again = numbers_of(model, **HOW[how])
     assert sum(again.run(*asked)) > 12 * BLOCK
 
 
@@ -249,20 +263,149 @@ def test_blocks_from_before_a_reset_are_not_found(numbers_of: EngineOf) -> None:
     assert engine.run(text) == [144]
 
 
-def test_an_engine_in_sleep_mode_is_not_served(
-    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def flagged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The groups of an engine, the last of which vLLM regards as one that contains a draft model's layers: it
+    computes their last block again, because it depends on the token after it."""
+    from vllm.v1.core import kv_cache_utils
+
+    call, found = kv_cache_utils.get_kv_cache_groups, []
+
+    def groups(*args: Any) -> Any:
+        found[:] = call(*args)
+        found[-1].is_eagle_group = True
+        return list(found)
+
+    monkeypatch.setattr(kv_cache_utils, "get_kv_cache_groups", groups)
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", ["full", "window", "full and window"])
+def test_groups_with_draft_layers_are_served(
+    numbers_of: EngineOf, flagged: list[Any], model: str, asynchronous: bool
 ) -> None:
-    """It discards its pages, also those that are being saved, and informs no connector."""
-    slow_down(monkeypatch, lambda: 0.2)
+    """The engine's own hit ends a block earlier, and the daemon has the block after it."""
+    one = numbers_of(model, asynchronous=asynchronous)
+    assert flagged[-1].is_eagle_group
+    first, other = prompt(1, 150), prompt(2, 203)
+    assert one.run(first, other) == [0, 0]
+    assert one.run(first) == [BLOCK]
+    assert one.core.reset_prefix_cache()
+    assert one.run(first) == [144]
+    again = numbers_of(model, asynchronous=asynchronous)
+    assert again.run(first, other) == [144, 192]
+    for common in (48, 96, 144):
+        assert again.core.reset_prefix_cache()
+        assert again.run(other[: common + 4] + prompt(3, 199 - common)) == [common]
+
+
+def discard_pages(engine: NumbersEngine, how: str) -> None:
+    if how == "sleep":
+        engine.core.sleep(1)
+        return
+    while engine.core.scheduler.has_requests():
+        engine.step()
+    engine.core.pause_scheduler()
+    engine.core.release_kv_cache_memory()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "is cancelled"])
+@pytest.mark.parametrize("how", ["sleep", "release"])
+def test_no_save_reads_pages_that_sleep_mode_has_discarded(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, how: str, ends: bool
+) -> None:
+    """A save in progress has a moment to end. What another engine finds then is right."""
     one = numbers_of("full", sleeps=True, hasty=True)
     text = prompt(1, 150)
+    slow_pieces(monkeypatch, 0.05 if ends else 5.0)
+    monkeypatch.setattr("kvtier_vllm.worker.DRAIN_S", 30.0 if ends else 0.05)
     name = one.add(text, 1)
     one.until(lambda: name in one.reasons)
-    one.core.sleep(1)
+    assert one.held["saves"]
+    discard_pages(one, how)
     one.core.wake_up()
     one.settle()
+    monkeypatch.undo()
+    assert numbers_of("full").run(text) == [144 if ends else 0]
+
+
+def test_an_engine_saves_and_loads_again_after_sleep(numbers_of: EngineOf) -> None:
+    """vLLM resets its connectors when it sleeps: this engine does not find what was saved before, and the
+    others do."""
+    one = numbers_of("full and window", sleeps=True)
+    text = prompt(1, 150)
+    assert one.run(text) == [0]
+    for _ in range(2):
+        one.core.sleep(1)
+        one.core.wake_up()
+        assert one.run(text) == [0]
+        assert one.core.reset_prefix_cache()
+        assert one.run(text) == [144]
+    assert numbers_of("full and window").run(text) == [144]
+
+
+def test_sleep_waits_for_a_load(numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that has begun cannot be cancelled, and would write into memory that is gone."""
+    one = numbers_of("full", sleeps=True, extra={"load": "async"})
+    text = prompt(1, 150)
+    one.run(text)
+    assert one.core.reset_prefix_cache()
+    call, ended = RankLoads._load, []
+
+    def slowly(side: RankLoads, load: Any) -> bool:
+        time.sleep(0.3)
+        good = call(side, load)
+        ended.append(time.monotonic())
+        return good
+
+    monkeypatch.setattr(RankLoads, "_load", slowly)
+    worker = one.rank.connector._worker
+    one.add(text, 1)
+    one.until(lambda: worker.state.pending_loads)
+    connector.end_copies(None)
+    assert len(ended) == 1 and not worker.state.pending_loads
+    worker.state.pending_loads[b"a load that does not end"] += 1
+    monkeypatch.setattr("kvtier_vllm.worker.LOADS_S", 0.05)
+    with pytest.raises(TimeoutError, match="still fill pages"):
+        connector.end_copies(None)
+    worker.state.pending_loads.clear()
+    one.settle()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_blocks_of_other_weights_are_not_found(numbers_of: EngineOf, asynchronous: bool) -> None:
+    """Weights that change in place, with no notice to connectors, and with the engine's own cache reset as
+    vLLM demands. A request that is being served continues, and saves no blocks of both weights."""
+    one = numbers_of("full", asynchronous=asynchronous)
+    text, other = prompt(1, 150), prompt(2, 150)
+    assert one.run(text) == [0]
+    one.core.collective_rpc("compute_weight_checksums")
+    assert one.core.reset_prefix_cache()
+    assert one.run(text) == [144]
+    one.core.collective_rpc("reload_weights", args=(7,))
+    assert one.core.reset_prefix_cache()
+    assert one.run(text, other) == [0, 0]
+    assert one.core.reset_prefix_cache()
+    assert one.run(text, other) == [144, 144]
     again = numbers_of("full")
-    assert again.run(text) == [0]
+    assert again.run(text, other) == [144, 0]
+
+
+def test_a_request_that_is_served_while_weights_change_saves_nothing_more(
+    numbers_of: EngineOf,
+) -> None:
+    one = numbers_of("full")
+    side = one.connector._scheduler
+    name = one.add(prompt(1, 150), 60)
+    one.until(lambda: len(one.answers[name]) > 20)
+    one.until(lambda: not side.in_flight["saves"])
+    saved = side.counts["saved_tokens"]
+    assert saved >= 144
+    one.core.collective_rpc("reload_weights", args=(7,))
+    one.until(lambda: name in one.reasons)
+    one.settle()
+    assert side.counts["saved_tokens"] == saved
 
 
 @pytest.fixture

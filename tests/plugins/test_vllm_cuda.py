@@ -23,14 +23,22 @@ from kvtier_plugins import Unsupported, layers
 from kvtier_plugins.layers import LayerParts
 from kvtier_vllm import device
 from kvtier_vllm.device import open_device
+from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import LoadOrder, ReadOrder, Save, WriteOrder
 from kvtier_vllm.options import Options
-from kvtier_vllm.worker import SaveCopy
+from kvtier_vllm.worker import SaveCopy, WorkerSide
 from support.daemons import Daemon
 from support.device_engine import DeviceEngine
 from support.fake_cuda import FakeCuda, soon
-from support.fake_engine import BLOCK, FakeRequest, layout_of, spec_for
+from support.fake_engine import (
+    BLOCK,
+    FakeRequest,
+    in_stages,
+    layout_of,
+    smaller_stage,
+    spec_for,
+)
 
 PROMPT = range(8 * BLOCK + 3)
 OTHER = range(500, 500 + 8 * BLOCK + 3)
@@ -64,6 +72,49 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.fixture
 def daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
     return daemon_of(warm="16MiB")
+
+
+class StagesEngine(DeviceEngine):
+    """Two pipeline stages, of which the second one has only the first layer of each group."""
+
+    def worker(self, rank: int, pages: Pages) -> WorkerSide:
+        whole = self.layout
+        if rank == 1:
+            self.layout, pages = smaller_stage(whole, pages)
+        try:
+            return super().worker(rank, pages)
+        finally:
+            self.layout = whole
+
+    def wrong_pages(self, request: FakeRequest) -> list[tuple[int, int, int, int]]:
+        return [place for place in super().wrong_pages(request) if place[0] == 0 or place[2] == 0]
+
+
+@pytest.mark.parametrize("way", ["batch", "kernel"])
+def test_a_smaller_stage_has_a_part_of_its_shard(
+    daemon_of: Callable[..., Daemon], fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, way: str,
+) -> None:  # fmt: skip
+    """Its pages come from disk too, with a checksum of the whole shard."""
+    monkeypatch.setattr(blocks, "compile_kernel", lambda text, architecture: b"host\0")
+    monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    layout = in_stages(layout_of([20, 0], ranks=2))
+    options: dict[str, Any] = {"gpu_copies": way, "verify": True, "patience_ms": 20_000}
+    (tmp_path / "cold").mkdir()
+    cold = f'[cold]\ndirectories = ["{tmp_path / "cold"}"]\nsize = "256MiB"\n'
+    for cached in (0, 8 * BLOCK):
+        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "16MiB"\n' + cold)
+        daemon.wait_for_disks()
+        for found in (cached, 8 * BLOCK):
+            engine = StagesEngine(fake_cuda, daemon.socket, layout, **options)
+            try:
+                assert engine.serve(PROMPT).cached == found
+                engine.settle()
+                assert not [place for place in engine.early if place[0] == 0 or place[2] == 0]
+                assert not any("failed" in what for what in +engine.scheduler.counts)
+            finally:
+                engine.close()
+        daemon.stop()
 
 
 @pytest.mark.sampled(8)

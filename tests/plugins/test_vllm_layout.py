@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +21,17 @@ from kvtier_daemon.codec.losses import Loss, Losses
 from kvtier_kernels import reorder_pages
 from kvtier_plugins import Unsupported
 from kvtier_plugins.weights import folder_digest
-from kvtier_vllm.identity import Adapters, describe, weights_identity
+from kvtier_vllm.identity import Adapters, describe, weights_identity, whole_cache
 from kvtier_vllm.layout import (
     BY_STRIDES,
     LATENTS,
     backends_of,
     check_hashes,
+    find_pages,
     page_order,
     read_layout,
 )
+from kvtier_vllm.messages import RankPages
 from kvtier_vllm.options import Options
 from support.losses_by_twins import profile_of
 
@@ -231,6 +234,117 @@ def test_groups_of_different_block_sizes_use_a_common_block() -> None:
     assert [group.whole([1, 2, 3, 0, 5, 6], 0) for group in layout.groups] == [False, True, True]
 
 
+TWO_STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+def stages(*layers: int, ranks: int = 1, pages: str = "p", **more: Any) -> dict[int, RankPages]:
+    """What the ranks report of pipeline stages with these numbers of layers."""
+    parallel = TWO_STAGES | {"pipeline_parallel_size": len(layers), "tensor_parallel_size": ranks}
+    found = {}
+    for rank in range(len(layers) * ranks):
+        config, caches = engine(full(**more), parallel=parallel)
+        count = layers[rank // ranks]
+        caches.kv_cache_groups[0].layer_names = [f"{rank // ranks}.{at}" for at in range(count)]
+        digest = f"{count} layers of {pages}"
+        found[rank] = RankPages(digest, layout=read_layout(config, caches))
+    return found
+
+
+def of_stages(reports: dict[int, RankPages], **more: Any) -> KvSpec:
+    """The KvSpec of pipeline stages; the scheduler has the configuration of the first one."""
+    own = reports[0].layout
+    assert own is not None
+    parallel = {"tensor_parallel_size": own.shards.per_stage, **TWO_STAGES}
+    config, caches = engine(full(**more), parallel=parallel)
+    layout, digest = whole_cache(own, reports)
+    return describe(config, caches, layout, digest, "1", Options())
+
+
+def test_each_rank_of_each_pipeline_stage_has_a_shard() -> None:
+    reports = stages(2, 2, ranks=2)
+    spec = of_stages(reports)
+    assert (spec.tensor_parallel, spec.pipeline_parallel) == (2, 2)
+    assert (spec.cache_groups[0].shards, spec.group_block_bytes(0)) == (4, 2 * 4096)
+    shards = reports[0].layout.shards  # type: ignore[union-attr]
+    assert [shards.of(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_shards_are_as_large_as_the_largest_pipeline_stage() -> None:
+    """With an undefined end in the smaller ones, which no lossy codec may read."""
+    assert of_stages(stages(1, 3, pages=ORDERED, **HEADS), **HEADS).block_bytes == 3 * 4096
+    even, uneven = (
+        of_stages(stages(*layers, pages=ORDERED, **HEADS), **HEADS) for layers in ((2, 2), (1, 3))
+    )
+    assert (even.cache_groups[0].kv_heads, uneven.cache_groups[0].kv_heads) == (2, 0)
+    assert isinstance(Losses([("tiny", "q8")]).find(even), Loss)
+    assert Losses([("tiny", "q8")]).find(uneven) == "opaque"
+
+
+def test_engines_that_divide_layers_in_other_ways_share_no_blocks() -> None:
+    found = [of_stages(stages(*layers)) for layers in ((1, 3), (3, 1), (2, 2))]
+    assert len({space_id(spec, "t") for spec in found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda ranks: ranks.pop(3), "the ranks' caches differ"),
+        (lambda ranks: ranks.update({3: stages(2, 2, ranks=2, pages="q")[3]}), "caches differ"),
+        (lambda ranks: ranks.update({2: RankPages("", "no driver")}), "no driver"),
+        (
+            lambda ranks: ranks.update(
+                {at: stages(2, 2, ranks=2, block_size=32)[at] for at in (2, 3)}
+            ),
+            "in different ways",
+        ),
+    ],
+    ids=["missing", "other pages", "refused", "other blocks"],
+)
+def test_pipeline_stages_that_do_not_fit_are_refused(
+    change: Callable[[dict[int, RankPages]], object], why: str
+) -> None:
+    """A block of which one rank cannot have its part could not be loaded."""
+    reports = stages(2, 2, ranks=2)
+    change(reports)
+    with pytest.raises(Unsupported, match=why):
+        of_stages(reports)
+
+
+def test_a_pipeline_stage_without_layers_of_a_group_is_refused() -> None:
+    layers = {"layers.1.0": full(), "layers.1.1": full(page_size_bytes=8192)}
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
+    for other in (window(100), mixed):
+        config, caches = engine(full(), other, parallel=TWO_STAGES)
+        caches.kv_cache_groups[1].layer_names = []
+        layout = read_layout(config, caches)
+        assert layout.groups[1].pages == ()
+        first = replace(layout, groups=layout.groups[1:])
+        with pytest.raises(Unsupported, match="a pipeline stage has no layer of group 1"):
+            find_pages(first, {}, 4)
+
+
+def test_the_weights_of_cached_draft_layers_belong_to_the_identity(tmp_path: Path) -> None:
+    """Their pages are parts of the blocks. Speculation without such layers changes nothing."""
+
+    def with_draft(folder: Path, cached: bool = True, **config: Any) -> KvSpec:
+        vllm_config, caches = engine()
+        draft = SimpleNamespace(
+            model=str(folder), dtype="bfloat16", quantization=None,
+            hf_config=SimpleNamespace(to_dict=lambda: config),
+        )  # fmt: skip
+        vllm_config.speculative_config = SimpleNamespace(
+            draft_model_config=draft, uses_draft_kv_cache=lambda: cached
+        )
+        layout = read_layout(vllm_config, caches)
+        return describe(vllm_config, caches, layout, "p", "1", Options())
+
+    one, two = weights(tmp_path / "one", a=1), weights(tmp_path / "two", a=2)
+    found = [with_draft(one), with_draft(two), with_draft(one, rope=2), described()]
+    assert len({space_id(spec, "t") for spec in found}) == 4
+    assert space_id(with_draft(weights(tmp_path / "same", a=1)), "t") == space_id(found[0], "t")
+    assert space_id(with_draft(one, cached=False), "t") == space_id(described(), "t")
+
+
 def test_replicated_ranks_share_a_shard() -> None:
     spec = described(parallel={"tensor_parallel_size": 4}, replicas=2)
     assert spec.cache_groups[0].shards == 2
@@ -247,8 +361,12 @@ def test_replicated_ranks_share_a_shard() -> None:
         ((state(mamba_cache_mode="none"),), {}, "the engine's prefix caching"),
         ((state(num_speculative_blocks=1),), {}, "speculative decoding"),
         ((state(), full(block_size=32)), {}, "states every 16 tokens with blocks of 32"),
-        ((full(),), {"model": {"enable_sleep_mode": True}}, "sleep mode"),
-        ((full(),), {"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        (
+            (full(),),
+            {"parallel": TWO_STAGES | {"distributed_executor_backend": "ray"}},
+            "pipeline_parallel_size=2 with the executor ray",
+        ),
+        ((full(),), {"parallel": TWO_STAGES | {"nnodes": 2}}, "pipeline_.* on several hosts"),
         ((full(),), {"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel"),
         ((full(),), {"hash_tokens": 24}, "hashes of 24"),
     ],

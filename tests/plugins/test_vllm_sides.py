@@ -21,14 +21,25 @@ from kvtier.link import BothMappings, Link
 from kvtier.saving import Saving
 from kvtier_vllm import daemon as plugin_daemon
 from kvtier_vllm import worker as kvtier_worker
-from kvtier_vllm.layout import Cached, Layout, Shards
+from kvtier_vllm.forecast import Forecast
+from kvtier_vllm.layout import Cached, Layout, Pages, Shards
 from kvtier_vllm.messages import Hole, LoadOrder, RankMapping, RankReport, Save, Step
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import LookupQuery, Prompt
 from kvtier_vllm.saves import TRIES, Saves, fresh_pages, runs
 from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.worker import WorkerSide
 from support.daemons import Daemon
-from support.fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
+from support.fake_engine import (
+    BLOCK,
+    PAGE_BYTES,
+    FakeEngine,
+    FakeRequest,
+    in_stages,
+    layout_of,
+    smaller_stage,
+    spec_for,
+)
 
 PROMPT = range(8 * BLOCK + 3)
 KINDS: tuple[Kind, ...] = ("full", "state")
@@ -953,6 +964,92 @@ def test_pages_reused_before_their_save_are_not_saved(
     engine.finish(second)
     assert engine.serve(PROMPT).cached == 0
     assert engine.serve(range(500, 500 + 8 * BLOCK + 3)).cached == 8 * BLOCK
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "is cancelled"])
+def test_no_save_reads_pages_whose_memory_is_discarded(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Before an engine sleeps. A save that waits in the thread does not begin any more."""
+    monkeypatch.setattr(kvtier_worker, "DRAIN_S", 30.0 if ends else 0.05)
+    engine = engine_of(cold_daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    (worker,), held, counts = engine.workers, threading.Event(), engine.scheduler.counts
+    before = counts["saved_tokens"]
+    worker.state.tasks.put(lambda: bool(held.wait(0.3 if ends else 60)))
+    request = engine.run(engine.add(PROMPT))
+    worker.end_copies()
+    assert worker.saves.copying() != ends
+    engine.memory[0][:] = 0xEE
+    held.set()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert counts["saved_tokens"] - before == (8 * BLOCK if ends else 0)
+    assert engine_of(cold_daemon).serve(PROMPT).cached == (8 * BLOCK if ends else 0)
+
+
+def test_memory_is_not_discarded_before_a_load_has_ended(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load cannot be cancelled."""
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    (worker,), load, held = engine.workers, engine.workers[0].loads._load, threading.Event()
+
+    def slowly(order: LoadOrder) -> bool:
+        assert held.wait(60)
+        return load(order)
+
+    worker.loads._load = slowly  # type: ignore[method-assign]
+    request = engine.add(PROMPT)
+    engine.until(lambda: bool(worker.state.pending_loads))
+    monkeypatch.setattr(kvtier_worker, "LOADS_S", 0.05)
+    with pytest.raises(TimeoutError, match="1 loads still fill pages"):
+        worker.end_copies()
+    monkeypatch.setattr(kvtier_worker, "LOADS_S", 30.0)
+    threading.Timer(0.1, held.set).start()
+    worker.end_copies()
+    assert not worker.state.pending_loads
+    engine.finish(engine.run(request))
+
+
+class StagesEngine(FakeEngine):
+    """Two pipeline stages, of which the second one has only the first layer of each group."""
+
+    def worker(self, rank: int, pages: Pages) -> WorkerSide:
+        layout = self.layout
+        if rank == 1:
+            layout, pages = smaller_stage(layout, pages)
+        return WorkerSide(layout, self.options, rank, pages, [self.memory[rank].reshape(-1)])
+
+    def wrong_pages(self, request: FakeRequest) -> list[tuple[int, int, int, int]]:
+        return [place for place in super().wrong_pages(request) if place[0] == 0 or place[2] == 0]
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (2, 1)], ids=["equal blocks", "different blocks"])
+def test_a_smaller_stage_stores_a_part_of_its_shard(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    parts: tuple[int, int],
+) -> None:  # fmt: skip
+    """Through memory and disk, with loads that compare checksums: a checksum of the part would not be one of
+    the shard, which the daemon and other clients read."""
+    monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    layout = in_stages(layout_of([20, 0], ranks=2, parts=parts))
+    (tmp_path / "cold").mkdir()
+    cold = f'[cold]\ndirectories = ["{tmp_path / "cold"}"]\nsize = "256MiB"\n'
+    for cached in (0, 8 * BLOCK):
+        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "16MiB"\n' + cold)
+        daemon.wait_for_disks()
+        for found in (cached, 8 * BLOCK):
+            engine = StagesEngine(daemon.socket, layout, verify=True, patience_ms=20_000)
+            try:
+                assert engine.serve(PROMPT).cached == found
+                engine.settle()
+                failed = {what for what in +engine.scheduler.counts if "failed" in what}
+                assert not failed, engine.scheduler.counts
+            finally:
+                engine.close()
+        daemon.stop()
 
 
 def test_saves_are_delayed_while_too_many_bytes_wait(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,18 @@ def layout_of(
         for number, window in enumerate(windows)
     )  # fmt: skip
     return Layout(BLOCK, BLOCK, groups, Shards(ranks, replicas))
+
+
+def in_stages(layout: Layout) -> Layout:
+    """Return this layout of two ranks as that of two pipeline stages."""
+    return replace(layout, shards=replace(layout.shards, stages=2))
+
+
+def smaller_stage(layout: Layout, pages: Pages) -> tuple[Layout, Pages]:
+    """Return those of a pipeline stage that has only the first layer of each group."""
+    groups = tuple(replace(group, pages=group.pages[:1]) for group in layout.groups)
+    fewer = tuple(group[:1] for group in pages.groups)
+    return replace(layout, groups=groups), replace(pages, groups=fewer)
 
 
 def spec_for(layout: Layout) -> KvSpec:

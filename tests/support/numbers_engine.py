@@ -13,10 +13,13 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -125,10 +128,11 @@ class Known:
     computed: int
     state_at: int | None = None  # the block with its states
     prefixes: list[int] = field(default_factory=list)
+    weights: int = 0
 
     def prefix(self, stop: int) -> list[int]:
         while len(self.prefixes) < stop:
-            before = self.prefixes[-1] if self.prefixes else 0
+            before = self.prefixes[-1] if self.prefixes else self.weights
             self.prefixes.append(mixed(before, self.tokens[len(self.prefixes)]))
         return self.prefixes
 
@@ -136,25 +140,27 @@ class Known:
         return 3 + self.prefix(len(self.tokens))[len(self.tokens) - 1] % (VOCABULARY - 3)
 
 
-def answer_to(prompt: Sequence[int], count: int) -> list[int]:
-    """Return the correct answer of an engine."""
-    request = Known(list(prompt), [], 0)
+def answer_to(prompt: Sequence[int], count: int, weights: int = 0) -> list[int]:
+    """Return the correct answer of an engine with these weights."""
+    request = Known(list(prompt), [], 0, weights=weights)
     for _ in range(count):
         request.tokens.append(request.next_token())
     return request.tokens[len(prompt) :]
 
 
 class Rank:
-    """The only rank of an engine. `wrong` lists the pages with wrong content when they were read: request,
-    layer, block."""
+    """A rank of an engine: the only one, or a pipeline stage. `wrong` lists the pages with wrong content when
+    they were read: request, layer, block."""
 
-    def __init__(self, config: VllmConfig, specs: dict[str, KVCacheSpec]) -> None:
+    def __init__(self, config: VllmConfig, specs: dict[str, KVCacheSpec], stage: int = 0) -> None:
         self.config = config
+        self.stage = stage
         self.specs = specs
         self.requests: dict[str, Known] = {}
         self.wrong: list[tuple[str, str, int]] = []
         self.compared = 0
         self.hasty = False
+        self.weights = 0
         self.spreads = False  # whether results of wrong pages are wrong too
         self.output: ModelRunnerOutput | None = None
         self.connector: Any = None
@@ -178,7 +184,7 @@ class Rank:
         return 1 << 30
 
     def initialize_from_config(self, configs: list[KVCacheConfig]) -> None:
-        self.cache = configs[0]
+        self.cache = configs[self.stage]
         self.caches = allocate_kv_cache(self.cache, torch.device("cpu"), KVCacheLayout[LAYOUT])
         self.group_of = {
             name: at
@@ -196,8 +202,7 @@ class Rank:
 
     def get_kv_connector_handshake_metadata(self) -> Any:
         told = self.connector and self.connector.get_handshake_metadata()
-        stages = self.config.parallel_config.pipeline_parallel_size
-        return {(stage, 0): told for stage in range(stages)} if told is not None else None
+        return {(self.stage, 0): told} if told is not None else None
 
     def synchronize_device(self) -> None:
         """Do nothing: there is no device."""
@@ -206,8 +211,19 @@ class Rank:
 
     def sleep(self, level: int) -> None:
         """Discard the memory of all pages: the engine sleeps."""
+        self.discard(("kv_cache",))
+
+    def discard(self, tags: Sequence[str]) -> None:
+        """Discard the memory of all pages."""
         for cache in self.caches.values():
             cache.view(torch.uint8).fill_(JUNK)
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        return {"all": str(self.weights)}
+
+    def reload_weights(self, seed: int) -> None:
+        """From now on the content of every page, and every answer, is another one."""
+        self.weights = seed
 
     def wake_up(self, tags: Any) -> None:
         """Provide the memory again, with undefined content."""
@@ -323,7 +339,7 @@ class Rank:
         for new in scheduled.scheduled_new_reqs:
             blocks = [list(ids) for ids in new.block_ids]
             self.requests[new.req_id] = Known(
-                list(new.prompt_token_ids), blocks, new.num_computed_tokens
+                list(new.prompt_token_ids), blocks, new.num_computed_tokens, weights=self.weights
             )
         cached = scheduled.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
@@ -407,7 +423,8 @@ class Numbers(Executor):
         self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None,
         non_block: bool = False,
     ) -> list[Any]:  # fmt: skip
-        result = getattr(self.rank, method)(*args, **kwargs or {})
+        call = partial(method, self.rank) if callable(method) else getattr(self.rank, method)
+        result = call(*args, **kwargs or {})
         if not non_block:
             return [result]
         future: Future[Any] = Future()
@@ -416,6 +433,64 @@ class Numbers(Executor):
 
     def check_health(self) -> None:
         """Do nothing: it is part of this process."""
+
+
+class NumbersInStages(Numbers):
+    """Two pipeline stages with half of the layers each, which work at the same time. The second stage
+    executes a step after the first one has."""
+
+    def _init_executor(self) -> None:
+        names = list(self.specs)
+        half = len(names) // 2
+        parts = names[:half], names[half:]
+        self.ranks = [
+            Rank(self.vllm_config, {name: self.specs[name] for name in part}, stage)
+            for stage, part in enumerate(parts)
+        ]
+        self.rank = self.ranks[1]  # its tokens are the answers
+        self.ranks[0].wrong = self.rank.wrong
+        self.pools = [ThreadPoolExecutor(1, f"stage{stage}") for stage in range(2)]
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None,
+        non_block: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        def called(rank: Rank, before: Future[Any] | None) -> Any:
+            if before is not None:
+                before.result()
+            call = partial(method, rank) if callable(method) else getattr(rank, method)
+            if method != "initialize_from_config":
+                return call(*args, **kwargs or {})
+            # The process has only one group of ranks, in which this is the first one.
+            group = SimpleNamespace(rank_in_group=rank.stage)
+            with patch("vllm.distributed.get_pp_group", lambda: group):
+                return call(*args, **kwargs or {})
+
+        first = self.pools[0].submit(called, self.ranks[0], None)
+        second = self.pools[1].submit(called, self.ranks[1], first)
+        results = first, second
+        if method not in ("execute_model", "sample_tokens"):
+            return [result.result() for result in results]
+        assert non_block and self.kv_output_aggregator is not None
+        aggregated: Future[Any] = Future()
+
+        def aggregate(_: Future[Any]) -> None:
+            outputs = [result.result() for result in results]
+            aggregated.set_result(self.kv_output_aggregator.aggregate(outputs, output_rank=1))
+
+        second.add_done_callback(aggregate)
+        return [aggregated]
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        for pool in self.pools:
+            pool.shutdown()
+
+
+def in_stages(config: VllmConfig) -> None:
+    """Let an engine have two pipeline stages."""
+    config.parallel_config.pipeline_parallel_size = config.parallel_config.world_size = 2
+    config.parallel_config.distributed_executor_backend = "mp"
 
 
 class NumbersEngine:
@@ -464,10 +539,12 @@ class NumbersEngine:
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = BLOCK
         tune(config)
-        ranks = type("Ranks", (Numbers,), {"specs": specs})
+        kind = NumbersInStages if tune is in_stages else Numbers
+        ranks = type("Ranks", (kind,), {"specs": specs})
         self.core = EngineCore(config, ranks, log_stats=True)
         self.rank: Rank = self.core.model_executor.rank
-        self.rank.hasty = hasty
+        for rank in getattr(self.core.model_executor, "ranks", [self.rank]):
+            rank.hasty = hasty
         self.connector: Any = ours(self.core.scheduler.get_kv_connector())
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
@@ -533,7 +610,8 @@ class NumbersEngine:
         names = [self.add(prompt, tokens) for prompt in prompts]
         self.until(lambda: all(name in self.reasons for name in names))
         for name, prompt in zip(names, prompts, strict=True):
-            assert self.answers[name] == answer_to(prompt, tokens), f"{name}: another answer"
+            right = answer_to(prompt, tokens, self.rank.weights)
+            assert self.answers[name] == right, f"{name}: another answer"
         self.settle()
         assert not self.rank.wrong, self.rank.wrong
         return [self.loaded[name] for name in names]
