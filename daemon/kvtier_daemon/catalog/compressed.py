@@ -13,11 +13,12 @@ from itertools import compress
 
 from kvtier_daemon.catalog.policy import ID_BYTES, Policy
 
-COOL_SHARE = 1 / 8  # of the slots: the blocks that are compressed before they leave them
+COOL_SHARE = 1 / 16  # of the slots: the blocks that are compressed before they leave them
 FEW, MOST = (
     64,
     16_384,
 )  # blocks of the policy's order that one search looks at, at first and at most
+LOOK_AHEAD = 4  # blocks to look at for each that leaves its slot
 BLOCK_BYTES = 150  # of the notes about one frame
 
 
@@ -36,6 +37,7 @@ class CompressedOrder:
         self._whole = whole
         self._slots = slots
         self.alone_bytes = 0  # of the blocks without a slot, in slots
+        self.unprepared = 0  # blocks that left their slots, are only on disk now, and had no frame
         self._framed: dict[int, int] = {}  # the blocks with a frame, and their sizes in slots
         self._alone: set[int] = set()  # those of them without a slot
         self._back: dict[int, None] = {}  # those that got their slots for a use; oldest first
@@ -50,7 +52,7 @@ class CompressedOrder:
         """Blocks got slots. Those with a frame were in memory before; `wanted` has reported the use."""
         self._slots.added(ids, names, parents)
         self.stirred()
-        back = self._with_frames(ids)
+        back = _within(ids, self._framed)
         for one in back:
             self._leave_alone(one)
             self._back[one] = None
@@ -82,7 +84,7 @@ class CompressedOrder:
     def left(self, ids: bytes) -> None:
         """Blocks have no slot now. Those with a frame keep their places in the policy's order."""
         self._slots.left(ids)
-        kept = self._with_frames(ids)
+        kept = _within(ids, self._framed)
         for one in kept:
             if one not in self._alone:
                 self._alone.add(one)
@@ -90,12 +92,13 @@ class CompressedOrder:
             self._back.pop(one, None)
         self._whole.freed(kept.tobytes())  # they may have been away
         others = ids if not kept else _without(ids, self._framed)
+        self.unprepared += len(others) // ID_BYTES
         self._whole.left(others)
 
     def gone(self, ids: bytes) -> None:
         self._whole.gone(ids)
         self._slots.gone(ids)
-        if lost := self._with_frames(ids):
+        if lost := _within(ids, self._framed):
             for one in lost:
                 self._forget(one)
             self.lost(lost)
@@ -111,7 +114,14 @@ class CompressedOrder:
     # --- decisions -----------------------------------------------------------------------------
 
     def victims(self, n: int) -> bytes:
-        return self._slots.victims(n)
+        """Blocks with a frame come before others that are about as cold, which may get one in time."""
+        if not self._framed:
+            return self._slots.victims(n)
+        coldest = array("I", self._slots.victims(n * LOOK_AHEAD))
+        first = array("I", (one for one in coldest if one in self._framed))
+        if len(first) < n:
+            first.extend(one for one in coldest if one not in self._framed)
+        return first[:n].tobytes()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -186,10 +196,9 @@ class CompressedOrder:
         notes = BLOCK_BYTES * len(self._framed)
         return self._whole.memory_bytes() + self._slots.memory_bytes() + notes
 
-    def _with_frames(self, ids: bytes) -> array[int]:
-        if not self._framed:
-            return array("I")
-        return array("I", (one for one in array("I", ids) if one in self._framed))
+
+def _within(ids: bytes, some: Collection[int]) -> array[int]:
+    return array("I", (one for one in array("I", ids) if one in some) if some else ())
 
 
 def _without(ids: bytes, some: Collection[int]) -> bytes:

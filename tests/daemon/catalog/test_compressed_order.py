@@ -59,6 +59,16 @@ def test_a_block_that_leaves_its_slot_keeps_its_place_among_all_blocks() -> None
     assert order.alone_bytes == 2 * SIZE
 
 
+def test_of_blocks_that_are_about_as_cold_those_with_frames_leave_their_slots_first() -> None:
+    order = order_of()
+    for number in range(20):
+        add(order, [number])
+    compress(order, [2, 5, 12])
+    assert victims(order.victims(1)) == [2]
+    assert victims(order.victims(3)) == [2, 5, 0], "12 is not among the 12 coldest"
+    assert victims(order.victims(20)) == [2, 5, 12, *sorted(set(range(20)) - {2, 5, 12})]
+
+
 def test_frames_are_dropped_in_the_order_of_the_policy_and_not_while_they_are_read() -> None:
     order = order_of()
     for number in range(6):

@@ -78,7 +78,7 @@ def test_every_key_can_be_written(read):
         'socket = "/tmp/a.sock"\nsocket_mode = "0666"\nsocket_group = 7\nstate = "/tmp/s"\n'
         'log_level = "debug"\nmax_clients = 3\nhistory = "2MiB"\n'
         '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
-        "keep_s = 5\n"
+        'keep_s = 5\ncompressed = "64MiB"\n'
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
         'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\nstop_s = 30\n'
@@ -110,6 +110,7 @@ def test_every_key_can_be_written(read):
             "lock": True,
             "huge_pages": True,
             "keep_s": 5,
+            "compressed": 64 * MIB,
         },
         "cold": {
             "directories": ("/d/a", "/d/b"),

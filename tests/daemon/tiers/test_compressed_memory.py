@@ -131,7 +131,7 @@ def reads_of(prompts: Prompts) -> tuple[int, int]:
 
 
 def alone(mover: Mover, prompts: Prompts) -> list[int]:
-    """The prompts of which all blocks are in compressed memory, and none has a slot."""
+    """The prompts whose blocks are all in compressed memory, and have no slots."""
     frames = frames_of(mover)
 
     def is_alone(key: bytes) -> bool:

@@ -43,6 +43,7 @@ GUESS_BYTES_S = 4e9  # decoded; assumed before the first read
 PIECE_BYTES = 8 << 20  # of blocks that are compressed at once
 PRESSURE = 3 / 4  # of the slots' memory, above which blocks are compressed
 COOL_MOST = 2048  # blocks
+CALM_S = 30.0  # after which as few blocks as before are compressed ahead
 WORTH = 7 / 8  # a frame that is larger, relative to its block, is not kept
 TRY_S = 60.0  # until blocks of a kind that is not worth it are tried again
 KINDS_MOST = 4096
@@ -154,6 +155,10 @@ class Compressor:
         self._blank = blank
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
+        self._ahead = (
+            1.0  # how much more than usual is compressed ahead: requests take many slots at once
+        )
+        self._hasty_at = 0.0
         # By the store's number of a space and the group: until when such blocks are not tried.
         self._skips: dict[tuple[int, int], float] = {}
         self._ratio = Average(RATIO_BYTES, 1.0, 1.0)  # memory of frames by that of their blocks
@@ -183,7 +188,7 @@ class Compressor:
             return []
         if isinstance(policy := catalog.blocks.policy, DeferredPolicy):
             policy.settle()
-        cool = min(COOL_MOST, demotions.blocks_of(int(COOL_SHARE * self._quota_bytes)))
+        cool = min(COOL_MOST, demotions.blocks_of(int(self._cool_bytes())))
         ids = store.clean(order.next_to_compress(cool), in_memory=True)
         limit, some = min(PIECE_BYTES, self.frames.capacity_bytes // 4), array("I")
         names = IDENTITY.iter_unpack(store.identities(ids))
@@ -202,6 +207,20 @@ class Compressor:
             for one, plan in zip(some, plans, strict=True)
         ]
         return [block for block in blocks if not self._threads.is_lost(block.extent)]
+
+    def _cool_bytes(self) -> float:
+        """How many bytes of the coldest blocks are to have frames: more after blocks left without one."""
+        order, usual = (
+            self.frames.order,
+            max(COOL_SHARE * self._quota_bytes, min(PIECE_BYTES, self._quota_bytes / 4)),
+        )
+        most, now = self._quota_bytes / 2 / usual, self._loop.time()
+        if order.unprepared:
+            self._ahead, self._hasty_at = min(2 * self._ahead, most), now
+        elif now - self._hasty_at > CALM_S:
+            self._ahead, self._hasty_at = max(1.0, self._ahead / 2), now
+        order.unprepared = 0
+        return self._ahead * usual
 
     def _is_worth_it(self, space: int, group: int) -> bool:
         return self._skips.get((space, group), 0.0) <= self._loop.time()

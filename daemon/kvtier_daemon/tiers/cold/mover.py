@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, SLOT
@@ -52,6 +53,7 @@ DECLINED_S = 10.0
 TOO_SLOW = ("slower", "crowded", "unreliable")
 LEAST_BLOCKS = 64  # a request may read at least this many
 MOST = (1 << 32) - 1
+NO_FRAMES: Mapping[int, CompressedFrame] = MappingProxyType({})
 
 
 class Promoter:
@@ -204,7 +206,8 @@ class Promoter:
         return self._compressed.find(self._catalog.blocks.store, ids)
 
     def _load_bytes(
-        self, space: KnownSpace, frames: bytes, ids: bytes, compressed: Mapping[int, CompressedFrame]
+        self, space: KnownSpace, frames: bytes, ids: bytes = b"",
+        compressed: Mapping[int, CompressedFrame] = NO_FRAMES,
     ) -> bytes:  # fmt: skip
         """Return the frames, with each payload size replaced by its cost for the link: more bytes if decoding
         is slower than reading. Frames in memory have a link of their own, and cost what is decoded."""

@@ -42,7 +42,7 @@ class Lane(Protocol):
     def is_on(self) -> bool: ...
 
 
-class Source(Protocol):
+class ReadSource(Protocol):
     """What blocks are read from: a disk, or the memory with frames."""
 
     @property
@@ -57,7 +57,7 @@ class Disks(Protocol):
 
     @property
     def is_on(self) -> bool: ...
-    def source_of(self, segment: int) -> Source: ...
+    def source_of(self, segment: int) -> ReadSource: ...
     def hold(self, segment: int, blocks: int) -> None: ...
     def release(self, block: Incoming) -> None: ...
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None: ...
@@ -225,7 +225,7 @@ class ReadQueue:
         self._loop = loop
         self._cold = cold
         self._waiting: dict[Name, tuple[Incoming, Done]] = {}
-        self._pumping: set[Source] = set()
+        self._pumping: set[ReadSource] = set()
         self._batches: deque[tuple[Request, WaitingBatch]] = deque()  # to be added
         self._adding = NextTurn(loop, self._add_next)
         self._cancelled = CancelledReads(loop, self._end)
@@ -298,7 +298,7 @@ class ReadQueue:
         blocks = list(islice(batch.blocks, ADD_BLOCKS))
         joined = list(islice(batch.joined, ADD_BLOCKS - len(blocks)))
         fresh: list[tuple[Name, DiskLink, int]] = []
-        disks: dict[int, Source] = {}
+        disks: dict[int, ReadSource] = {}
         for block in blocks:
             number = block.segment if block.compressed is None else LINK
             disk = disks.get(number)
@@ -323,14 +323,14 @@ class ReadQueue:
 
     # --- submitting ----------------------------------------------------------------------------
 
-    def pump(self, disk: Source) -> None:
+    def pump(self, disk: ReadSource) -> None:
         """Submit the reads that wait for this disk, or cancel them if the disk is off, from the next
         iteration of the loop on."""
         if disk not in self._pumping:
             self._pumping.add(disk)
             self._loop.call_soon(self._submit, disk)
 
-    def _submit(self, disk: Source) -> None:
+    def _submit(self, disk: ReadSource) -> None:
         """Submit a portion of the reads that wait for this disk."""
         self._pumping.discard(disk)
         names = cast(list[Name], self.planner.order.take(disk.link, READ_BLOCKS))
@@ -349,7 +349,7 @@ class ReadQueue:
         if len(names) == READ_BLOCKS:
             self.pump(disk)
 
-    def _have_read(self, tenant: str, disk: Source, block: Incoming, code: int) -> None:
+    def _have_read(self, tenant: str, disk: ReadSource, block: Incoming, code: int) -> None:
         name = tenant, block.id
         waited = cast(list[Request], self.planner.ended(name, not code))
         self.pump(disk)
