@@ -40,7 +40,7 @@ class CompressedOrder:
         self.unprepared = 0  # blocks that left their slots, are only on disk now, and had no frame
         self._framed: dict[int, int] = {}  # the blocks with a frame, and their sizes in slots
         self._alone: set[int] = set()  # those of them without a slot
-        self._back: dict[int, None] = {}  # those that got their slots for a use; oldest first
+        self.back: dict[int, None] = {}  # those that got their slots for a use; oldest first
 
     # --- events --------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class CompressedOrder:
         back = _within(ids, self._framed)
         for one in back:
             self._leave_alone(one)
-            self._back[one] = None
+            self.back[one] = None
         if not back:
             self._whole.added(ids, names, parents)
         elif len(back) < len(ids) // ID_BYTES:
@@ -89,7 +89,7 @@ class CompressedOrder:
             if one not in self._alone:
                 self._alone.add(one)
                 self.alone_bytes += self._framed[one]
-            self._back.pop(one, None)
+            self.back.pop(one, None)
         self._whole.freed(kept.tobytes())  # they may have been away
         others = ids if not kept else _without(ids, self._framed)
         self.unprepared += len(others) // ID_BYTES
@@ -131,7 +131,7 @@ class CompressedOrder:
         found = array("I")
         for one in array("I", self._slots.victims(most)):
             if one in self._framed:
-                self._back.pop(one, None)  # it cools again: its frame is needed
+                self.back.pop(one, None)  # it cools again: its frame is needed
             else:
                 found.append(one)
         return found.tobytes()
@@ -144,7 +144,7 @@ class CompressedOrder:
         `coming_bytes` each) that are worth less: they need no room. Never selects `busy` frames, nor those of
         blocks that are about to leave their slots."""
         frames, needless, left = list[int](), set[int](), nbytes
-        for one in self._back:
+        for one in self.back:
             if left <= 0:
                 return frames, needless
             if one not in busy:
@@ -184,7 +184,7 @@ class CompressedOrder:
 
     def _forget(self, one: int) -> None:
         self._leave_alone(one)
-        self._back.pop(one, None)
+        self.back.pop(one, None)
         del self._framed[one]
 
     def _leave_alone(self, one: int) -> None:

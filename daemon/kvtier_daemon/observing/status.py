@@ -23,7 +23,7 @@ from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.remote.tier import RemoteTier
 from kvtier_daemon.tiers.warm import WarmTier
 
-COMPRESSED = ("used_bytes", "block_bytes", "blocks", *COMPRESSED_EVENTS)
+COMPRESSED = ("used_bytes", "spare_bytes", "block_bytes", "blocks", *COMPRESSED_EVENTS)
 
 if TYPE_CHECKING:
     from kvtier_daemon.serving.context import Report
@@ -214,13 +214,13 @@ class StatusFigures:
         }
 
     def _compressed(self, tenants: Sequence[Tenant], slots_bytes: int) -> dict[str, Any]:
-        """The figures of compressed memory. `effective` is how many bytes of blocks are in a byte of memory;
-        a block with a slot and a frame counts once."""
+        """The figures of compressed memory. `effective` is how many bytes of blocks are in a byte of memory.
+        A block with a slot and a frame counts once; spare frames, which leave first, do not count as used."""
         warm = self._settings.config.warm
         share = sum(each.quota_bytes for each in tenants) / warm.size_bytes
         found = Counter(summed(each.tier.stats().compressed for each in tenants))
         blocks_bytes = slots_bytes + found["block_bytes"]
-        used_bytes = slots_bytes + found["used_bytes"]
+        used_bytes = slots_bytes + found["used_bytes"] - found["spare_bytes"]
         return {
             "capacity_bytes": int(warm.compressed_bytes * share),
             **{name: found[name] for name in COMPRESSED},

@@ -193,6 +193,7 @@ class CompressedFrames:
     def stats(self) -> Mapping[str, int]:
         return {
             "used_bytes": self.used_bytes,
+            "spare_bytes": sum(self._of[one].used_bytes for one in self.order.back),
             "blocks": len(self._of),
             "block_bytes": self.order.alone_bytes,
             **self.counts,
