@@ -749,3 +749,10 @@ def test_an_impossible_cold_tier_is_an_error(read, text, expected):
     with pytest.raises(ConfigError) as error:
         read(WARM + text)
     assert expected in str(error.value)
+
+
+def test_compressed_memory_needs_a_disk(read):
+    with pytest.raises(ConfigError, match=r"warm\.compressed: needs \[cold\]"):
+        read(WARM + 'compressed = "8GiB"\n')
+    assert read(WARM + 'compressed = "8GiB"\n' + COLD).config.warm.compressed_bytes == 8 * GIB
+    assert read(WARM + "compressed = 0\n").config.warm.compressed_bytes == 0
