@@ -41,6 +41,7 @@ SOURCES = {
     "peers": "python benchmarks/bench_peers.py",
     "writes": "python benchmarks/bench_writes.py",
     "partial": "python benchmarks/bench_partial.py",
+    "compressed": "python benchmarks/bench_compressed.py --model PATH --trace FILE",
 }
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {

@@ -91,7 +91,10 @@ def is_written(tiers: dict[str, Any]) -> bool:
 
 
 def in_process(
-    folder: Path, work: Callable[[Prompts, Mover], None], compressed: str = COMPRESSED
+    folder: Path,
+    work: Callable[[Prompts, Mover], None],
+    compressed: str = COMPRESSED,
+    cold: str = "",
 ) -> None:
     """Run a daemon in this process, whose objects `work` may look at."""
 
@@ -106,7 +109,7 @@ def in_process(
 
         await asyncio.to_thread(client)
 
-    served(folder, serve, warm=compressed)
+    served(folder, serve, cold, warm=compressed)
 
 
 def frames_of(mover: Mover) -> CompressedFrames:
@@ -412,5 +415,28 @@ def test_a_block_of_another_name_is_not_taken_for_that_of_a_frame(tmp_path: Path
         assert prompts.load(first) == PROMPT
         assert prompts.load(second) == PROMPT
         assert reads_of(prompts) == (2 * PROMPT, 0)
+        assert frames.counts["spoilt"] == 0, "they were not even read"
 
     in_process(tmp_path, work)
+
+
+@pytest.mark.parametrize("codec", ["raw", "r32"])
+def test_a_sound_frame_with_the_content_of_another_block_is_not_loaded(
+    tmp_path: Path, codec: str
+) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        prompts.cooled()
+        first, second = alone(mover, prompts)[:2]
+        for key, other in zip(prompts.keys(first), prompts.keys(second), strict=True):
+            one, two = frame_of(mover, prompts, key), frame_of(mover, prompts, other)
+            assert one is not None and two is not None
+            for field in ("header", "nbytes", "digest", "raw_digest", "place"):
+                mine, its = getattr(one, field), getattr(two, field)
+                setattr(one, field, its)
+                setattr(two, field, mine)
+        assert prompts.load(first) == PROMPT
+        assert prompts.load(second) == PROMPT
+        assert frames_of(mover).counts["spoilt"] == 2 * PROMPT
+        assert reads_of(prompts) == (2 * PROMPT, 0)
+
+    in_process(tmp_path, work, COMPRESSED, f'codec = "{codec}"\n')

@@ -26,6 +26,8 @@ from kvtier_daemon.codec.frame import (
     DIGEST_BYTES,
     ENTRY,
     HEADER,
+    NAMES,
+    NAMES_AT,
     RAW_DIGEST_AT,
     pages,
     stamp,
@@ -97,8 +99,7 @@ class FrameThreads:
     def _job(self, block: Incoming) -> Callable[[], int]:
         frame = block.compressed
         assert frame is not None
-        # Without `coding` the block has a raw frame on disk, whose digest is the block's.
-        if block.coding is None and block.digest != frame.raw_digest:
+        if not _is_of(block, frame):
             return lambda: errno.EBADMSG
         if block.coding is not None:
             block.checksum = frame.raw_digest
@@ -305,6 +306,13 @@ class Compressor:
         if len(self._skips) >= KINDS_MOST:
             self._skips.clear()
         self._skips[space, group] = self._loop.time() + TRY_S
+
+
+def _is_of(block: Incoming, frame: CompressedFrame) -> bool:
+    """Whether the frame is that of the block. Without `coding` it has a raw frame on disk, whose digest is the
+    block's."""
+    key, _ = NAMES.unpack_from(frame.header, NAMES_AT)
+    return key == frame.name[-1] and (block.coding is not None or block.digest == frame.raw_digest)
 
 
 def _run_all(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
