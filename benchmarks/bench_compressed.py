@@ -103,7 +103,7 @@ def settle(daemon: ColdDaemon, blocks: int) -> None:
 def capacity(folder: Path, name: str, spec: KvSpec, blocks: list[bytes]) -> Row:
     """The effective capacity when memory is full of these blocks, each under several keys."""
     assert len(blocks[0]) == spec.block_bytes
-    slots, compressed = 48 * MIB, 336 * MIB
+    slots, compressed = 32 * MIB, 352 * MIB
     count = 2 * (slots + compressed) // spec.block_bytes
     with compressing(folder, slots, compressed, 2048 * MIB) as daemon:
         daemon.wait_for_arena()
@@ -125,7 +125,7 @@ def capacity(folder: Path, name: str, spec: KvSpec, blocks: list[bytes]) -> Row:
     one = found["compressed"]
     ratio = one["blocks"] * spec.block_bytes / one["used_bytes"]
     return at_least(
-        f"effective capacity, {name}, 1/8 of memory in slots", one["effective"], "x", EFFECTIVE,
+        f"effective capacity, {name}, 1/12 of memory in slots", one["effective"], "x", EFFECTIVE,
         frames=ratio, full=one["used_bytes"] / compressed, dropped=one["dropped"], read=reads,
     )  # fmt: skip
 

@@ -4,12 +4,13 @@ ones or misses."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -440,3 +441,21 @@ def test_a_sound_frame_with_the_content_of_another_block_is_not_loaded(
         assert reads_of(prompts) == (2 * PROMPT, 0)
 
     in_process(tmp_path, work, COMPRESSED, f'codec = "{codec}"\n')
+
+
+def test_a_failure_to_compress_disables_nothing_else(tmp_path: Path) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        prompts.cooled()
+
+        def fail(_: int) -> NoReturn:
+            raise OSError(errno.ENOMEM, "no memory")
+
+        frames_of(mover).memory.take = fail  # type: ignore[method-assign]
+        for number in range(100, 100 + 2 * WARM_PROMPTS):
+            prompts.save(number)
+        prompts.until(lambda tiers: not tiers["warm"]["compressed"]["blocks"])
+        for number in range(2 * WARM_PROMPTS):
+            assert prompts.load(number) == PROMPT
+        assert prompts.client.stats()["tiers"]["cold"]["on"]
+
+    in_process(tmp_path, work)

@@ -165,21 +165,26 @@ class Compressor:
         self._ratio = Average(RATIO_BYTES, 1.0, 1.0)  # memory of frames by that of their blocks
 
     async def run(self) -> None:
-        """Compress until the task is cancelled; then drop all frames."""
+        """Compress until the task is cancelled; then drop all frames. A failure disables nothing else."""
         self.frames.open(self._wake.set)
         try:
-            while True:
-                self._wake.clear()
-                while (blocks := self._plan()) and await self._compress(blocks):
-                    pass
-                try:
-                    async with asyncio.timeout(WAIT_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    continue  # blocks may have got frames on disk
-                await asyncio.sleep(PAUSE_S)
+            await self._run()
+        except Exception:
+            log.exception("cold: compressed memory failed and is off until a restart")
         finally:
             self.frames.close()
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            while (blocks := self._plan()) and await self._compress(blocks):
+                pass
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue  # blocks may have got frames on disk
+            await asyncio.sleep(PAUSE_S)
 
     def _plan(self) -> list[Outgoing]:
         """Return the blocks to compress next."""
@@ -211,13 +216,10 @@ class Compressor:
 
     def _cool_bytes(self) -> float:
         """How many bytes of the coldest blocks are to have frames: more after blocks left without one."""
-        order, usual = (
-            self.frames.order,
-            max(COOL_SHARE * self._quota_bytes, min(PIECE_BYTES, self._quota_bytes / 4)),
-        )
-        most, now = self._quota_bytes / 2 / usual, self._loop.time()
+        order, now, most = self.frames.order, self._loop.time(), self._quota_bytes / 4
+        usual = max(COOL_SHARE * self._quota_bytes, min(PIECE_BYTES, most))
         if order.unprepared:
-            self._ahead, self._hasty_at = min(2 * self._ahead, most), now
+            self._ahead, self._hasty_at = min(2 * self._ahead, most / usual), now
         elif now - self._hasty_at > CALM_S:
             self._ahead, self._hasty_at = max(1.0, self._ahead / 2), now
         order.unprepared = 0
@@ -239,11 +241,10 @@ class Compressor:
         try:
             for block in blocks:
                 places.append(self.frames.memory.take(block.block_bytes))
-        except OSError as error:
-            log.error("cold: no memory for compressed blocks: %s", error)
+        except OSError:
             for block, place in zip(blocks, places, strict=False):
                 self.frames.memory.give(place, block.block_bytes)
-            return False
+            raise
         # Their slots must not get other blocks while a thread reads them.
         self._catalog.blocks.hold_for_write(ids_of(blocks))
         jobs = [
@@ -270,18 +271,27 @@ class Compressor:
         encoding: asyncio.Future[list[tuple[int, bytes, bytes]]],
     ) -> None:  # fmt: skip
         """Keep the frames of blocks that still exist, and are worth it."""
-        store, memory = self._catalog.blocks.store, self.frames.memory
-        ids, found = ids_of(blocks), list[tuple[int, bytes, bytes]]()
+        found: list[tuple[int, bytes, bytes]] = []
         if not encoding.cancelled():
             if error := encoding.exception():
                 log.error("cold: internal error while compressing blocks", exc_info=error)
             else:
                 found = encoding.result()
+        try:
+            self._keep(blocks, places, found or [(0, b"", b"")] * len(blocks), made)
+        finally:
+            self._catalog.blocks.end_write(ids_of(blocks))
+
+    def _keep(
+        self, blocks: Sequence[Outgoing], places: Sequence[tuple[mmap.mmap, int]],
+        found: Sequence[tuple[int, bytes, bytes]], made: list[bool],
+    ) -> None:  # fmt: skip
+        store, memory, ids = self._catalog.blocks.store, self.frames.memory, ids_of(blocks)
         there = set(array("I", store.clean(ids, in_memory=True)))
         names = IDENTITY.iter_unpack(store.identities(ids))
-        for at, (block, place, name) in enumerate(zip(blocks, places, names, strict=True)):
-            nbytes, header, digest = found[at] if found else (0, b"", b"")
-            if found and not digest:
+        for block, place, name, one in zip(blocks, places, names, found, strict=True):
+            nbytes, header, digest = one
+            if nbytes and not digest:
                 self._skip(name[0], name[1])
             if not digest or block.id not in there or not self.frames.is_open:
                 memory.give(place, block.block_bytes)
@@ -299,7 +309,6 @@ class Compressor:
                 made.append(True)
             else:
                 memory.give(place, block.block_bytes)
-        self._catalog.blocks.end_write(ids)
 
     def _skip(self, space: int, group: int) -> None:
         self.frames.counts["not_worth"] += 1
@@ -309,8 +318,7 @@ class Compressor:
 
 
 def _is_of(block: Incoming, frame: CompressedFrame) -> bool:
-    """Whether the frame is that of the block. Without `coding` it has a raw frame on disk, whose digest is the
-    block's."""
+    """Whether the frame is that of the block. Without `coding` the digest on disk is the block's."""
     key, _ = NAMES.unpack_from(frame.header, NAMES_AT)
     return key == frame.name[-1] and (block.coding is not None or block.digest == frame.raw_digest)
 
