@@ -91,7 +91,7 @@ def compressing(folder: Path, slots: int, compressed: int, cold: int) -> ColdDae
 
 
 def settle(daemon: ColdDaemon, blocks: int) -> None:
-    """Wait until so many blocks are on disk, and those that leave their slots next are compressed."""
+    """Wait until this number of blocks is on disk, and those that leave their slots next are compressed."""
     daemon.wait_for_written(blocks)
     before, now = -1, 0
     while before != now:
@@ -115,7 +115,7 @@ def capacity(folder: Path, name: str, spec: KvSpec, blocks: list[bytes]) -> Row:
                 settle(daemon, number)
         settle(daemon, count)
         found = daemon.client.stats()["tiers"]["warm"]
-        # What is found in it is right.
+        # Its blocks are the saved ones.
         target = bytearray(spec.block_bytes)
         for number in range(count - 200, count, 7):
             keys = space.keys([number] * TOKENS)
