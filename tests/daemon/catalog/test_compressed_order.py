@@ -7,11 +7,17 @@ from array import array
 from collections.abc import Iterable
 
 import pytest
+from tests.conformance.policy_tests import PolicyTests
 
 from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.catalog.policy import NO_PARENT, make
 
 SIZE, FRAME = 1000, 600
+
+
+class TestCompressedOrder(PolicyTests):
+    def make_policy(self) -> CompressedOrder:
+        return CompressedOrder(make("value"), make("lru"))
 
 
 def ids(numbers: Iterable[int]) -> bytes:
