@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from kvtier.errors import TierError
+from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.claim import InUseError, is_alive
 from kvtier_daemon.config.current import CurrentConfig
@@ -633,7 +634,8 @@ def _store_options(config: Config, cold: ColdConfig, tenants: Mapping[str, Tenan
 
 def _frames_of(config: Config, tenant: Tenant) -> CompressedFrames | None:
     """Return the tenant's part of compressed memory, if that is configured."""
-    order = tenant.uses.policy if tenant.uses is not None else None
+    policy = tenant.catalog.blocks.policy
+    order = policy.policy if isinstance(policy, DeferredPolicy) else policy
     if not config.warm.compressed_bytes or not isinstance(order, CompressedOrder):
         return None
     share = tenant.quota_bytes / config.warm.size_bytes
