@@ -50,7 +50,7 @@ WORTH = 7 / 8  # a frame that is larger, relative to its block, is not kept
 TRY_S = 60.0  # until blocks of a kind that is not worth it are tried again
 KINDS_MOST = 4096
 RATIO_BYTES = 64 << 20  # of blocks: older measurements have half of the weight
-WAIT_S, PAUSE_S = 0.1, 0.005
+WAIT_S, PAUSE_S = 0.1, 0.02
 CHUNK = 4  # blocks that one thread decodes at once
 
 
