@@ -8,7 +8,7 @@ would keep. The least recently used blocks in slots are compressed first, and le
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import compress
 
 from kvtier_daemon.catalog.policy import ID_BYTES, Policy
@@ -38,8 +38,8 @@ class CompressedOrder:
         self._slots = slots
         self.alone_bytes = 0  # of the blocks without a slot, in slots
         self.unprepared = 0  # blocks that left their slots, are only on disk now, and had no frame
-        self._framed: dict[int, int] = {}  # the blocks with a frame, and their sizes in slots
-        self._alone: set[int] = set()  # those of them without a slot
+        self.framed: dict[int, int] = {}  # the blocks with a frame, and their sizes in slots
+        self.alone: set[int] = set()  # those of them without a slot
         self.back: dict[int, None] = {}  # those that got their slots for a use; oldest first
 
     # --- events --------------------------------------------------------------------------------
@@ -52,14 +52,13 @@ class CompressedOrder:
         """Blocks got slots. Those with a frame were in memory before; `wanted` has reported the use."""
         self._slots.added(ids, names, parents)
         self.stirred()
-        back = _within(ids, self._framed)
-        for one in back:
-            self._leave_alone(one)
-            self.back[one] = None
+        back = _within(ids, self.framed)
+        self._leave_alone(back)
+        self.back.update(dict.fromkeys(back))
         if not back:
             self._whole.added(ids, names, parents)
         elif len(back) < len(ids) // ID_BYTES:
-            fresh = [one not in self._framed for one in array("I", ids)]
+            fresh = [one not in self.framed for one in array("I", ids)]
             some = (array("I", ids), array("Q", names), array("I", parents))
             self._whole.added(
                 *(array(each.typecode, compress(each, fresh)).tobytes() for each in some)
@@ -84,23 +83,22 @@ class CompressedOrder:
     def left(self, ids: bytes) -> None:
         """Blocks have no slot now. Those with a frame keep their places in the policy's order."""
         self._slots.left(ids)
-        kept = _within(ids, self._framed)
+        kept = _within(ids, self.framed)
         for one in kept:
-            if one not in self._alone:
-                self._alone.add(one)
-                self.alone_bytes += self._framed[one]
+            if one not in self.alone:
+                self.alone.add(one)
+                self.alone_bytes += self.framed[one]
             self.back.pop(one, None)
         self._whole.freed(kept.tobytes())  # they may have been away
-        others = ids if not kept else _without(ids, self._framed)
+        others = ids if not kept else _without(ids, self.framed)
         self.unprepared += len(others) // ID_BYTES
         self._whole.left(others)
 
     def gone(self, ids: bytes) -> None:
         self._whole.gone(ids)
         self._slots.gone(ids)
-        if lost := _within(ids, self._framed):
-            for one in lost:
-                self._forget(one)
+        if lost := _within(ids, self.framed):
+            self._forget(lost)
             self.lost(lost)
 
     def demoted(self, ids: bytes) -> None:
@@ -115,12 +113,12 @@ class CompressedOrder:
 
     def victims(self, n: int) -> bytes:
         """Blocks with a frame come before others that are about as cold, which may get one in time."""
-        if not self._framed:
+        if not self.framed:
             return self._slots.victims(n)
         coldest = array("I", self._slots.victims(n * LOOK_AHEAD))
-        first = array("I", (one for one in coldest if one in self._framed))
+        first = array("I", (one for one in coldest if one in self.framed))
         if len(first) < n:
-            first.extend(one for one in coldest if one not in self._framed)
+            first.extend(one for one in coldest if one not in self.framed)
         return first[:n].tobytes()
 
     def __len__(self) -> int:
@@ -130,7 +128,7 @@ class CompressedOrder:
         """Of the `most` blocks that leave their slots next, those without a frame, in this order."""
         found = array("I")
         for one in array("I", self._slots.victims(most)):
-            if one in self._framed:
+            if one in self.framed:
                 self.back.pop(one, None)  # it cools again: its frame is needed
             else:
                 found.append(one)
@@ -159,7 +157,7 @@ class CompressedOrder:
                 if one in fresh:
                     needless.add(one)
                     left -= coming_bytes
-                elif one in self._alone and one not in busy:
+                elif one in self.alone and one not in busy:
                     frames.append(one)
                     left -= size_of(one)
             if len(victims) < ask or ask >= MOST:
@@ -171,29 +169,29 @@ class CompressedOrder:
 
     def compressed(self, one: int, nbytes: int) -> None:
         """There is a frame of this block of `nbytes`, which still has a slot."""
-        self._framed[one] = nbytes
+        self.framed[one] = nbytes
 
     def dropped(self, ids: Sequence[int]) -> None:
         """There are no frames of these blocks now."""
-        left = array("I", (one for one in ids if one in self._alone))
-        for one in ids:
-            if one in self._framed:
-                self._forget(one)
+        left = array("I", (one for one in ids if one in self.alone))
+        self._forget([one for one in ids if one in self.framed])
         if left:
             self._whole.left(left.tobytes())
 
-    def _forget(self, one: int) -> None:
-        self._leave_alone(one)
-        self.back.pop(one, None)
-        del self._framed[one]
+    def _forget(self, ids: Sequence[int]) -> None:
+        self._leave_alone(ids)
+        for one in ids:
+            self.back.pop(one, None)
+            del self.framed[one]
 
-    def _leave_alone(self, one: int) -> None:
-        if one in self._alone:
-            self._alone.remove(one)
-            self.alone_bytes -= self._framed[one]
+    def _leave_alone(self, ids: Iterable[int]) -> None:
+        for one in ids:
+            if one in self.alone:
+                self.alone.remove(one)
+                self.alone_bytes -= self.framed[one]
 
     def memory_bytes(self) -> int:
-        notes = BLOCK_BYTES * len(self._framed)
+        notes = BLOCK_BYTES * len(self.framed)
         return self._whole.memory_bytes() + self._slots.memory_bytes() + notes
 
 

@@ -140,7 +140,7 @@ def alone(mover: Mover, prompts: Prompts) -> list[int]:
 
     def is_alone(key: bytes) -> bool:
         frame = frame_of(mover, prompts, key)
-        return frame is not None and frame.id in frames.order._alone
+        return frame is not None and frame.id in frames.order.alone
 
     return [number for number in range(40) if all(map(is_alone, prompts.keys(number)))]
 
@@ -457,5 +457,31 @@ def test_a_failure_to_compress_disables_nothing_else(tmp_path: Path) -> None:
         for number in range(2 * WARM_PROMPTS):
             assert prompts.load(number) == PROMPT
         assert prompts.client.stats()["tiers"]["cold"]["on"]
+
+    in_process(tmp_path, work)
+
+
+def test_blocks_that_left_their_slots_because_an_engine_holds_them_have_no_frames(
+    tmp_path: Path,
+) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        prompts.cooled()
+        for number in range(2 * WARM_PROMPTS):
+            prompts.space.tell_resident(0, prompts.keys(number))
+        for number in range(50, 50 + WARM_PROMPTS):
+            prompts.save(number)
+            prompts.until(is_written)
+        resident = prompts.client.stats()["hot"]["resident"]
+        assert resident["away_blocks"] > 0, "none has left because of that"
+        order, store = frames_of(mover).order, mover._blocks.store
+        until = time.monotonic() + 20
+        while True:
+            with_slots = array("I", order.framed.keys() - order.alone).tobytes()
+            if not store.clean(with_slots, in_memory=False):
+                break
+            assert time.monotonic() < until, "frames of these blocks are never dropped"
+            time.sleep(0.05)
+        for number in range(2 * WARM_PROMPTS):
+            assert prompts.load(number) == PROMPT
 
     in_process(tmp_path, work)

@@ -50,6 +50,7 @@ WORTH = 7 / 8  # a frame that is larger, relative to its block, is not kept
 TRY_S = 60.0  # until blocks of a kind that is not worth it are tried again
 KINDS_MOST = 4096
 RATIO_BYTES = 64 << 20  # of blocks: older measurements have half of the weight
+CHECK_S = 1.0
 WAIT_S, PAUSE_S = 0.1, 0.02
 CHUNK = 4  # blocks that one thread decodes at once
 
@@ -159,7 +160,7 @@ class Compressor:
         self._ahead = (
             1.0  # how much more than usual is compressed ahead: requests take many slots at once
         )
-        self._hasty_at = 0.0
+        self._hasty_at = self._check_at = 0.0
         # By the store's number of a space and the group: until when such blocks are not tried.
         self._skips: dict[tuple[int, int], float] = {}
         self._ratio = Average(RATIO_BYTES, 1.0, 1.0)  # memory of frames by that of their blocks
@@ -177,6 +178,7 @@ class Compressor:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
+            self._drop_away()
             while (blocks := self._plan()) and await self._compress(blocks):
                 pass
             try:
@@ -185,6 +187,15 @@ class Compressor:
             except TimeoutError:
                 continue  # blocks may have got frames on disk
             await asyncio.sleep(PAUSE_S)
+
+    def _drop_away(self) -> None:
+        """Drop the frames of blocks that left their slots because an engine holds them, once in a while."""
+        blocks, order, now = self._catalog.blocks, self.frames.order, self._loop.time()
+        if not blocks.residency or now < self._check_at:
+            return
+        self._check_at = now + CHECK_S
+        ids = array("I", order.framed.keys() - order.alone).tobytes()
+        self.frames.drop(array("I", blocks.store.clean(ids, in_memory=False)))
 
     def _plan(self) -> list[Outgoing]:
         """Return the blocks to compress next."""
