@@ -40,7 +40,8 @@ class CompressedOrder:
         self.unprepared = 0  # blocks that left their slots, are only on disk now, and had no frame
         self.framed: dict[int, int] = {}  # the blocks with a frame, and their sizes in slots
         self.alone: set[int] = set()  # those of them without a slot
-        self.back: dict[int, None] = {}  # those that got their slots for a use; oldest first
+        self.paired: dict[int, None] = {}  # the others; oldest first
+        self.cool: frozenset[int] = frozenset()  # blocks that leave their slots next
 
     # --- events --------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ class CompressedOrder:
         self.stirred()
         back = _within(ids, self.framed)
         self._leave_alone(back)
-        self.back.update(dict.fromkeys(back))
+        self.paired.update(dict.fromkeys(back))
         if not back:
             self._whole.added(ids, names, parents)
         elif len(back) < len(ids) // ID_BYTES:
@@ -88,7 +89,7 @@ class CompressedOrder:
             if one not in self.alone:
                 self.alone.add(one)
                 self.alone_bytes += self.framed[one]
-            self.back.pop(one, None)
+            self.paired.pop(one, None)
         self._whole.freed(kept.tobytes())  # they may have been away
         others = ids if not kept else _without(ids, self.framed)
         self.unprepared += len(others) // ID_BYTES
@@ -126,26 +127,22 @@ class CompressedOrder:
 
     def next_to_compress(self, most: int) -> bytes:
         """Of the `most` blocks that leave their slots next, those without a frame, in this order."""
-        found = array("I")
-        for one in array("I", self._slots.victims(most)):
-            if one in self.framed:
-                self.back.pop(one, None)  # it cools again: its frame is needed
-            else:
-                found.append(one)
-        return found.tobytes()
+        cool = array("I", self._slots.victims(most))
+        self.cool = frozenset(cool)
+        return array("I", (one for one in cool if one not in self.framed)).tobytes()
 
     def make_room(
         self, nbytes: int, size_of: Callable[[int], int], busy: Collection[int],
         coming: Sequence[int], coming_bytes: int,
     ) -> tuple[list[int], set[int]]:  # fmt: skip
         """Select the frames to drop for `nbytes`. Return them, and those of the `coming` blocks (of
-        `coming_bytes` each) that are worth less: they need no room. Never selects `busy` frames, nor those of
-        blocks that are about to leave their slots."""
+        `coming_bytes` each) that are worth less: they need no room. Frames of blocks with a slot go
+        first, unless they leave it next. Never selects `busy` frames."""
         frames, needless, left = list[int](), set[int](), nbytes
-        for one in self.back:
+        for one in self.paired:
             if left <= 0:
                 return frames, needless
-            if one not in busy:
+            if one not in busy and one not in self.cool:
                 frames.append(one)
                 left -= size_of(one)
         ask, seen, fresh = FEW, 0, set(coming)
@@ -170,6 +167,7 @@ class CompressedOrder:
     def compressed(self, one: int, nbytes: int) -> None:
         """There is a frame of this block of `nbytes`, which still has a slot."""
         self.framed[one] = nbytes
+        self.paired[one] = None
 
     def dropped(self, ids: Sequence[int]) -> None:
         """There are no frames of these blocks now."""
@@ -181,7 +179,7 @@ class CompressedOrder:
     def _forget(self, ids: Sequence[int]) -> None:
         self._leave_alone(ids)
         for one in ids:
-            self.back.pop(one, None)
+            self.paired.pop(one, None)
             del self.framed[one]
 
     def _leave_alone(self, ids: Iterable[int]) -> None:

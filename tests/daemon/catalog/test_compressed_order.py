@@ -183,3 +183,16 @@ def test_both_orders_have_exactly_the_blocks_that_may_leave(policy: str, seed: i
         assert set(victims(order.victims(99))) == slots - held
         assert set(victims(order._whole.victims(99))) == (slots | framed) - held
         assert order.alone_bytes == SIZE * len(alone)
+
+
+def test_frames_of_blocks_that_are_used_again_in_their_slots_leave_first() -> None:
+    """Otherwise each block that was cool once would keep its frame while it has its slot."""
+    order = order_of()
+    for number in range(6):
+        add(order, [number])
+    cool = victims(order.next_to_compress(2))
+    assert cool == [0, 1]
+    compress(order, cool)
+    order.wanted(ids([0]), names([0]))
+    assert victims(order.next_to_compress(2)) == [2]
+    assert make_room(order, 3, [])[0] == [0], "1 leaves its slot next"

@@ -476,7 +476,7 @@ def test_blocks_that_left_their_slots_because_an_engine_holds_them_have_no_frame
         order, store = frames_of(mover).order, mover._blocks.store
         until = time.monotonic() + 20
         while True:
-            with_slots = array("I", order.framed.keys() - order.alone).tobytes()
+            with_slots = array("I", list(order.paired)).tobytes()
             if not store.clean(with_slots, in_memory=False):
                 break
             assert time.monotonic() < until, "frames of these blocks are never dropped"

@@ -194,7 +194,7 @@ class Compressor:
         if not blocks.residency or now < self._check_at:
             return
         self._check_at = now + CHECK_S
-        ids = array("I", order.framed.keys() - order.alone).tobytes()
+        ids = array("I", order.paired).tobytes()
         self.frames.drop(array("I", blocks.store.clean(ids, in_memory=False)))
 
     def _plan(self) -> list[Outgoing]:
@@ -227,8 +227,9 @@ class Compressor:
 
     def _cool_bytes(self) -> float:
         """How many bytes of the coldest blocks are to have frames: more after blocks left without one."""
-        order, now, most = self.frames.order, self._loop.time(), self._quota_bytes / 4
-        usual = max(COOL_SHARE * self._quota_bytes, min(PIECE_BYTES, most))
+        order, now = self.frames.order, self._loop.time()
+        most = min(self._quota_bytes / 4, self.frames.capacity_bytes / 2)
+        usual = min(most, max(COOL_SHARE * self._quota_bytes, PIECE_BYTES))
         if order.unprepared:
             self._ahead, self._hasty_at = min(2 * self._ahead, most / usual), now
         elif now - self._hasty_at > CALM_S:

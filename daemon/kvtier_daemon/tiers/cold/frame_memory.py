@@ -193,7 +193,9 @@ class CompressedFrames:
     def stats(self) -> Mapping[str, int]:
         return {
             "used_bytes": self.used_bytes,
-            "spare_bytes": sum(self._of[one].used_bytes for one in self.order.back),
+            "spare_bytes": sum(
+                self._of[one].used_bytes for one in self.order.paired if one not in self.order.cool
+            ),
             "blocks": len(self._of),
             "block_bytes": self.order.alone_bytes,
             **self.counts,
