@@ -129,9 +129,10 @@ format: venv    ## fix the format
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
 
-bench: venv     ## the benchmarks, against memcpy in the same run; results in benchmarks/results
+bench: venv     ## the benchmarks, against memcpy in the same run; results in benchmarks/results; COMPRESSED="--model PATH --trace FILE"
 	$(BIN)/python benchmarks/bench_warm.py
 	$(BIN)/python benchmarks/bench_partial.py
+	$(BIN)/python benchmarks/bench_compressed.py $(COMPRESSED)
 	$(BIN)/python benchmarks/bench_control.py
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py

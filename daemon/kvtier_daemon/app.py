@@ -23,6 +23,7 @@ from kvtier.units import format_bytes
 from kvtier_daemon import shutdown
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import ID_BYTES, DeferredPolicy
+from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.catalog.policy import AUTO, make
 from kvtier_daemon.claim import claim_socket, inherited_fds, inherited_socket, release_socket
 from kvtier_daemon.config import profiles
@@ -116,7 +117,13 @@ class App:
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
         losses = profiles.losses_of(config)
         policy = AUTO if config.warm.policy == "auto" else config.warm.policy
-        uses = {name: DeferredPolicy(make(policy)) for name in quotas}
+        compresses = config.warm.compressed_bytes > 0
+        uses = {
+            name: DeferredPolicy(
+                CompressedOrder(make(policy), make("lru")) if compresses else make(policy)
+            )
+            for name in quotas
+        }
         self.tenants = {
             name: Tenant(
                 name,

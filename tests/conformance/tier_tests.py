@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kvtier import Group, KvSpec
 from kvtier.layout import space_id
 from kvtier_daemon.app import MakeLowerTier
 from kvtier_daemon.catalog import Catalog, Found, KnownSpace, LeaseId, SessionId
-from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import load
 from kvtier_daemon.internal_errors import InternalErrors
@@ -32,6 +33,7 @@ from support.effort import effort
 
 ME = SessionId(1)
 LEASE_S = 60.0
+LRU = partial(make, "lru")
 GROUPS, SHARDS = 2, 2
 PART_BYTES = 32 << 10
 BLOCK_BYTES = GROUPS * SHARDS * PART_BYTES
@@ -65,17 +67,18 @@ class ServedTenant:
     load, so that they come from the tier below memory."""
 
     def __init__(
-        self, folder: Path, lower: MakeLowerTier, config: str, capacity_bytes: int, is_lower: bool
-    ) -> None:
+        self, folder: Path, lower: MakeLowerTier, config: str, capacity_bytes: int, is_lower: bool,
+        policy: Callable[[], Policy] = LRU, compressed: str = "0",
+    ) -> None:  # fmt: skip
         self.capacity_bytes = capacity_bytes
         self.loop = asyncio.new_event_loop()
         (folder / "disk").mkdir()
         file = folder / "kvtier.toml"
         file.write_text(CONFIG.format(folder=folder) + config.format(folder=folder))
-        loaded = load(file, environ={})
+        loaded = load(file, {"warm.compressed": compressed}, environ={})
         quotas = {name: one.quota_bytes for name, one in loaded.config.tenants.items()}
         self._tenants = {
-            name: Tenant(name, bytes(32), quota, Catalog(Store(), make("lru")))
+            name: Tenant(name, bytes(32), quota, Catalog(Store(), policy()))
             for name, quota in quotas.items()
         }
         self.tenant = self._tenants["it"]
@@ -247,14 +250,20 @@ class TierTests:
     config = ""
     turns = effort(150, 600, 600)  # of the test of any order
 
+    compressed = "0"  # as warm.compressed
+
+    def make_policy(self) -> Policy:
+        return make("lru")
+
     def make_lower(self) -> MakeLowerTier:
         raise NotImplementedError(type(self).__name__)
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[ServedTenant]:
         tier = ServedTenant(
-            tmp_path, self.make_lower(), self.config, self.capacity_bytes, self.is_lower
-        )
+            tmp_path, self.make_lower(), self.config, self.capacity_bytes, self.is_lower,
+            self.make_policy, self.compressed,
+        )  # fmt: skip
         yield tier
         tier.close()
 

@@ -45,6 +45,7 @@ from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
 from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
+    compressor,
     directory,
     directory_lock,
     disk,
@@ -147,7 +148,9 @@ def install() -> None:
     directory.IndexProcess = Index
     directory.lock = Child.lock
     directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
-    encoder._started = lambda *_: MACHINE.now.make_threads()
+    encoder.started = compressor.started = lambda *_: MACHINE.now.make_threads()
+    compressor.WAIT_S, compressor.PRESSURE = 0.5, 0.2
+    compressor.WORTH = 1.0  # frames of one page are no smaller than their blocks
     tier.threads_here = lambda: 1
     # The user and the permissions of files are those of this process.
     directory_lock.distrust_cold = lambda *_: ("", "")
@@ -170,6 +173,7 @@ def install() -> None:
         segment_store.SegmentStore,
         segment_store.WriteBatch,
         disk.DirectoryDisk,
+        compressor.FrameThreads,
     ):
         kind.__hash__ = lambda _: 0
     # Nobody reads where a line was logged, and by which thread.
@@ -188,6 +192,7 @@ PORTIONS = (
     (tier, "ERASED_AT_ONCE", 1), (listing, "PURGE_BLOCKS", 3), (reading, "LIMIT_ENDED_IDS", 2),
     (expiring, "LIMIT_DUE_IDS", 2), (flusher, "LIMIT_SAVED", 2), (segment_store, "MOST_BATCHES", 2),
     (scrub, "AT_ONCE", 2), (mover, "READING_BLOCKS", 8), (encoder, "PIECE_BYTES", 8192),
+    (compressor, "PIECE_BYTES", 8192), (compressor, "CHUNK", 1),
     (blocks, "LIMIT_QUEUED", 4), (tombstones, "EARLY_BYTES", 256), (switching, "USED_BLOCKS", 2),
 )  # fmt: skip
 WHOLE: dict[tuple[str, str], int] = {}
@@ -224,6 +229,7 @@ def loaded(machine: Machine) -> LoadedConfig:
         warm=WarmConfig(
             size_bytes=warm_bytes, extent_bytes=min(how.extent_pages, how.memory_pages) * PAGE,
             policy=how.policy, keep_s=how.keep_s,
+            compressed_bytes=how.compressed_pages * PAGE * how.tenants,
         ),
         cold=cold,
         tenants={

@@ -38,6 +38,7 @@ class SimulatedConfig:
     chains: int  # of each space
     is_portioned: bool  # the daemon does its work in very small portions
     resumes: float  # the share of connections that continue a lost one
+    compressed_pages: int  # of each tenant
     has_guests: bool  # each tenant has another user, which connects never and may leave
 
 
@@ -64,6 +65,8 @@ OF_MACHINES = {"stop": 3, "kill": 3, "power": 3}
 def config_of(seed: int) -> SimulatedConfig:
     chance = random.Random(f"config {seed}")
     pick = chance.choice
+    # Of its own, so that it changes nothing else in the seed.
+    compressed = random.Random(f"compressed {seed}").choice((0, 3, 8, 32))
     directories = pick((0, 1, 1, 1, 1, 1, 1, 2))
     memory_pages, segment_pages = pick((6, 8, 8, 12, 16, 24, 48)), pick((12, 16, 24))
     # More than the memory: a cold tier that is smaller is written again and again.
@@ -92,6 +95,7 @@ def config_of(seed: int) -> SimulatedConfig:
         is_portioned=chance.random() < 0.5,
         has_guests=chance.random() < 0.5,
         resumes=pick((0.0, 0.5, 1.0)),
+        compressed_pages=compressed if directories else 0,
     )
 
 

@@ -20,11 +20,14 @@ def served(
     work: Callable[[App], Awaitable[None]],
     more: str = "",
     lower: MakeLowerTier = ColdLifecycle,
+    warm: str = "",
 ) -> None:
-    """Run a daemon in this process until `work` has ended; `lower` makes the tier below memory."""
+    """Run a daemon in this process until `work` has ended; `lower` makes the tier below memory. `warm` are
+    lines for that section."""
     (folder / "disk").mkdir()
     file = folder / "kvtier.toml"
     text = f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\nkeep_s = 0\n'
+    text += warm
     if lower is ColdLifecycle:
         text += f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n'
     file.write_text(text + more)

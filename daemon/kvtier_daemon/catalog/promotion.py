@@ -39,10 +39,12 @@ class Promotion:
 
 @dataclass(slots=True, frozen=True)
 class Survey:
-    """The frames that a promotion would read, and the ids of blocks that are being read already."""
+    """The frames that a promotion would read, the ids of their blocks, and those of blocks that are being
+    read already."""
 
     frames: bytes
     joined: bytes
+    ids: bytes
 
 
 class Promotions:
@@ -82,7 +84,9 @@ class Promotions:
         if accept is not None and wanted:
             on_disk = b"".join(below for _, _, below, _ in wanted)
             coming = b"".join(promoting for _, _, _, promoting in wanted)
-            if (on_disk or coming) and not accept(Survey(store.frames(on_disk)[0], coming)):
+            if (on_disk or coming) and not accept(
+                Survey(store.frames(on_disk)[0], coming, on_disk)
+            ):
                 return Promotion()
         present = self._present(space, keys[: prefix * KEY_BYTES]) if reads_any else []
         ids, joined, sizes = b"", b"", array("I")

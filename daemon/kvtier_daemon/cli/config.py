@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 EXIT_WRONG: Final = 2
 AMOUNTS: Final = frozenset(
-    {"size", "extent", "segment", "history", "quota", "daily_writes", "scrub"}
+    {"size", "extent", "compressed", "segment", "history", "quota", "daily_writes", "scrub"}
 )
 
 app = plain(help="Check, show and compare configurations.", no_args_is_help=True)

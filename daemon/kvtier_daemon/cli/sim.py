@@ -54,6 +54,12 @@ def sim(
     write_limit: Annotated[
         str, value("SIZE", "Bytes written per day, as cold.daily_writes; 0: no limit.")
     ] = "0",
+    compressed: Annotated[
+        float,
+        value(
+            "SHARE", "With --blocks: the share of the tier that is compressed memory.", min=0, max=1
+        ),
+    ] = 0,
     hbm: Annotated[
         str, value("SIZE", "The engines' own cache on top of memory; 0: not simulated.")
     ] = "0",
@@ -94,8 +100,11 @@ def sim(
     _check_policies(policies, blocks is not None)
     asked = _prices(prices, budget, sizes=bool(memory or nvme), one_tier=blocks is not None)
     if blocks is not None:
-        _one_tier(requests, policies, _counts(blocks, requests), prefill, plot, json)
+        counts = _counts(blocks, requests)
+        _one_tier(requests, policies, counts, prefill, plot, json, compressed, codec_ratio)
         return
+    if compressed:
+        raise typer.BadParameter("--compressed: needs --blocks")
     from kvtier_daemon.sim.tiers import ADMISSIONS, RESIDENCY, Machine
 
     if residency not in RESIDENCY:
@@ -236,21 +245,22 @@ def _one_tier(
     prefill: PrefillCost,
     plot: Path | None,
     json: bool,
+    compressed: float,
+    ratio: float,
 ) -> None:
     from dataclasses import asdict
+    from functools import partial
 
     from kvtier_daemon.sim.replay import OPTIMUM, replay
 
     asked = [*policies, *(() if OPTIMUM in policies else (OPTIMUM,))]
     with progress() as bar:
         task = bar.add_task("requests", total=len(requests) * len(counts) * len(asked))
-        found = [
-            [
-                replay(requests, name, count, prefill, lambda n: bar.advance(task, n))
-                for name in asked
-            ]
-            for count in counts
-        ]
+        play = partial(
+            replay, requests, prefill=prefill, progress=lambda n: bar.advance(task, n),
+            compressed=compressed, ratio=ratio,
+        )  # fmt: skip
+        found = [[play(name, count) for name in asked] for count in counts]
     runs = []
     for outcomes in found:
         best = outcomes[asked.index(OPTIMUM)]

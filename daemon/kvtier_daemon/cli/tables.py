@@ -102,6 +102,12 @@ def tier_rows(
     if ready < capacity:
         part = percent(ready, capacity)
         row(table, "", bar(ready, capacity, cells), part, "allocated so far", "")
+    compressed = tier.get("compressed", {})
+    if size := compressed.get("capacity_bytes", 0):
+        used = compressed["used_bytes"]
+        amounts = f"{format_bytes(used)} of {format_bytes(size)}"
+        blocks = f"{count(compressed['blocks'], 'block')}, {compressed['effective']:.2f}x"
+        row(table, "compressed", bar(used, size, cells), percent(used, size), amounts, blocks)
 
 
 def resident_row(table: Table, stats: Mapping[str, Any]) -> None:

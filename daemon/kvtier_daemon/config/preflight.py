@@ -112,19 +112,25 @@ def arena_bytes(warm: WarmConfig) -> int:
     return warm.size_bytes + warm.size_bytes // PAGE_BYTES * GENERATION_BYTES
 
 
+def memory_bytes(warm: WarmConfig) -> int:
+    """Return the size of the arena, and of compressed memory."""
+    return arena_bytes(warm) + warm.compressed_bytes
+
+
 def memory(
     warm: WarmConfig, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> MachineFinding:
     """Check whether the arena fits into the available memory of the machine and of the control group."""
     what = "memory for the arena"
-    need = arena_bytes(warm)
+    need = memory_bytes(warm)
     available, source = min(_available(proc, cgroup), default=(None, ""))
     if available is None:
         return MachineFinding(
             True, what, f"{format_bytes(need)} needed; the available amount is unknown"
         )
     value = f"{format_bytes(need)} needed, {format_bytes(available)} available ({source})"
-    fitting = available * PAGE_BYTES // (PAGE_BYTES + GENERATION_BYTES)
+    left = max(0, available - warm.compressed_bytes)
+    fitting = left * PAGE_BYTES // (PAGE_BYTES + GENERATION_BYTES)
     fix = "free memory" if source == "MemAvailable" else "raise the limit"
     if fitting >= MIB:
         fix = f"set warm.size to less than {format_bytes(fitting)}, or {fix}"
@@ -139,7 +145,7 @@ def _memory_of(config: Config) -> MachineFinding:
 
 def memory_of_machine(warm: WarmConfig, proc: Path = Path("/proc")) -> MachineFinding:
     """Check whether the machine has as much memory as the arena needs, free or not."""
-    what, need = "memory for the arena", arena_bytes(warm)
+    what, need = "memory for the arena", memory_bytes(warm)
     total = _table(proc / "meminfo").get("MemTotal:", need // 1024 + 1) * 1024
     value = f"{format_bytes(need)} needed, the machine has {format_bytes(total)}"
     return MachineFinding(need <= total, what, value, "lower warm.size")

@@ -40,6 +40,9 @@ class WarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     lock: Annotated[bool, values.SWITCH] = False
     huge_pages: Annotated[bool, values.SWITCH] = False
     keep_s: Annotated[int, values.SECONDS] = 0
+    compressed_bytes: Annotated[int, values.COMPRESSED] = msgspec.field(
+        name="compressed", default=0
+    )
 
 
 class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -302,6 +305,10 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
             raise unfit(("hot", "sizes"), parsed[("hot", "sizes")][1].place, what)
     warm.pop("size")
     warm.pop("extent", None)
+    warm["compressed_bytes"] = warm.pop("compressed", 0)
+    if warm["compressed_bytes"] and cold is None:
+        what = "needs [cold]: blocks that leave compressed memory must be on a disk"
+        raise unfit(("warm", "compressed"), parsed["warm", "compressed"][1].place, what)
     config = Config(
         **top,
         warm=WarmConfig(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),

@@ -32,6 +32,7 @@ ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "col
 FRAMES: Final = (
     "written", "written_again", "read", "loaded", "not_read", "spoilt", "unknown_key", "direct", "not_direct",
 )  # fmt: skip
+COMPRESSED_EVENTS: Final = ("compressed", "read", "spoilt", "dropped", "not_worth")
 RESIDENT_MOVES = ("entered", "left", "refused", "evicted", "returned")
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
@@ -167,6 +168,10 @@ def _of_tenants(name: str) -> Read:
     return read
 
 
+def _of_compressed(name: str) -> Read:
+    return lambda figures: _warm(figures)["compressed"][name]
+
+
 def _of_cold(name: str) -> Read:
     return lambda figures: _cold(figures).get(name, 0)
 
@@ -218,6 +223,20 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: {"warm": _warm(f)["blocks"], "cold": _cold(f).get("blocks", 0)}, "tier", TIERS),
     Metric("kvtier_evicted_blocks", "counter", "Blocks that were removed from memory or dropped, by "
            "reason; demoted blocks are on disk.", lambda f: f["evicted_blocks"], "reason", WHY_EVICTED),
+    # Compressed memory.
+    Metric("kvtier_compressed_capacity_bytes", "gauge", "Configured size of compressed memory.",
+           _of_compressed("capacity_bytes")),
+    Metric("kvtier_compressed_bytes", "gauge", "Compressed memory in use.", _of_compressed("used_bytes")),
+    Metric("kvtier_compressed_block_bytes", "gauge", "Size that the blocks that are only in compressed "
+           "memory have in slots.", _of_compressed("block_bytes")),
+    Metric("kvtier_compressed_blocks", "gauge", "Blocks in compressed memory; some have a slot too.",
+           _of_compressed("blocks")),
+    Metric("kvtier_compressed_effective_ratio", "gauge", "Bytes of blocks per byte of slots and compressed "
+           "memory.", _of_compressed("effective")),
+    Metric("kvtier_compressed_events", "counter", "Blocks that were compressed, read, found to be damaged, "
+           "dropped for others, or not worth their memory.",
+           lambda f: {name: _of_compressed(name)(f) for name in COMPRESSED_EVENTS}, "event",
+           COMPRESSED_EVENTS),
     # What engines hold in their own caches.
     Metric("kvtier_hot_resident_blocks", "gauge", "Blocks that engines hold in their own caches, as their "
            "plugins report it; a block counts for each engine, group and shard.",

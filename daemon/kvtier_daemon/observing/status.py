@@ -16,12 +16,14 @@ from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.observing.hints import Hints
 from kvtier_daemon.observing.loop_lag import LoopLag
-from kvtier_daemon.observing.metrics import WARM_STATES
+from kvtier_daemon.observing.metrics import COMPRESSED_EVENTS, WARM_STATES
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import LowerTier, summed
 from kvtier_daemon.tiers.hot import HotTier
 from kvtier_daemon.tiers.remote.tier import RemoteTier
 from kvtier_daemon.tiers.warm import WarmTier
+
+COMPRESSED = ("used_bytes", "spare_bytes", "block_bytes", "blocks", *COMPRESSED_EVENTS)
 
 if TYPE_CHECKING:
     from kvtier_daemon.serving.context import Report
@@ -192,10 +194,12 @@ class StatusFigures:
     def _warm_tier(
         self, tenants: Sequence[Tenant], counts: Sequence[Counts], allocated_bytes: int
     ) -> dict[str, Any]:
+        used_bytes = sum(count["bytes"]["ready"] for count in counts)
         return {
             "capacity_bytes": sum(each.quota_bytes for each in tenants),
             "allocated_bytes": allocated_bytes,
-            "used_bytes": sum(count["bytes"]["ready"] for count in counts),
+            "used_bytes": used_bytes,
+            "compressed": self._compressed(tenants, used_bytes),
             "blocks": sum(count["blocks"]["ready"] for count in counts),
             "policy": self._settings.config.warm.policy,
             "state": self._lower.state("warm"),
@@ -207,4 +211,18 @@ class StatusFigures:
                 state: sum(count["bytes"][state] for count in counts) for state in WARM_STATES
             },
             "failure": self._warm.failure,
+        }
+
+    def _compressed(self, tenants: Sequence[Tenant], slots_bytes: int) -> dict[str, Any]:
+        """The figures of compressed memory. `effective` is how many bytes of blocks are in a byte of memory.
+        A block with a slot and a frame counts once; spare frames, which leave first, do not count as used."""
+        warm = self._settings.config.warm
+        share = sum(each.quota_bytes for each in tenants) / warm.size_bytes
+        found = Counter(summed(each.tier.stats().compressed for each in tenants))
+        blocks_bytes = slots_bytes + found["block_bytes"]
+        used_bytes = slots_bytes + found["used_bytes"] - found["spare_bytes"]
+        return {
+            "capacity_bytes": int(warm.compressed_bytes * share),
+            **{name: found[name] for name in COMPRESSED},
+            "effective": round(blocks_bytes / used_bytes, 4) if used_bytes else 1.0,
         }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.sim.compressed import CompressedReplay
 from kvtier_daemon.sim.trace import TraceRequests
 from kvtier_daemon.tools.sizing import PrefillCost
 from kvtier_kernels import Optimum, Policy, Replay
@@ -32,10 +33,15 @@ def replay(
     blocks: int,
     prefill: PrefillCost,
     progress: Progress = lambda n: None,
+    compressed: float = 0.0,
+    ratio: float = 1.0,
 ) -> ReplayOutcome:
-    """Replay the whole trace on one tier, which is empty at first. `optimum` knows the future."""
-    run: Replay | Optimum
-    if policy == OPTIMUM:
+    """Replay the whole trace on one tier, which is empty at first. `optimum` knows the future, and compresses
+    nothing. `compressed` is the share of compressed memory, and `ratio` the size of frames in blocks."""
+    run: Replay | Optimum | CompressedReplay
+    if compressed and policy != OPTIMUM:
+        run = CompressedReplay(requests, policy, blocks, compressed, ratio)
+    elif policy == OPTIMUM:
         run = Optimum(requests.native, blocks)
     else:
         made = make(policy)

@@ -32,6 +32,7 @@ class TierStats(NamedTuple):
     verdicts: Mapping[str, int] = Counter()  # the planner's decisions for requests, by reason
     day_bytes: int = 0  # that count against the daily limit of writes
     notes_bytes: int = 0  # memory of the notes about recomputed blocks
+    compressed: Mapping[str, int] = Counter()  # compressed memory
 
 
 def summed(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:

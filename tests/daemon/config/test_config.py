@@ -78,7 +78,7 @@ def test_every_key_can_be_written(read):
         'socket = "/tmp/a.sock"\nsocket_mode = "0666"\nsocket_group = 7\nstate = "/tmp/s"\n'
         'log_level = "debug"\nmax_clients = 3\nhistory = "2MiB"\n'
         '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
-        "keep_s = 5\n"
+        'keep_s = 5\ncompressed = "64MiB"\n'
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
         'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\nstop_s = 30\n'
@@ -110,6 +110,7 @@ def test_every_key_can_be_written(read):
             "lock": True,
             "huge_pages": True,
             "keep_s": 5,
+            "compressed": 64 * MIB,
         },
         "cold": {
             "directories": ("/d/a", "/d/b"),
@@ -748,3 +749,10 @@ def test_an_impossible_cold_tier_is_an_error(read, text, expected):
     with pytest.raises(ConfigError) as error:
         read(WARM + text)
     assert expected in str(error.value)
+
+
+def test_compressed_memory_needs_a_disk(read):
+    with pytest.raises(ConfigError, match=r"warm\.compressed: needs \[cold\]"):
+        read(WARM + 'compressed = "8GiB"\n')
+    assert read(WARM + 'compressed = "8GiB"\n' + COLD).config.warm.compressed_bytes == 8 * GIB
+    assert read(WARM + "compressed = 0\n").config.warm.compressed_bytes == 0

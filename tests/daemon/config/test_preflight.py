@@ -136,6 +136,18 @@ def test_a_group_above_its_limit_has_no_memory_left(make, machine):
     assert finding.fix == "raise the limit"  # no size would fit
 
 
+def test_compressed_memory_needs_memory_too(make, machine, tmp_path):
+    cold = {"cold__directories": ["/d"], "cold__size": "1TiB"}
+    machine.has(64 * GIB)
+    warm = make("40GiB", warm__compressed="30GiB", **cold).config.warm
+    finding = machine.look(warm)
+    assert not finding.ok
+    assert "set warm.size to less than 33" in finding.fix
+    assert machine.look(make("40GiB", warm__compressed="20GiB", **cold).config.warm).ok
+    (tmp_path / "meminfo").write_text("MemTotal: 73000000 kB\n")
+    assert not preflight.memory_of_machine(warm, tmp_path).ok
+
+
 def test_a_machine_without_readable_values_is_accepted(make, tmp_path):
     assert preflight.memory(make().config.warm, tmp_path / "none", tmp_path / "none").ok
 

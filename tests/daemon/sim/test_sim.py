@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier_daemon.cli import main
+from kvtier_daemon.sim.compressed import CompressedReplay
 from kvtier_daemon.sim.replay import replay
 from kvtier_daemon.sim.report import percentiles, report, without_tiers
 from kvtier_daemon.sim.tiers import RESIDENCY, SEGMENTS, Machine, Simulation
@@ -386,7 +387,8 @@ def test_a_file_without_requests_is_refused(text: str, tmp_path: Path) -> None:
     "flags",
     [["--blocks", "0"], ["--blocks", "x"], ["--blocks", "nan%"], ["--blocks", "5,,6"],
      ["--policy", "best", "--blocks", "5"], ["--memory", "64G"], ["--policy", "optimum"],
-     ["--admission", "some"], ["--engines", "-1"], ["--codec-ratio", "0"]],
+     ["--admission", "some"], ["--engines", "-1"], ["--codec-ratio", "0"],
+     ["--compressed", "0.5"], ["--blocks", "9", "--compressed", "1.5"]],
 )  # fmt: skip
 def test_a_wrong_flag_is_refused_in_words(
     flags: list[str], capsys: pytest.CaptureFixture[str]
@@ -438,3 +440,39 @@ def test_no_daily_rate_is_derived_from_a_trace_of_seconds(
     result = " ".join(capsys.readouterr().out.split())
     assert "the trace has 7 s and at least 600 s are needed" in result
     assert "TiB" not in result
+
+
+@pytest.mark.parametrize("policy", ["lru", "auto", "s3fifo"])
+def test_a_tier_with_compressed_memory_hits_as_one_that_is_as_much_larger(
+    small: TraceRequests, sim: Sim, policy: str
+) -> None:
+    """Four fifths of the tier in frames of half a block: 1.8 times as many blocks, without those of which
+    there are both."""
+    blocks, prefill = small.native.unique // 5, PrefillCost(1e-4)
+    raw, larger = (
+        replay(small, policy, count, prefill).hit_blocks for count in (blocks, int(1.8 * blocks))
+    )
+    given = (
+        "--policy",
+        policy,
+        "--blocks",
+        str(blocks),
+        "--compressed",
+        "0.8",
+        "--codec-ratio",
+        "0.5",
+    )
+    found = sim(str(SMALL), *given)["hit_blocks"]
+    assert raw < larger
+    assert abs(found - larger) < 0.2 * (larger - raw)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_never_holds_more_than_the_tier(small: TraceRequests, seed: int) -> None:
+    share, ratio = (0.3, 0.9, 0.5)[seed], (0.5, 0.7, 1.0)[seed]
+    blocks = 20 + 40 * seed
+    played = CompressedReplay(small, "value", blocks, share, ratio)
+    while played.run(1):
+        slots, frames = len(played._in_slots), len(played._framed)
+        assert slots <= played._slots
+        assert slots + frames * ratio <= blocks + 1e-6

@@ -4,6 +4,9 @@ directory."""
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+
+import pytest
 
 from conformance.tier_tests import (
     BLOCK_BYTES,
@@ -16,7 +19,10 @@ from conformance.tier_tests import (
     name,
 )
 from kvtier_daemon.app import MakeLowerTier
+from kvtier_daemon.catalog.compressed import CompressedOrder
+from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.tiers.cold import compressor
 from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
 from support.oracle import HIGH
 
@@ -81,3 +87,29 @@ class TestColdTierOfR32(EncodedTests):
 
 class TestColdTierOfZstd(EncodedTests):
     codec = "zstd"
+
+
+class TestColdTierWithCompressedMemory(EncodedTests):
+    """Blocks are compressed whenever they have a frame on disk, and then read from memory."""
+
+    codec = "r32"
+    compressed = "20MiB"  # of which the tenant has 3 MiB
+
+    @pytest.fixture(autouse=True)
+    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compressor, "PRESSURE", 0.0)
+        monkeypatch.setattr(compressor, "COOL_SHARE", 1.0)
+
+    def make_policy(self) -> Policy:
+        return CompressedOrder(make("lru"), make("lru"))
+
+    def test_blocks_are_read_from_memory(self, tier: ServedTenant) -> None:
+        def figures() -> Mapping[str, int]:
+            return tier.tenant.tier.stats().compressed
+
+        for number in range(8):
+            assert tier.put(Identity(key=name(number)), self.data(tier, number))
+        tier._until(lambda: figures()["compressed"] == 8 * GROUPS * SHARDS)
+        for number in range(8):
+            assert tier.get(Identity(key=name(number))) == self.data(tier, number)
+        assert figures()["read"] == 8 * GROUPS * SHARDS

@@ -210,8 +210,8 @@ class Encoder:
         self._mapping_of = mapping_of
         self.staging = staging
         self._blank = blank
-        self._encoders = _started(threads, "kvtier-encode")
-        self._decoders = _started(threads, "kvtier-decode")
+        self._encoders = started(threads, "kvtier-encode")
+        self._decoders = started(threads, "kvtier-decode")
         self._jobs: set[Future[Any]] = set()
         self.failures = 0  # to encode; the blocks were written raw
         self._logs_at = 0.0
@@ -417,7 +417,7 @@ class Encoder:
         return memoryview(self._mapping_of(extent))[offset : offset + nbytes]
 
 
-def _started(threads: int, name: str) -> ThreadPoolExecutor:
+def started(threads: int, name: str) -> ThreadPoolExecutor:
     """Return an executor whose threads all run, so that no later call fails for lack of a thread. Raises
     RuntimeError."""
     pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)

@@ -20,10 +20,12 @@ from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.encryption import FrameCipher
 from kvtier_daemon.codec.frame import RAW, Identity
 from kvtier_daemon.tiers.cold.disk import HANGS_S
+from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame
 
 SETTLE_S = HANGS_S + 1
 BEGIN_S, BEGIN_TRIES = 0.001, 50  # between tries to write while the next segment is begun
 WRITE_BLOCKS = 128  # planned at once: each takes about 20 us of the loop
+LINK = (1 << 32) - 1  # in the place of a segment's number: a frame in memory
 DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.ENOKEY)
 
 
@@ -44,7 +46,8 @@ class Decoding:
 @dataclass(slots=True, eq=False)
 class Incoming:
     """A block to read into a slot. `load_bytes` is what the read costs its link. Without `coding`, the
-    payload is not decoded; otherwise `checksum` is that of the decoded block, after the read."""
+    payload is not decoded; otherwise `checksum` is that of the decoded block, after the read. With
+    `compressed`, it is read from that frame, which is in memory."""
 
     id: int
     segment: int
@@ -57,6 +60,7 @@ class Incoming:
     load_bytes: int
     coding: Decoding | None = None
     checksum: bytes = b""
+    compressed: CompressedFrame | None = None
 
 
 CipherNow = Callable[[], FrameCipher | None]  # a reload may change the keys

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from kvtier.errors import TierError
+from kvtier_daemon.catalog.blocks import DeferredPolicy
+from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.claim import InUseError, is_alive
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import ColdConfig, Config
@@ -32,6 +34,7 @@ from kvtier_daemon.tiers.cold.attached import (
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, shares_of
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
 from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
+from kvtier_daemon.tiers.cold.frame_memory import CompressedFrames
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
 from kvtier_daemon.tiers.cold.last_writes import LastWrites
@@ -519,6 +522,7 @@ class ColdLifecycle:
                 options,
                 lambda store, segment: self._movers[store.tenant].reclaimer.reclaim(store, segment),
                 missing,
+                compresses=config.warm.compressed_bytes > 0,
             )
         except BaseException:
             self._opener.cancel()
@@ -532,7 +536,8 @@ class ColdLifecycle:
         movers = {
             name: Mover(
                 name, tenant.catalog, tier, tenant.quota_bytes, losses=tenant.losses,
-                cipher=partial(self._keys.of, name), **_write_options(config, cold, tenant),
+                cipher=partial(self._keys.of, name), compressed=_frames_of(config, tenant),
+                **_write_options(config, cold, tenant),
             )
             for name, tenant in self._tenants.items()
         }  # fmt: skip
@@ -627,6 +632,16 @@ def _store_options(config: Config, cold: ColdConfig, tenants: Mapping[str, Tenan
         _, nbytes = shares_of(path, cold.size_bytes // count)
         options.segments_of(path, nbytes)
     return options
+
+
+def _frames_of(config: Config, tenant: Tenant) -> CompressedFrames | None:
+    """Return the tenant's part of compressed memory, if that is configured."""
+    policy = tenant.catalog.blocks.policy
+    order = policy.policy if isinstance(policy, DeferredPolicy) else policy
+    if not config.warm.compressed_bytes or not isinstance(order, CompressedOrder):
+        return None
+    share = tenant.quota_bytes / config.warm.size_bytes
+    return CompressedFrames(order, int(config.warm.compressed_bytes * share))
 
 
 class _WriteOptions(TypedDict):

@@ -14,8 +14,9 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, SLOT
@@ -31,9 +32,11 @@ from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.tiers.base import Outlook, TierStats
+from kvtier_daemon.tiers.cold.compressor import Compressor
 from kvtier_daemon.tiers.cold.direct_reads import SegmentReads
 from kvtier_daemon.tiers.cold.flusher import Flusher
-from kvtier_daemon.tiers.cold.frames import DAMAGED, CipherNow, Decoding, Incoming, no_cipher
+from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame, CompressedFrames
+from kvtier_daemon.tiers.cold.frames import DAMAGED, LINK, CipherNow, Decoding, Incoming, no_cipher
 from kvtier_daemon.tiers.cold.leaving import LeavingSegments
 from kvtier_daemon.tiers.cold.read_queue import Name
 from kvtier_daemon.tiers.cold.reclaimer import Reclaimer
@@ -50,6 +53,7 @@ DECLINED_S = 10.0
 TOO_SLOW = ("slower", "crowded", "unreliable")
 LEAST_BLOCKS = 64  # a request may read at least this many
 MOST = (1 << 32) - 1
+NO_FRAMES: Mapping[int, CompressedFrame] = MappingProxyType({})
 
 
 class Promoter:
@@ -60,7 +64,9 @@ class Promoter:
         self, tenant: str, catalog: Catalog, cold: ColdTier, extents: Sequence[int], choice: Choice,
         counts: Counter[str], nbytes: Counter[str], evicted: Callable[[], None],
         clock: Callable[[], float], cipher: CipherNow = no_cipher,
+        compressed: CompressedFrames | None = None,
     ) -> None:  # fmt: skip
+        self._compressed = compressed
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))  # decisions of the planner
         self.recomputed = RecomputedBlocks()
         self.counts = counts
@@ -98,7 +104,8 @@ class Promoter:
         verdicts: list[Verdict] = []
 
         def accept(survey: Survey) -> bool:
-            fresh = reads.bytes_of(self._load_bytes(space, survey.frames))
+            compressed = self._frames_of(survey.ids)
+            fresh = reads.bytes_of(self._load_bytes(space, survey.frames, survey.ids, compressed))
             joined = self._names(survey.joined)
             verdict = reads.weigh(request, fresh, joined, urgent, within_s, recompute_s)
             verdicts.append(verdict)
@@ -137,7 +144,7 @@ class Promoter:
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         count = min(coming, PROBE_BLOCKS)
         keys = keys[: (ready + count) * KEY_BYTES]
-        if sum(one.disk.link.may_probe() for one in self._cold.directories.attached):
+        if sum(link.may_probe() for link in self._cold.links()):
             request = (session, ("probe", space.number, len(keys), keys[-KEY_BYTES:]))
             self.promote(space, keys, count, request=request, urgent=False)
 
@@ -163,9 +170,11 @@ class Promoter:
         self._returns += 1
         request = (0, (self._tenant, "return", self._returns))
         readable = self.is_on and segments_of(frames).isdisjoint(self._cold.unreadable_segments())
-        if not readable or not reads.weigh(
-            request, reads.bytes_of(self._load_bytes(space, frames)), (), False, PATIENCE_S, math.inf
-        ).load:  # fmt: skip
+        loads = self._load_bytes(space, frames, ids, self._frames_of(ids))
+        if (
+            not readable
+            or not reads.weigh(request, reads.bytes_of(loads), (), False, PATIENCE_S, math.inf).load
+        ):
             catalog.blocks.residency.stay_below(array("I", ids))
             return
         reading = catalog.promotions.reading
@@ -179,15 +188,40 @@ class Promoter:
 
     def _read(self, request: Request, space: KnownSpace, plan: Promotion) -> None:
         """Queue the reads of a request that the planner has accepted."""
-        loads = self._load_bytes(space, plan.frames)
+        compressed = self._frames_of(plan.ids)
+        if self._compressed is not None and compressed:
+            self._compressed.hold(list(compressed.values()))
+            used, blocks = array("I", compressed).tobytes(), self._catalog.blocks
+            blocks.policy.wanted(used, blocks.store.names(used))
+        loads = self._load_bytes(space, plan.frames, plan.ids, compressed)
         self._waiting_bytes += self._cold.reads.add(
-            request, self._tenant, loads, self._incoming(space, plan, loads), self._names(plan.joined),
-            self._have_read,
+            request, self._tenant, plan.frames, loads, self._incoming(space, plan, loads, compressed),
+            self._names(plan.joined), self._have_read,
         )  # fmt: skip
 
-    def _load_bytes(self, space: KnownSpace, frames: bytes) -> bytes:
+    def _frames_of(self, ids: bytes) -> dict[int, CompressedFrame]:
+        """The frames in memory of these blocks."""
+        if self._compressed is None:
+            return {}
+        return self._compressed.find(self._catalog.blocks.store, ids)
+
+    def _load_bytes(
+        self, space: KnownSpace, frames: bytes, ids: bytes = b"",
+        compressed: Mapping[int, CompressedFrame] = NO_FRAMES,
+    ) -> bytes:  # fmt: skip
         """Return the frames, with each payload size replaced by its cost for the link: more bytes if decoding
-        is slower than reading."""
+        is slower than reading. Frames in memory have a link of their own, and cost what is decoded."""
+        loads = self._disk_bytes(space, frames)
+        if not compressed:
+            return loads
+        words = array("I", loads)
+        for at, one in enumerate(array("I", ids)):
+            if (frame := compressed.get(one)) is not None:
+                words[SEGMENTS.start + at * SEGMENTS.step] = LINK
+                words[PAYLOAD_SIZES.start + at * SEGMENTS.step] = frame.block_bytes
+        return words.tobytes()
+
+    def _disk_bytes(self, space: KnownSpace, frames: bytes) -> bytes:
         codecs = set(frames[CODECS]) - {RAW, ENCRYPTED}
         if not codecs:
             return frames
@@ -214,7 +248,9 @@ class Promoter:
     def _names(self, ids: bytes) -> Iterator[Name]:
         return ((self._tenant, one) for one in array("I", ids))
 
-    def _incoming(self, space: KnownSpace, plan: Promotion, loads: bytes) -> Iterator[Incoming]:
+    def _incoming(
+        self, space: KnownSpace, plan: Promotion, loads: bytes, compressed: Mapping[int, CompressedFrame]
+    ) -> Iterator[Incoming]:  # fmt: skip
         """Return the blocks to read, when they are needed: each takes microseconds."""
         columns = zip(
             array("I", plan.ids), FRAME.iter_unpack(plan.frames), SLOT.iter_unpack(plan.slots),
@@ -228,7 +264,7 @@ class Promoter:
             yield Incoming(
                 number, segment, page, header_pages, nbytes,
                 plan.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES],
-                self._extents[slot[0]], slot[2], load_bytes, coding,
+                self._extents[slot[0]], slot[2], load_bytes, coding, compressed=compressed.get(number),
             )  # fmt: skip
 
     def _coding(self, space: KnownSpace, number: int, codec: int, block_bytes: int) -> Decoding:
@@ -245,11 +281,17 @@ class Promoter:
 
     def _have_read(self, block: Incoming, code: int, waited: Sequence[Request]) -> None:
         self._waiting_bytes -= block.load_bytes
+        if block.compressed is not None and self._compressed is not None:
+            if code == errno.EBADMSG:
+                code = errno.ESTALE  # the frame on disk is another one
+                self._compressed.spoilt(block.compressed)
+            self._compressed.release(block.compressed, not code)
         ids, catalog = array("I", [block.id]).tobytes(), self._catalog
         if not code:
             catalog.promotions.promoted(ids, waited, self._clock(), block.checksum)
-            self.counts["read"] += 1
-            self.bytes["read"] += block.payload_bytes
+            if block.compressed is None:
+                self.counts["read"] += 1
+                self.bytes["read"] += block.payload_bytes
         elif code == errno.ENOKEY:
             if not self.counts["unknown_key"]:
                 log.warning(
@@ -288,6 +330,7 @@ class Mover:
         losses: Losses | None = None,
         clock: Callable[[], float] = time.monotonic,
         cipher: CipherNow = no_cipher,
+        compressed: CompressedFrames | None = None,
     ) -> None:
         self.extents: list[int] = []
         self.counts = Counter(
@@ -319,8 +362,13 @@ class Mover:
         )  # fmt: skip
         self.reads = Promoter(
             tenant, catalog, cold, self.extents, self.choice, self.counts, self.bytes,
-            self.writes.waiting.wake, clock, cipher,
+            self.writes.waiting.wake, clock, cipher, compressed,
         )  # fmt: skip
+        self._compressor: Compressor | None = None
+        if compressed is not None and cold.frame_threads is not None:
+            self._compressor = Compressor(
+                catalog, compressed, cold.frame_threads, quota_bytes, self.extents, cold.table.blank
+            )
         self.leaving = LeavingSegments(tenant, catalog, cold, cipher)
         self.writes.is_disk_short = self.reads.declined_lately
         cold.table.opened[tenant] = self.writes.segment_opened
@@ -352,7 +400,10 @@ class Mover:
     def stats(self) -> TierStats:
         day_bytes, notes_bytes = self._budget.day_bytes(), self.reads.recomputed.memory_bytes()
         counts = {**self.counts, "loaded": self._blocks.reads.loaded}
-        return TierStats(counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes)
+        compressed = self._compressor.frames.stats() if self._compressor is not None else {}
+        return TierStats(
+            counts, self.bytes, self.reads.verdicts, day_bytes, notes_bytes, compressed
+        )
 
     def tend(self) -> None:
         """Do periodic work: end leases of direct reads, write tombstones, and wake the flusher."""
@@ -365,3 +416,5 @@ class Mover:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.writes.run(), name=f"write {self._tenant}")
             tasks.create_task(self.reclaimer.run(), name=f"reclaim {self._tenant}")
+            if self._compressor is not None:
+                tasks.create_task(self._compressor.run(), name=f"compress {self._tenant}")

@@ -14,8 +14,7 @@ from typing import Protocol, cast
 from kvtier_daemon.catalog.frames import PAYLOAD_SIZES, SEGMENTS
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.planning import DiskLink, Planner, Verdict
-from kvtier_daemon.tiers.cold.disk import DirectoryDisk
-from kvtier_daemon.tiers.cold.frames import Incoming, Read
+from kvtier_daemon.tiers.cold.frames import LINK, Incoming, Read
 
 # A block, an errno or 0, and the urgent requests that waited for it.
 Done = Callable[[Incoming, int, Sequence[Request]], None]
@@ -38,12 +37,27 @@ class WaitingBatch:
     done: Done
 
 
+class Lane(Protocol):
+    @property
+    def is_on(self) -> bool: ...
+
+
+class ReadSource(Protocol):
+    """What blocks are read from: a disk, or the memory with frames."""
+
+    @property
+    def link(self) -> DiskLink: ...
+    @property
+    def reads(self) -> Lane: ...
+
+
 class Disks(Protocol):
-    """The cold tier, as its queue of reads sees it."""
+    """The cold tier, as its queue of reads sees it. `LINK` is in the place of a segment for frames in
+    memory."""
 
     @property
     def is_on(self) -> bool: ...
-    def disk_of(self, segment: int) -> DirectoryDisk: ...
+    def source_of(self, segment: int) -> ReadSource: ...
     def hold(self, segment: int, blocks: int) -> None: ...
     def release(self, block: Incoming) -> None: ...
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None: ...
@@ -211,13 +225,13 @@ class ReadQueue:
         self._loop = loop
         self._cold = cold
         self._waiting: dict[Name, tuple[Incoming, Done]] = {}
-        self._pumping: set[DirectoryDisk] = set()
+        self._pumping: set[ReadSource] = set()
         self._batches: deque[tuple[Request, WaitingBatch]] = deque()  # to be added
         self._adding = NextTurn(loop, self._add_next)
         self._cancelled = CancelledReads(loop, self._end)
 
     def link_of(self, segment: int) -> DiskLink:
-        return self._cold.disk_of(segment).link
+        return self._cold.source_of(segment).link
 
     def weigh(
         self,
@@ -238,13 +252,12 @@ class ReadQueue:
             self.pending.add(request)
         return verdict
 
-    def bytes_of(self, frames: bytes, counts: Counter[int] | None = None) -> Counter[DiskLink]:
-        """Return the bytes of these frames' payloads for each link. `counts` has the number of frames in each
-        segment, if it is known."""
+    def bytes_of(self, frames: bytes) -> Counter[DiskLink]:
+        """Return the bytes of these frames' payloads for each link."""
         words = memoryview(frames).cast("I")
         sizes, links = words[PAYLOAD_SIZES].tolist(), Counter[DiskLink]()
         if len(set(sizes)) == 1:  # fast path for thousands of equal blocks
-            for number, count in (counts or Counter(words[SEGMENTS].tolist())).items():
+            for number, count in Counter(words[SEGMENTS].tolist()).items():
                 links[self.link_of(number)] += count * sizes[0]
         else:
             for number, nbytes in zip(words[SEGMENTS], sizes, strict=True):
@@ -258,20 +271,21 @@ class ReadQueue:
         request: Request,
         tenant: str,
         frames: bytes,
+        loads: bytes,
         blocks: Iterator[Incoming],
         joined: Iterator[Name],
         done: Done,
     ) -> int:
         """Queue the reads of these blocks, and wait for the `joined` blocks, whose reads were queued by other
-        requests. `done` gets each block, with ECANCELED if its read was cancelled. Returns the number of
-        bytes.
+        requests. `loads` are the frames with what the reads cost, and where. `done` gets each block, with
+        ECANCELED if its read was cancelled. Returns the number of bytes.
 
         Each block takes a few microseconds, so the blocks are added in portions."""
         segments = Counter(memoryview(frames).cast("I")[SEGMENTS].tolist())
         for segment, count in segments.items():
             # Until they end. The tier also holds the segment while a read is submitted.
             self._cold.hold(segment, count)
-        more = self.bytes_of(frames, segments)
+        more = self.bytes_of(loads)
         batch = WaitingBatch(tenant, blocks, joined, done)
         self.planner.add(request, (), (), more)
         if not self._add_some(request, batch):
@@ -284,11 +298,12 @@ class ReadQueue:
         blocks = list(islice(batch.blocks, ADD_BLOCKS))
         joined = list(islice(batch.joined, ADD_BLOCKS - len(blocks)))
         fresh: list[tuple[Name, DiskLink, int]] = []
-        disks: dict[int, DirectoryDisk] = {}
+        disks: dict[int, ReadSource] = {}
         for block in blocks:
-            disk = disks.get(block.segment)
+            number = block.segment if block.compressed is None else LINK
+            disk = disks.get(number)
             if disk is None:
-                disk = disks[block.segment] = self._cold.disk_of(block.segment)
+                disk = disks[number] = self._cold.source_of(number)
                 self.pump(disk)
             name = batch.tenant, block.id
             self._waiting[name] = block, batch.done
@@ -308,14 +323,14 @@ class ReadQueue:
 
     # --- submitting ----------------------------------------------------------------------------
 
-    def pump(self, disk: DirectoryDisk) -> None:
+    def pump(self, disk: ReadSource) -> None:
         """Submit the reads that wait for this disk, or cancel them if the disk is off, from the next
         iteration of the loop on."""
         if disk not in self._pumping:
             self._pumping.add(disk)
             self._loop.call_soon(self._submit, disk)
 
-    def _submit(self, disk: DirectoryDisk) -> None:
+    def _submit(self, disk: ReadSource) -> None:
         """Submit a portion of the reads that wait for this disk."""
         self._pumping.discard(disk)
         names = cast(list[Name], self.planner.order.take(disk.link, READ_BLOCKS))
@@ -334,7 +349,7 @@ class ReadQueue:
         if len(names) == READ_BLOCKS:
             self.pump(disk)
 
-    def _have_read(self, tenant: str, disk: DirectoryDisk, block: Incoming, code: int) -> None:
+    def _have_read(self, tenant: str, disk: ReadSource, block: Incoming, code: int) -> None:
         name = tenant, block.id
         waited = cast(list[Request], self.planner.ended(name, not code))
         self.pump(disk)

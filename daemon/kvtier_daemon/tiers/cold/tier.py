@@ -18,12 +18,14 @@ from kvtier.layout import KvSpec
 from kvtier_daemon.codec.base import ELEMENTS
 from kvtier_daemon.codec.frame import ENCRYPTED, PAGE, RAW
 from kvtier_daemon.codec.table import BY_NUMBER
+from kvtier_daemon.planning import DiskLink
 from kvtier_daemon.planning.read_order import ReadSchedule
 from kvtier_daemon.tiers.cold.attached import AttachedDirectories, AttachedDirectory, StoreOptions
+from kvtier_daemon.tiers.cold.compressor import FrameThreads
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.disk import BENIGN, HANGS_S, Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.encoder import EncodeBuffer, Encoder, threads_here
-from kvtier_daemon.tiers.cold.frames import Decoding, Incoming, Outgoing, Read, Wrote
+from kvtier_daemon.tiers.cold.frames import LINK, Decoding, Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.read_queue import ReadQueue
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore, SegmentTable
@@ -40,9 +42,10 @@ class FrameReader:
 
     def __init__(
         self, attached: Sequence[AttachedDirectory], table: SegmentTable,
-        mappings: Mapping[int, MappedExtent], coding: Encoder,
+        mappings: Mapping[int, MappedExtent], coding: Encoder, memory: FrameThreads | None = None,
     ) -> None:  # fmt: skip
         self.is_shut = False
+        self._memory = memory
         self._attached = attached
         self._table = table
         self._mappings = mappings
@@ -59,7 +62,10 @@ class FrameReader:
         """Return the recent bandwidth of each disk; 0 if it is unknown."""
         return [one.disk.bandwidth.value for one in self._attached]
 
-    def disk_of(self, segment: int) -> DirectoryDisk:
+    def source_of(self, segment: int) -> DirectoryDisk | FrameThreads:
+        if segment == LINK:
+            assert self._memory is not None
+            return self._memory
         return self._table.stores[segment].disk
 
     def hold(self, segment: int, blocks: int) -> None:
@@ -75,6 +81,10 @@ class FrameReader:
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None:
         """Read blocks into their slots; `done` gets each block and an errno or 0, EBADMSG if its digest does
         not match."""
+        if self._memory is not None:
+            blocks = list(blocks)
+            self._memory.read([block for block in blocks if block.compressed is not None], done)
+            blocks = [block for block in blocks if block.compressed is None]
         raw: dict[DirectoryDisk, bytearray] = {}
         encoded: dict[DirectoryDisk, tuple[bytearray, list[Recipe], list[FrameKeys]]] = {}
         for block in blocks:
@@ -295,6 +305,7 @@ class ColdTier:
         self, loop: asyncio.AbstractEventLoop, directories: Sequence[ColdDirectory],
         options: StoreOptions, reclaim: Callable[[SegmentStore, Segment], None],
         missing: Mapping[Path, str] | None = None, clock: Callable[[], float] = time.monotonic,
+        compresses: bool = False,
     ) -> None:  # fmt: skip
         self.off_reason = ""  # why an operator switched it off
         self.size_bytes = options.size_bytes
@@ -314,14 +325,17 @@ class ColdTier:
                 self.coding = Encoder(
                     loop, mappings.__getitem__, staging, self.table.blank, threads_here()
                 )
+                undo.callback(self.coding.stop)
+                self.frame_threads = FrameThreads(loop, mappings, clock) if compresses else None
             except RuntimeError as error:
                 raise TierError(f"cold: cannot start threads: {error}") from error
-            undo.callback(self.coding.stop)
+            if self.frame_threads is not None:
+                undo.callback(self.frame_threads.stop)
             for directory in directories:
                 undo.callback(self.directories.add(directory).discard)
             undo.pop_all()
         self.recovery.began(len(directories))
-        self.reader = FrameReader(attached, self.table, mappings, self.coding)
+        self.reader = FrameReader(attached, self.table, mappings, self.coding, self.frame_threads)
         self.reads = ReadQueue(loop, self.reader, clock)
         self.writer = BlockWriter(
             attached, self.table, self.reads.planner.order, options.segment_bytes, mappings
@@ -333,6 +347,11 @@ class ColdTier:
         self.coding.staging.waited += other.coding.staging.waited
         self.coding.staging.refused += other.coding.staging.refused
         self.directories.inherit(other.directories)
+
+    def links(self) -> list[DiskLink]:
+        """Return the links of the disks, and of the frames in memory."""
+        links = [one.disk.link for one in self.directories.attached]
+        return links + ([self.frame_threads.link] if self.frame_threads is not None else [])
 
     @property
     def failure(self) -> str:
@@ -426,6 +445,8 @@ class ColdTier:
         stopped = await self.directories.stop_disks(timeout_s)
         # The last reads may still be decoded.
         decoded = await self.coding.close(max(0.0, until - self._clock()))
+        if self.frame_threads is not None:
+            decoded &= await self.frame_threads.close(max(0.0, until - self._clock()))
         closed = await self.directories.close(until - self._clock())
         if stopped and decoded:
             # Takes 0.1 s per GiB of the arena; otherwise a collection would do it in the loop.
