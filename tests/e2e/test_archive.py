@@ -107,19 +107,19 @@ def test_what_is_archived_is_found_after_it_left_the_disk(
     a = host(store.config(more='write = "none"\narchive = "all"\n' + more), cold)
     with a.connect() as client:
         space = client.open(spec_of(f"archive-{sealed}"))
-        number = 0
-        # Not faster than the archive.
-        while not places(client, keys_of(space, 0)) <= {"in_remote", "never_saved", "lost"}:
+        first = number = 0
+        # Not faster than the archive. On a busy machine a prompt may be lost all the same: take the next one.
+        while (where := places(client, keys_of(space, first))) != {"in_remote"}:
+            first += where <= {"in_remote", "never_saved", "lost"} and first < number
             assert number < 3 * FULL, (states(a), a.stats()["tiers"]["cold"])
             save_all(a, space, range(number, number + 1), 0.1)
             number += 1
-        assert places(client, keys_of(space, 0)) == {"in_remote"}
         assert states(a)["archived"] >= PROMPT
-        load(a, space, 0)
+        load(a, space, first)
         assert states(a)["read"] == PROMPT
     contents = [path.read_bytes() for path in store.objects().values()]
     assert contents
-    plain = content(keys_of(space, 0)[0], space.spec.block_bytes)[:64]
+    plain = content(keys_of(space, first)[0], space.spec.block_bytes)[:64]
     assert not sealed or not any(plain in one for one in contents)
 
 
@@ -160,7 +160,7 @@ def test_a_reload_starts_and_ends_the_archive(host: Hosts, store: ObjectStore) -
         a.wait_for(lambda stats: remote_of(stats)["states"]["archived"] > 0)
         assert remote_of(a.stats())["archive"] == "all"
         reload(a, 'archive = "all"', 'archive = "none"')
-        time.sleep(0.5)
+        a.wait_for(lambda stats: not remote_of(stats)["writing"])
         archived = states(a)["archived"]
         save_all(a, space, range(FULL, 2 * FULL))
         assert states(a)["archived"] == archived
