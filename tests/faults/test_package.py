@@ -81,8 +81,8 @@ def test_a_checkout_is_installed_as_in_the_documents(tmp_path: Path) -> None:
 
 
 def check_transformers(pip: Path, folder: Path) -> None:
-    """`pip install '.[transformers]'`: pip knows the extra, and it has what the plugin imports. They
-    (3 GB) are not installed."""
+    """`pip install '.[transformers]'`: pip knows the extra, and it has what the plugin imports.
+    Nothing is installed: that would be 3 GB."""
     told = folder / "report.json"
     run(pip, "install", "--dry-run", "--no-deps", "--ignore-installed", "--report", told,
         ".[transformers]", cwd=folder / "checkout")  # fmt: skip
