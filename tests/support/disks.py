@@ -41,11 +41,6 @@ def command(*words: str | Path) -> str:
     return done.stdout.strip()
 
 
-def in_time(holds: bool, deadline: float, what: str) -> bool:
-    assert holds or time.monotonic() < deadline, what
-    return holds
-
-
 class Mounted:
     """A file system on a loop device, with methods that make it fail."""
 
