@@ -20,19 +20,22 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "plugins/RE
                 *ROOT.glob("docs/**/*.md")])  # fmt: skip
 RUNNABLE = frozenset({"sh", "python"})
 DATA = frozenset({"text", "toml", "yaml", "ini", "console"})
+PRINTED_VLLM = (
+    "needs vLLM and a model; tests/engines/test_vllm_printed.py, tests/faults/test_package.py"
+)
 # Blocks by their page and first command: why they are not run here, and which test runs them
 # instead.
 ELSEWHERE = {
     ("README.md", "make demo"): "builds .venv; tests/e2e/test_demo.py",
     ("README.md", "make test"): "runs this test",
-    ("README.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
-    ("docs/vllm.md", "until curl"): "needs vLLM; tests/engines/test_vllm_warming.py",
+    ("README.md", "pip install ."): PRINTED_VLLM,
+    ("docs/vllm.md", "until curl"): "needs vLLM; tests/engines/test_vllm_printed.py",
     ("docs/operations.md", "podman build"): "needs a registry and a cluster; tests/daemon/test_chart.py",
-    ("docs/vllm.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
-    ("docs/vllm.md", "vllm serve"): "needs a GPU; tests/engines/test_vllm_tier.py",
+    ("docs/vllm.md", "pip install ."): PRINTED_VLLM,
+    ("docs/vllm.md", "vllm serve"): "tests/engines/test_vllm_tier.py, tests/engines/test_vllm_printed.py",
     ("docs/lmcache.md", "python -m lmcache"): "needs LMCache; tests/engines/test_lmcache_l2.py",
     ("docs/sglang.md", "pip install ."): "needs SGLang and a model; tests/engines/test_sglang_wheel.py",
-    ("docs/transformers.md", "pip install '.[transformers]'"): "needs torch; tests/engines",
+    ("docs/transformers.md", "pip install '.[transformers]'"): "tests/engines, tests/faults/test_package.py",
     ("docs/transformers.md", "from transformers"): "tests/engines/test_transformers_cache.py",
     ("docs/transformers.md", "from kvtier_transformers"): "tests/engines/test_transformers_cache.py",
     ("docs/transformers.md", "with Client.connect()"): "tests/engines/test_transformers_cache.py",
@@ -42,8 +45,8 @@ ELSEWHERE = {
     ("docs/gpu.md", "tools/gpu_run.sh prepare"): "needs a GPU; tests/gpu/test_gpu_run.py",
     ("docs/gpu.md", "KVTIER_DEVICE=gpu compute-sanitizer"): "needs a GPU; make test-gpu",
     ("docs/tutorial.md", "make venv"): "builds .venv",
-    ("docs/tutorial.md", "pip install ."): "needs vLLM and a model; tests/engines",
-    ("docs/tutorial.md", "curl"): "needs vLLM and a model; tests/engines",
+    ("docs/tutorial.md", "pip install ."): PRINTED_VLLM,
+    ("docs/tutorial.md", "curl"): PRINTED_VLLM,
     ("docs/operations.md", "python3 -m venv /opt/kvtier"): "writes /opt; tests/faults/test_package.py",
     ("docs/operations.md", "/opt/kvtier/bin/kvtier install-service"): "tests/e2e/test_installed.py",
     ("docs/operations.md", "kvtier config check"): "tests/e2e/test_installed.py",
@@ -83,6 +86,12 @@ def test_every_block_has_a_language_and_is_run_or_listed() -> None:
             assert block.language in RUNNABLE | DATA, f"{page}: ```{block.language}: {block.text}"
             used.add(elsewhere(page, block))
     assert used - {None} == set(ELSEWHERE), "listed, and on no page"
+
+
+def test_the_tests_that_run_the_other_blocks_exist() -> None:
+    named = {name for why in ELSEWHERE.values() for name in re.findall(r"[\w.]+/[\w./]+", why)}
+    assert len(named) >= 10
+    assert [name for name in named if name != "/opt" and not (ROOT / name).exists()] == []
 
 
 def test_every_printed_pip_install_is_a_tested_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from e2e.test_cold_tier import CHAIN, SPEC, brought, cold_daemon, save, settled,
 from kvtier import Client, Refused
 from kvtier_daemon.planning.recomputed import TRIAL_BLOCKS
 from support.daemons import Daemon, kvtier
+from support.pages import blocks
 from support.specs import pattern, spec_of
 
 
@@ -56,6 +58,29 @@ def test_a_miss_is_explained_by_its_number_and_by_its_key(
     assert json.loads(explained(daemon, "2", "--json")).keys() == {"lookup"}
     with daemon.connect() as client, pytest.raises(Refused, match="not among the last"):
         client.explain(99)
+
+
+def test_the_commands_of_the_page_explain_a_lookup_and_a_block(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    """Only the key is another one than on the page."""
+    page = Path(__file__).parents[2] / "docs/planning.md"
+    (printed,) = [one.text for one in blocks(page) if one.text.startswith("kvtier explain")]
+    daemon = daemon_of(warm="4MiB")
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        keys = space.keys(tokens(0))
+        for _ in range(16):
+            space.match(keys)
+        save(client, 0)
+        space.match(keys)
+    commands = [shlex.split(line, comments=True) for line in printed.splitlines()]
+    assert [words[:2] for words in commands] == [["kvtier", "explain"]] * 3
+    (every, one, block) = [words[2:] for words in commands]
+    assert "\n17: " in "\n" + explained(daemon, *every)
+    assert f"{CHAIN} ready" in explained(daemon, *one)
+    assert len(block) == 1 and "..." in block[0]
+    assert "it is in memory" in explained(daemon, keys[0].hex())
 
 
 def test_an_engine_with_fast_recompute_is_declined(

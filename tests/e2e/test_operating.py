@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import io
 import json
 import os
 import pty
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from e2e.test_shown import HTTP, get
 from kvtier import Client, wire
 from kvtier.errors import FrameError
 from kvtier_daemon.cli import COMMANDS
@@ -576,7 +579,7 @@ def test_monitor_refuses_values_that_no_event_has(shared_daemon: Daemon, term: s
 def test_blocks_lost_unwritten_are_reported_by_status_top_and_doctor(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    config = cold(tmp_path).replace('"64MiB"', '"4MiB"')
+    config = HTTP + cold(tmp_path).replace('"64MiB"', '"4MiB"')
     daemon = daemon_of(folder=tmp_path / "d", config=config)
     json_of("tier", "drain", "cold", "--socket", daemon.socket)
     with daemon.connect() as client:
@@ -591,6 +594,21 @@ def test_blocks_lost_unwritten_are_reported_by_status_top_and_doctor(
     assert rows.index("hit") == rows.index("tokens") + 1, "the total is first"
     shown = kvtier("doctor", "--socket", daemon.socket).stdout
     assert "blocks lost unwritten" in shown and "off " in shown
+    lost = "blocks were evicted before they were written to disk"
+    shown = kvtier("top", "--once", "--socket", daemon.socket).stdout
+    assert lost in " ".join(shown.split()), shown
+    (hint,) = [one for one in json.loads(get(daemon, "/status")[2])["hints"] if lost in one]
+    page = get(daemon, "/")[2]
+    assert 'id="hints"' in page and "status.hints.map" in page
+    if (browser := shutil.which("chromium")) is None:
+        return
+    seen = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
+         "--timeout=10000", "--virtual-time-budget=4000", "--dump-dom",
+         f"http://{daemon.stats()['http']}/"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert hint in html.unescape(seen.stdout), seen.stdout + seen.stderr
 
 
 # --- monitor -------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import json
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 
 from engines import sglang_wheel as wheel
 from support.daemons import Daemon
+from support.pages import blocks, command
 
 pytestmark = [
     pytest.mark.skipif(bool(wheel.MISSING), reason=wheel.WHY),
@@ -69,6 +73,36 @@ def test_every_method_of_the_interface_has_the_arguments_that_sglang_passes() ->
         inherited = name.startswith("_") or name == "register_mem_pool_host"
         assert inherited or name in vars(KvtierStorage), f"{name} is new"
     assert hasattr(KvtierStorage, "close") and hasattr(HiCacheStorageFailureInjector, "close")
+
+
+def test_sglang_accepts_the_printed_command(
+    shared_daemon: Daemon,
+    tmp_path: Path,
+    opened: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang's own parser; and a page is stored with the options of the backend as the page prints them."""
+    from sglang.srt.server_args import ServerArgs
+
+    printed, begins = Path(__file__).parents[2] / "docs/sglang.md", "python -m sglang.launch_server"
+    (text,) = [one.text for one in blocks(printed) if begins in one.text]
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    words = shlex.split(command(text, begins).replace("\\\n", " "))
+    told = parser.parse_args(words[3:])
+    assert (told.model_path, told.page_size, told.enable_hierarchical_cache) == (
+        "MODEL",
+        wheel.PAGE,
+        True,
+    )
+    assert told.hicache_storage_backend == "dynamic"
+    given = json.loads(told.hicache_storage_backend_extra_config)
+    monkeypatch.setenv("KVTIER_SOCKET", shared_daemon.socket)
+    with wheel.served(tmp_path, told.hicache_mem_layout):
+        group = wheel.host_group("mha", wheel.device_pool("mha"))
+        backend, keys = opened(group, wheel.storage_config(given)), keys_of(7)
+        assert backend.batch_set_v1(keys, indices(SLOTS)) == [True] * 5
+        assert backend.batch_exists(keys) == 5
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])

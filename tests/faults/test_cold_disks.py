@@ -25,10 +25,11 @@ from kvtier import Refused
 from kvtier_daemon.planning import COMPUTE
 from kvtier_daemon.tiers.cold.disk import FAULTS_TO_OFF
 from support.daemons import SERVE, Daemon, hasty_command, start_daemon
-from support.disks import HANGS, Flaky, Mounted, Shim, command, flaky, mounted, needs
+from support.disks import HANGS, Mounted, Shim, command, mounted, needs
 from support.effort import effort
 from support.injected import everything, points, run_one
 from support.oracle import content
+from support.power import PoweredDisk, image, powered
 from support.specs import pattern
 
 MIB = 1 << 20
@@ -181,8 +182,9 @@ def ext4(tmp_path: Path) -> Iterator[Mounted]:
 
 
 @pytest.fixture
-def flaky_ext4(tmp_path: Path) -> Iterator[Flaky]:
-    with flaky(tmp_path, 128 * MIB) as disk:
+def device(tmp_path: Path) -> Iterator[PoweredDisk]:
+    """An ext4 on a block device whose requests can fail or hang."""
+    with powered(tmp_path, "ext4", image(tmp_path, "ext4")) as disk:
         yield disk
 
 
@@ -337,17 +339,19 @@ def test_failing_reads_are_misses_and_resumed(shim: Shim, serve: Serve, codec: s
 
 
 def test_reads_resume_after_a_failing_block_device_recovers(
-    flaky_ext4: Flaky, serve: Serve
+    device: PoweredDisk, serve: Serve
 ) -> None:
-    one = serve(flaky_ext4.path)
-    fails_to_read(one, lambda: flaky_ext4.failing("pread"))
+    one = serve(device.path)
+    fails_to_read(one, lambda: device.failing("read"))
 
 
-def test_a_block_device_that_fails_to_write_is_still_read(flaky_ext4: Flaky, serve: Serve) -> None:
+def test_a_block_device_that_fails_to_write_is_still_read(
+    device: PoweredDisk, serve: Serve
+) -> None:
     """The file system then becomes read-only by itself."""
-    one = serve(flaky_ext4.path)
+    one = serve(device.path)
     one.save(0, 1, 2, 3, 4, 5)
-    with flaky_ext4.failing("pwrite"):
+    with device.failing("write"):
         for chain in (10, 11, 12):
             save(one.client, chain)
         one.until(lambda: not one.cold["on"], "not off")
@@ -432,10 +436,10 @@ def test_reads_that_hang_are_misses(shim: Shim, serve: Serve, codec: str) -> Non
     assert shim.struck("read")
 
 
-def test_a_block_device_that_hangs_is_a_miss(flaky_ext4: Flaky, serve: Serve) -> None:
-    one = serve(flaky_ext4.path)
+def test_a_block_device_that_hangs_is_a_miss(device: PoweredDisk, serve: Serve) -> None:
+    one = serve(device.path)
     one.save(0, 1, 2, 3, 4, 5)
-    hangs(one, flaky_ext4.hanging(), 5)
+    hangs(one, device.hanging(), 5)
 
 
 @pytest.mark.skipif(not LONG, reason="waits for what hangs; KVTIER_FAULTS=1")

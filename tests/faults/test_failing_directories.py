@@ -3,6 +3,7 @@ others, uses this directory again without a restart, and ends in time."""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ import pytest
 
 from e2e.test_cold_tier import CHAIN, save
 from faults.test_cold_disks import Serve, Served, serving
-from support.disks import Mounted, mounted
+from support.disks import PATIENCE_S, Mounted, mounted
+from support.power import PoweredDisk, image, powered
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
@@ -29,6 +31,7 @@ HASTE = {
 END_S = 25.0  # less than TimeoutStopSec of the unit
 
 Disk = Callable[[str], Mounted]
+Device = Callable[[str], PoweredDisk]
 
 
 @pytest.fixture
@@ -41,6 +44,17 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
             folder = tmp_path / f"{kind}-{next(names)}"
             folder.mkdir()
             return stack.enter_context(mounted(folder, NBYTES[kind], kind))
+
+        yield make
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Device]:
+    """Creates a file system of this type on a block device whose requests can fail."""
+    with ExitStack() as stack:
+
+        def make(kind: str) -> PoweredDisk:
+            return stack.enter_context(powered(tmp_path, kind, image(tmp_path, kind)))
 
         yield make
 
@@ -79,14 +93,17 @@ def ends(one: Served, codes: tuple[int, ...] = (0,)) -> None:
     assert time.monotonic() - began < END_S
 
 
-def cases(*faults: str) -> list[object]:
+def cases(*faults: str, sampled: int | None = None) -> list[object]:
     """Every fault on both file systems, with and without another directory; without KVTIER_FAULTS=1 one
-    case of each fault."""
+    case of each of the first `sampled` faults on XFS, and one of the first fault on ext4."""
     found = []
     for number, fault in enumerate(faults):
+        samples = {("xfs", number % 2 == 0)} if number < (sampled or len(faults)) else set()
+        if number == 0:
+            samples.add(("ext4", False))
         for kind in ("xfs", "ext4"):
             for alone in (True, False):
-                sample = (kind == "xfs", alone) == (True, number % 2 == 0)
+                sample = (kind, alone) in samples
                 mark = pytest.mark.skipif(not (LONG or sample), reason="KVTIER_FAULTS=1")
                 name = f"{fault}, {kind}, {'the only one' if alone else 'one of two'}"
                 found.append(pytest.param(fault, kind, alone, id=name, marks=mark))
@@ -118,6 +135,81 @@ def test_a_file_system_that_shuts_down_is_detached_and_used_again(
     for chain in (0, 1, 2, 3, 10, 50):
         assert one.load(chain) in range(CHAIN + 1)
     assert one.load(2) == CHAIN or not alone, "its segments are found again"
+    ends(one)
+
+
+# The requests of the block device that fail.
+FAILING = {
+    "all requests fail": ("read", "write", "flush"),
+    "reads fail": ("read",),
+    "writes fail": ("write",),
+    "flushes fail": ("flush",),
+}
+
+
+def uses_disk(one: Served, chain: int) -> None:
+    """Write a chain to disk, and read chains from it."""
+    save(one.client, chain)
+    for earlier in range(4):
+        one.load(earlier, seconds=0.1)
+
+
+def can_be_written(folder: Path) -> bool:
+    """False after an error of the file system's log: from then on the file system refuses all writes."""
+    try:
+        with (folder / "probe").open("wb") as file:
+            file.write(b"probe")
+            os.fsync(file.fileno())
+        (folder / "probe").unlink()
+    except OSError as error:
+        assert error.errno in (errno.EIO, errno.EROFS), error
+        return False
+    return True
+
+
+def mount_again(one: Served, broken: PoweredDisk, kind: str) -> None:
+    """XFS shuts down, and the daemon closes its files. ext4 becomes read-only, and an operator switches the
+    tier off meanwhile."""
+    if kind == "xfs":
+        one.until(lambda: "it can be unmounted" in one.log(), "its files stay open")
+    else:
+        assert "Read-only file system" in one.cold["failure"]
+        one.client.tier("cold", "off")
+        one.until(lambda: one.cold["state"] == "off", "it is not off")
+    began = time.monotonic()
+    broken.restore()
+    assert time.monotonic() - began < PATIENCE_S / 2, "the unmount waits for files that are open"
+    if kind == "ext4":
+        one.client.tier("cold", "on")
+
+
+@pytest.mark.parametrize("fault, kind, alone", cases(*FAILING, sampled=1))
+def test_a_block_device_with_errors_is_reported_and_used_again(
+    tmp_path: Path,
+    device: Device,
+    serve: Serve,
+    fault: str,
+    kind: str,
+    alone: bool,
+) -> None:
+    broken = device(kind)
+    one = serve([broken.path, *other(tmp_path, alone)], **HASTE)
+    one.save(0, 1, 2, 3)
+    with broken.failing(*FAILING[fault]):
+        chains = count(10)
+        one.until(lambda: uses_disk(one, next(chains)) or bool(one.cold["failure"]), "not said")
+        assert str(broken.path) in one.cold["failure"]
+        serves(one, alone)
+    assert one.daemon.process.poll() is None
+    if fault == "reads fail":
+        assert can_be_written(broken.path)
+    elif not can_be_written(broken.path):
+        mount_again(one, broken, kind)
+    one.until(lambda: is_well(one), "it is not used again")
+    assert one.daemon.process.poll() is None
+    one.until_written(count(80))
+    found = [one.load(chain) for chain in (0, 1, 2, 3, 10, 50)]
+    assert found[:4] == [CHAIN] * 4 or not alone, "its segments are found again"
     ends(one)
 
 

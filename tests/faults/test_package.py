@@ -3,7 +3,9 @@ and load."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,8 +72,32 @@ def test_a_checkout_is_installed_as_in_the_documents(tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     pip = tmp_path / "venv/bin/pip"
     run(pip, "install", ".", cwd=tmp_path / "checkout")
+    check_transformers(pip, tmp_path)
     shutil.rmtree(tmp_path / "checkout")
     shown = run(tmp_path / "venv/bin/kvtier", "install-service", "--dry-run", "--program",
                 "/opt/kvtier/bin/kvtier", cwd=tmp_path)  # fmt: skip
     assert "ExecStart=/opt/kvtier/bin/kvtier serve" in shown
     assert "hit" in run(tmp_path / "venv/bin/kvtier", "demo", cwd=tmp_path).lower()
+
+
+def check_transformers(pip: Path, folder: Path) -> None:
+    """`pip install '.[transformers]'`: pip knows the extra, and it has what the plugin imports.
+    Nothing is installed: that would be 3 GB."""
+    told = folder / "report.json"
+    run(pip, "install", "--dry-run", "--no-deps", "--ignore-installed", "--report", told,
+        ".[transformers]", cwd=folder / "checkout")  # fmt: skip
+    (one,) = json.loads(told.read_text())["install"]
+    assert one["requested_extras"] == ["transformers"]
+    metadata = one["metadata"]
+    assert "transformers" in metadata["provides_extra"]
+    needed = [
+        text for text in metadata["requires_dist"] if re.search(r"extra == .transformers.", text)
+    ]
+    names = {re.match(r"[\w-]+", text).group() for text in needed}  # type: ignore[union-attr]
+    source = "".join(
+        path.read_text() for path in (ROOT / "plugins/kvtier_transformers").glob("*.py")
+    )
+    imported = set(
+        re.findall(r"^\s*(?:import|from) (torch|transformers|numpy)\b", source, re.MULTILINE)
+    )
+    assert imported <= names and {"torch", "transformers"} <= names, needed

@@ -925,6 +925,48 @@ def test_memory_that_may_not_be_locked_is_used_unregistered():
     assert int(run_python(SMALL_MEMLOCK)) == 1 << 16
 
 
+STARTS = """
+import os, resource, sys, time
+import kvtier_kernels as kernels
+
+engine, most, uid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.setgroups([]), os.setgid(uid), os.setuid(uid)  # the limit counts the threads of a user, except root
+bell = os.eventfd(0)
+
+def descriptors():
+    return sorted(os.listdir("/proc/self/fd"))
+
+def tried(limit):
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, most + 1))
+    before = descriptors()
+    try:
+        kernels.Disk(bell, engine, depth=4, threads=2, decoders=2).stop()
+    except RuntimeError as error:
+        assert "Resource temporarily unavailable" in str(error), error
+        until = time.monotonic() + 30
+        while len(os.listdir("/proc/self/task")) > 1:
+            assert time.monotonic() < until, "the started threads do not end"
+            time.sleep(0.001)
+        assert descriptors() == before
+        return 0
+    return 1
+
+print([tried(limit) for limit in range(1, most + 2)])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user without other threads")
+def test_a_disk_whose_nth_thread_can_not_be_started_ends_the_others(engine):
+    threads = 1 + 2 + (2 if engine == "io_uring" else 4)  # the clock, the decoders, the workers
+    uid = 1_000_000 + os.getpid()
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, engine, str(threads), str(uid)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*["[0,"], *["0,"] * (threads - 1), "1]"], done.stdout
+
+
 # --- against the twin ---------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-"""Disks that fail on request: a small file system that can be filled, frozen and made read-only; a block
-device whose errors can be switched on; a library that intercepts the system calls of one process."""
+"""Disks that fail on request: a small file system that can be filled, frozen and made read-only; a library
+that intercepts the system calls of one process. `support/power.py` has a block device that fails."""
 
 from __future__ import annotations
 
@@ -39,11 +39,6 @@ def command(*words: str | Path) -> str:
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
     assert not done.returncode, f"{words}: {done.stderr}"
     return done.stdout.strip()
-
-
-def in_time(holds: bool, deadline: float, what: str) -> bool:
-    assert holds or time.monotonic() < deadline, what
-    return holds
 
 
 class Mounted:
@@ -154,72 +149,6 @@ def mounted(folder: Path, nbytes: int, kind: str = "ext4") -> Iterator[Mounted]:
             yield disk
         finally:
             disk.close()
-
-
-class Flaky:
-    """An ext4 on a device whose reads and writes fail or hang on request."""
-
-    def __init__(self, folder: Path, path: Path, server: subprocess.Popen[bytes]) -> None:
-        self.path = path
-        self._folder = folder
-        self._server = server
-
-    @contextlib.contextmanager
-    def failing(self, way: str) -> Iterator[None]:
-        """Let `operation` ("pread" or "pwrite") fail until the end of the context."""
-        (self._folder / way).touch()
-        try:
-            yield
-        finally:
-            (self._folder / way).unlink()
-
-    @contextlib.contextmanager
-    def hanging(self) -> Iterator[None]:
-        # Otherwise reads are served from the page cache, without the server.
-        front = os.open(self._folder / "front" / "nbd", os.O_RDWR)
-        try:
-            os.fsync(front)
-            os.posix_fadvise(front, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(front)
-        self._server.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._server.send_signal(signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def flaky(folder: Path, nbytes: int) -> Iterator[Flaky]:
-    """Provide an ext4 on nbdkit with its error filter; nbdfuse and a loop device make it a block device."""
-    needs("nbdkit", "nbdfuse", "losetup", "mkfs.ext4", "umount")
-    image, socket, front = folder / "image", folder / "nbd.sock", folder / "front"
-    front.mkdir()
-    with image.open("wb") as file:
-        file.truncate(nbytes)
-    command("mkfs.ext4", "-q", "-m", "0", "-E", "nodiscard", image)
-    errors = [
-        f"error-{way}{what}"
-        for way in ("pread", "pwrite")
-        for what in ("=EIO", "-rate=100%", f"-file={folder / way}")
-    ]
-    with contextlib.ExitStack() as stack:
-        server = subprocess.Popen(
-            ["nbdkit", "--foreground", "--unix", socket, "--filter=error", "file", image, *errors],
-            stderr=subprocess.DEVNULL,
-        )
-        stack.callback(end, server)
-        deadline = time.monotonic() + PATIENCE_S
-        while not in_time(socket.exists(), deadline, "nbdkit does not come up"):
-            time.sleep(0.02)
-        fuse = subprocess.Popen(["nbdfuse", front, "--unix", socket], stderr=subprocess.DEVNULL)
-        stack.callback(end, fuse)
-        stack.callback(subprocess.run, ["umount", front], check=False)
-        while not in_time((front / "nbd").exists(), deadline, "nbdfuse does not come up"):
-            time.sleep(0.02)
-        disk = Mounted(stack.enter_context(loop(front / "nbd")), folder / "disk")
-        stack.callback(disk.close)
-        yield Flaky(folder, disk.path, server)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

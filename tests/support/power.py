@@ -17,11 +17,12 @@ import json
 import mmap
 import random
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,19 @@ class CachedDisk(OneFile):
         self._sector = SECTORS[0]
         self._after = 0
         self._events = 0
+        self._failing: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:
         return len(self.media)
 
-    def order(self, what: str, seed: int = 0, after: int = 0, sector: int = SECTORS[0]) -> None:
-        if what == "arm":
+    def order(
+        self, what: str, seed: int = 0, after: int = 0, sector: int = SECTORS[0],
+        ways: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        if what == "fail":
+            self._failing = frozenset(ways)
+        elif what == "arm":
             self._chance, self._after, self._sector = random.Random(seed), after, sector
             self._events = 0
         elif what == "cut":
@@ -77,11 +84,11 @@ class CachedDisk(OneFile):
     # --- requests ----------------------------------------------------------------------------
 
     def read(self, at: int, size: int) -> bytes:
-        self._check()
+        self._check("read")
         return self._seen[at : at + size]
 
     def write(self, unique: int, at: int, data: memoryview) -> bool:
-        self._check()
+        self._check("write")
         self._seen[at : at + len(data)] = data
         one = Write(at, data)
         self._cache.append(one)
@@ -93,7 +100,7 @@ class CachedDisk(OneFile):
         return True
 
     def flush(self) -> None:
-        self._check()
+        self._check("flush")
         if self._after == 1 and self._chance.random() < 0.5:
             self._event()  # before the flush has an effect
         self._store([one for one in self._cache if one.is_answered])
@@ -114,9 +121,11 @@ class CachedDisk(OneFile):
 
     # --- power -------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _check(self, way: str) -> None:
         if not self._is_on:
             raise OSError(errno.EIO, "no power")
+        if way in self._failing:
+            raise OSError(errno.EIO, "asked for")
 
     def _event(self) -> None:
         self._events += 1
@@ -192,7 +201,9 @@ def main(path: str, image: str, descriptor: str) -> None:
 class PoweredDisk:
     """A mounted file system on such a disk. `path` is where it is mounted while the power is on."""
 
-    def __init__(self, folder: Path, front: Path, told: socket.socket, kind: str) -> None:
+    def __init__(
+        self, folder: Path, front: Path, server: subprocess.Popen[bytes], told: socket.socket, kind: str
+    ) -> None:  # fmt: skip
         self.cuts: list[dict[str, int]] = []
         self._told = told
         self._restored = 0  # after how many cuts the power was last switched on
@@ -200,6 +211,7 @@ class PoweredDisk:
         self._heard = threading.Condition()
         self._turn = threading.Lock()
         self._front = front
+        self._server = server
         threading.Thread(target=self._listen, daemon=True).start()
         # XFS refuses a second file system with its UUID; the one before the cut may still be in use.
         self._options = "noatime,nouuid" if kind == "xfs" else OPTIONS[kind]
@@ -215,13 +227,31 @@ class PoweredDisk:
         """Cut the power now, unless it is off."""
         self._order(what="cut")
 
+    @contextlib.contextmanager
+    def failing(self, *ways: str) -> Iterator[None]:
+        """Let these requests ("read", "write", "flush") fail with EIO until the end of the context."""
+        self._order(what="fail", ways=ways)
+        try:
+            yield
+        finally:
+            self._order(what="fail", ways=())
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Answer no request until the end of the context."""
+        self._server.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._server.send_signal(signal.SIGCONT)
+
     def wait_for_cut(self, timeout_s: float = PATIENCE_S) -> bool:
         """Wait until the power is cut. False if that takes longer."""
         with self._heard:
             return self._heard.wait_for(lambda: len(self.cuts) > self._restored, timeout_s)
 
     def restore(self) -> None:
-        """Switch the power on after a cut, and mount the file system, which replays its journal."""
+        """Switch the power on if it was cut, and mount the file system again, which replays its journal."""
         self.unmount()
         self._restored = len(self.cuts)
         self._order(what="on")
@@ -286,6 +316,6 @@ def powered(folder: Path, kind: str, file: Path) -> Iterator[PoweredDisk]:
         if failure := json.loads(text).get("failure"):
             pytest.skip(failure)
         stack.callback(subprocess.run, ["umount", "-l", front], check=False)
-        disk = PoweredDisk(folder, front, own, kind)
+        disk = PoweredDisk(folder, front, server, own, kind)
         stack.callback(disk.unmount)
         yield disk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -24,6 +25,7 @@ from kvtier_daemon.sim.tiers import RESIDENCY, SEGMENTS, Machine, Simulation
 from kvtier_daemon.sim.trace import TraceRequests, read
 from kvtier_daemon.tools.sizing import PrefillCost
 from support.effort import effort
+from support.pages import blocks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 traces = importlib.import_module("traces")
@@ -46,6 +48,28 @@ def sim(capsys: pytest.CaptureFixture[str]) -> Sim:
         return json.loads(result.out)
 
     return run
+
+
+PAGE = Path(__file__).parents[3] / "docs/sizing.md"
+PRINTED = [one.text for one in blocks(PAGE) if one.text.startswith("$ kvtier sim")]
+
+
+@pytest.mark.parametrize("printed", PRINTED, ids=["sizes", "costs"])
+def test_the_commands_of_the_page_simulate_a_trace(
+    printed: str, sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "Meta-Llama-3-8B").mkdir()
+    (tmp_path / "Meta-Llama-3-8B/config.json").write_text(json.dumps(config))
+    (tmp_path / "trace.jsonl").write_bytes(SMALL.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(printed)
+    assert words[:4] == ["$", "kvtier", "sim", "trace.jsonl"]
+    runs = sim(*words[3:])["runs"]
+    assert len(runs) == (9 if "--budget" in words else 2 * 3)
+    assert all(run["hit_rate"] > 0 for run in runs)
+    assert ("--plot" in words) == (tmp_path / "rates.svg").exists()
 
 
 @pytest.fixture(scope="module")

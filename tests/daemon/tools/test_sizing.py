@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from kvtier_daemon.tools.sizing import (
     break_even_tokens,
     read_config,
 )
+from support.pages import blocks
 
 Config = dict[str, Any]
 BF16 = {"torch_dtype": "bfloat16"}
@@ -215,6 +218,22 @@ def test_the_command_reads_a_directory_and_the_weights_in_it(
     with pytest.raises(SystemExit):
         main(["size", str(tmp_path / "config.json")])
     assert "131,072 B" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_command_and_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Meta-Llama-3-8B").mkdir()
+    (tmp_path / "Meta-Llama-3-8B/config.json").write_text(json.dumps(llama()))
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[3] / "docs/sizing.md"
+    (shown,) = [one.text for one in blocks(page) if one.text.startswith("$ kvtier size")]
+    first, *lines = shown.splitlines()
+    with pytest.raises(SystemExit) as left:
+        main(shlex.split(first)[2:])
+    assert not left.value.code
+    output = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert output == [" ".join(line.split()) for line in lines]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"x"', "\xff" * 10])
