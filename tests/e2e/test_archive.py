@@ -108,7 +108,7 @@ def test_what_is_archived_is_found_after_it_left_the_disk(
     with a.connect() as client:
         space = client.open(spec_of(f"archive-{sealed}"))
         first = number = 0
-        # Not faster than the archive. On a busy machine a prompt may be lost all the same: take the next one.
+        # Not faster than the archive. On a busy machine a prompt may be lost: take the next one.
         while (where := places(client, keys_of(space, first))) != {"in_remote"}:
             first += where <= {"in_remote", "never_saved", "lost"} and first < number
             assert number < 3 * FULL, (states(a), a.stats()["tiers"]["cold"])

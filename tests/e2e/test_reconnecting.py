@@ -175,7 +175,7 @@ def test_leases_and_begun_requests_go_on(folder: Path) -> None:
         watch = space.begin_watch()
         client.ping()
         end(daemon, signal.SIGKILL)
-        begun = space.begin_lease(keys)  # nobody listens
+        begun = space.begin_lease(keys)  # its answer is not read
         daemon = start(folder)
         found: dict[int, Any] = {}
         deadline = time.monotonic() + WAIT_S

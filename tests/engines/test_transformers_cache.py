@@ -279,7 +279,7 @@ def test_a_window_keeps_a_limited_history(client: Client) -> None:
     assert all(layer.keys.shape[-2] <= most for layer in cache.layers)
     cache.save(out)
     assert loaded(model, out, client) == 608
-    # The window before this place was not kept any more.
+    # The window before this place was not kept.
     assert loaded(model, ids[:, :300], client) == 0
 
 

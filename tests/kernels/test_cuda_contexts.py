@@ -138,7 +138,7 @@ def test_closing_does_not_wait_for_queued_registrations(
     go.set()
     closing.join(60)
     assert len(done) == 1 and fake_cuda.live()["registered"] == 0
-    assert arena.ready == {0}  # still referred to: its registration has ended all the same
+    assert arena.ready == {0}  # still referred to, but its registration has ended
     driver.close()
 
 

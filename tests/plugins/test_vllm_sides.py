@@ -970,7 +970,7 @@ def test_pages_reused_before_their_save_are_not_saved(
 def test_no_save_reads_pages_whose_memory_is_discarded(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """Before an engine sleeps. A save that waits in the thread does not begin any more."""
+    """Before an engine sleeps. A save that waits in the thread does not begin."""
     monkeypatch.setattr(kvtier_worker, "DRAIN_S", 30.0 if ends else 0.05)
     engine = engine_of(cold_daemon)
     engine.serve(range(1000, 1000 + BLOCK))

@@ -220,7 +220,7 @@ class Threads:
     def killed(self, finishes: bool) -> None:
         """The process was killed: the call that has started runs to its end, or never began."""
         if self._running is not None and finishes:
-            with contextlib.suppress(Exception):  # nobody gets it
+            with contextlib.suppress(Exception):  # no task gets it
                 self._running[1]()
         self._running = None
         self._queue.clear()
@@ -818,7 +818,7 @@ class Machine:
         heapq.heappush(self._events, (CLOCK.now + delay_s, next(self._numbers), call, args))
 
     def watch(self, fd: int) -> None:
-        """Note that somebody waits for this descriptor, or no longer."""
+        """Note that a task waits for this descriptor, or no longer."""
         loop = self.loop
         wanted = 0
         self.may_be_ready = True

@@ -168,7 +168,7 @@ def test_a_block_of_any_size_decodes_in_any_steps() -> None:
 
 
 def seal_again(made: Made) -> None:
-    """Make the digests right, as somebody does who changes a frame on purpose."""
+    """Make the digests right, like an attacker who changes a frame."""
     made.digest = seal_frame(made.header, made.payload)
 
 
