@@ -41,6 +41,7 @@ class CompressedOrder:
         self.framed: dict[int, int] = {}  # the blocks with a frame, and their sizes in slots
         self.alone: set[int] = set()  # those of them without a slot
         self.paired: dict[int, None] = {}  # the others; oldest first
+        self.unfit: set[int] = set()  # blocks that do not shrink; the owner of the frames adds them
         self.cool: frozenset[int] = frozenset()  # blocks that leave their slots next
 
     # --- events --------------------------------------------------------------------------------
@@ -92,12 +93,13 @@ class CompressedOrder:
             self.paired.pop(one, None)
         self._whole.freed(kept.tobytes())  # they may have been away
         others = ids if not kept else _without(ids, self.framed)
-        self.unprepared += len(others) // ID_BYTES
+        self.unprepared += len(others) // ID_BYTES - len(_within(others, self.unfit))
         self._whole.left(others)
 
     def gone(self, ids: bytes) -> None:
         self._whole.gone(ids)
         self._slots.gone(ids)
+        self.unfit.difference_update(_within(ids, self.unfit))
         if lost := _within(ids, self.framed):
             self._forget(lost)
             self.lost(lost)
@@ -126,10 +128,12 @@ class CompressedOrder:
         return len(self._slots)
 
     def next_to_compress(self, most: int) -> bytes:
-        """Of the `most` blocks that leave their slots next, those without a frame, in this order."""
+        """Of the `most` blocks that leave their slots next, those without a frame, in this order, except
+        those that do not shrink."""
         cool = array("I", self._slots.victims(most))
         self.cool = frozenset(cool)
-        return array("I", (one for one in cool if one not in self.framed)).tobytes()
+        done, unfit = self.framed, self.unfit
+        return array("I", (one for one in cool if one not in done and one not in unfit)).tobytes()
 
     def make_room(
         self, nbytes: int, size_of: Callable[[int], int], busy: Collection[int],
@@ -189,7 +193,7 @@ class CompressedOrder:
                 self.alone_bytes -= self.framed[one]
 
     def memory_bytes(self) -> int:
-        notes = BLOCK_BYTES * len(self.framed)
+        notes = BLOCK_BYTES * (len(self.framed) + len(self.unfit))
         return self._whole.memory_bytes() + self._slots.memory_bytes() + notes
 
 

@@ -196,3 +196,18 @@ def test_frames_of_blocks_that_are_used_again_in_their_slots_leave_first() -> No
     order.wanted(ids([0]), names([0]))
     assert victims(order.next_to_compress(2)) == [2]
     assert make_room(order, 3, [])[0] == [0], "1 leaves its slot next"
+
+
+def test_blocks_that_do_not_shrink_are_not_compressed_again() -> None:
+    order = order_of()
+    for number in range(3):
+        add(order, [number])
+    order.unfit.add(1)
+    assert victims(order.next_to_compress(3)) == [0, 2]
+    order.left(ids([0, 1]))
+    assert order.unprepared == 1
+    add(order, [1])
+    assert victims(order.next_to_compress(3)) == [2]
+    order.gone(ids([1]))
+    add(order, [1])  # another block
+    assert victims(order.next_to_compress(3)) == [2, 1]

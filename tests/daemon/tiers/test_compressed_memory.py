@@ -345,6 +345,26 @@ def test_blocks_that_do_not_shrink_are_not_compressed(tmp_path: Path) -> None:
     in_process(tmp_path, work)
 
 
+def test_a_block_that_does_not_shrink_disables_no_others(tmp_path: Path) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        chance, block = np.random.default_rng(1), prompts.block
+        worst = {prompts.keys(number)[3] for number in range(0, 2 * WARM_PROMPTS, 2)}
+        drawn = {key: chance.bytes(prompts.space.block_bytes) for key in worst}
+        prompts.block = lambda key: drawn.get(key) or block(key)  # type: ignore[method-assign]
+        saved = 2 * WARM_PROMPTS
+        for number in range(saved):
+            prompts.save(number)
+            prompts.until(is_written)
+            time.sleep(0.02)
+        stats = prompts.client.stats()["tiers"]["warm"]["compressed"]
+        assert 0 < stats["not_worth"] <= len(worst), "each is counted once"
+        assert stats["compressed"] > saved * PROMPT // 2 - len(worst)
+        for number in range(saved):
+            assert prompts.load(number) == PROMPT
+
+    in_process(tmp_path, work)
+
+
 def test_a_restart_finds_the_blocks_on_disk_and_a_purge_leaves_no_frames(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     config = f'[warm]\nsize = "4MiB"\n{COMPRESSED}' + DISK.format(tmp_path)

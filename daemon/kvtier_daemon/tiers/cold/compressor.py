@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -47,8 +48,10 @@ PRESSURE = 3 / 4  # of the slots' memory, above which blocks are compressed
 COOL_MOST = 2048  # blocks
 CALM_S = 30.0  # after which as few blocks as before are compressed ahead
 WORTH = 7 / 8  # a frame that is larger, relative to its block, is not kept
-TRY_S = 60.0  # until blocks of a kind that is not worth it are tried again
+SKIP_AFTER = 16  # blocks of a kind in succession that are not worth it: others are not tried
+TRY_S = 60.0  # until others are
 KINDS_MOST = 4096
+UNFIT_MOST = 65_536  # blocks
 RATIO_BYTES = 64 << 20  # of blocks: older measurements have half of the weight
 CHECK_S = 1.0
 WAIT_S, PAUSE_S = 0.1, 0.02
@@ -161,8 +164,10 @@ class Compressor:
             1.0  # how much more than usual is compressed ahead: requests take many slots at once
         )
         self._hasty_at = self._check_at = 0.0
-        # By the store's number of a space and the group: until when such blocks are not tried.
+        # By the store's number of a space and the group: until when such blocks are not tried, and how many
+        # were not worth it since one was.
         self._skips: dict[tuple[int, int], float] = {}
+        self._unfit = Counter[tuple[int, int]]()
         self._ratio = Average(RATIO_BYTES, 1.0, 1.0)  # memory of frames by that of their blocks
 
     async def run(self) -> None:
@@ -303,8 +308,8 @@ class Compressor:
         names = IDENTITY.iter_unpack(store.identities(ids))
         for block, place, name, one in zip(blocks, places, names, found, strict=True):
             nbytes, header, digest = one
-            if nbytes and not digest:
-                self._skip(name[0], name[1])
+            if nbytes and not digest and block.id in there:
+                self._note_unfit(block.id, (name[0], name[1]))
             if not digest or block.id not in there or not self.frames.is_open:
                 memory.give(place, block.block_bytes)
                 continue
@@ -315,6 +320,7 @@ class Compressor:
                 header[: HEADER.size + count * ENTRY.size], len(header), nbytes, digest,
                 header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES], place,
             )  # fmt: skip
+            self._unfit.pop((space, group), None)
             self._ratio.note(frame.used_bytes, frame.block_bytes)
             memory.trim(place, block.block_bytes, nbytes)
             if self.frames.add(frame):
@@ -322,11 +328,19 @@ class Compressor:
             else:
                 memory.give(place, block.block_bytes)
 
-    def _skip(self, space: int, group: int) -> None:
-        self.frames.counts["not_worth"] += 1
-        if len(self._skips) >= KINDS_MOST:
-            self._skips.clear()
-        self._skips[space, group] = self._loop.time() + TRY_S
+    def _note_unfit(self, one: int, kind: tuple[int, int]) -> None:
+        unfit = self.frames.order.unfit
+        self.frames.counts["not_worth"] += one not in unfit
+        if len(unfit) >= UNFIT_MOST:
+            unfit.clear()
+        unfit.add(one)
+        self._unfit[kind] += 1
+        if self._unfit[kind] >= SKIP_AFTER:
+            self._skips[kind] = self._loop.time() + TRY_S
+            del self._unfit[kind]
+        for kinds in (self._skips, self._unfit):
+            if len(kinds) > KINDS_MOST:
+                kinds.clear()
 
 
 def _is_of(block: Incoming, frame: CompressedFrame) -> bool:
