@@ -8,6 +8,7 @@ import errno
 import random
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,12 @@ from kvtier_daemon.app import App
 from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.tiers.cold.compressor import Compressor
-from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame, CompressedFrames, FrameMemory
+from kvtier_daemon.tiers.cold.frame_memory import (
+    RESERVED_BYTES,
+    CompressedFrame,
+    CompressedFrames,
+    FrameMemory,
+)
 from kvtier_daemon.tiers.cold.mover import Mover
 from support.apps import served
 from support.daemons import kvtier, start_daemon
@@ -341,6 +347,21 @@ def test_blocks_that_do_not_shrink_are_not_compressed(tmp_path: Path) -> None:
         stats = prompts.until(lambda tiers: tiers["warm"]["compressed"]["not_worth"] > 0)
         assert not stats["warm"]["compressed"]["blocks"]
         assert not stats["warm"]["compressed"]["used_bytes"]
+        assert isinstance(compressor := mover._compressor, Compressor)
+        until = time.monotonic() + 20
+        while not compressor._skips:
+            assert time.monotonic() < until, "the kind is not skipped"
+            time.sleep(0.01)
+        order, looks = compressor.frames.order, Counter[str]()
+        find = order.next_to_compress
+
+        def counted(most: int) -> bytes:
+            looks["at all"] += 1
+            return find(most)
+
+        order.next_to_compress = counted  # type: ignore[method-assign]
+        time.sleep(1)
+        assert looks["at all"] <= 2, "it looks at blocks of which it can compress none"
 
     in_process(tmp_path, work)
 
@@ -477,6 +498,29 @@ def test_a_failure_to_compress_disables_nothing_else(tmp_path: Path) -> None:
         for number in range(2 * WARM_PROMPTS):
             assert prompts.load(number) == PROMPT
         assert prompts.client.stats()["tiers"]["cold"]["on"]
+
+    in_process(tmp_path, work)
+
+
+def test_a_failure_to_start_a_job_leaves_no_holds_and_no_pieces(tmp_path: Path) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        assert isinstance(compressor := mover._compressor, Compressor)
+
+        def fail(_: Callable[[], Any]) -> NoReturn:
+            raise RuntimeError("cannot schedule new futures")
+
+        compressor._threads.encode = fail  # type: ignore[method-assign]
+        for number in range(WARM_PROMPTS):
+            prompts.save(number)
+        until = time.monotonic() + 20
+        while compressor.frames.is_open:
+            assert time.monotonic() < until, "it was not called"
+            time.sleep(0.01)
+        for number in range(WARM_PROMPTS):
+            prompts.space.forget(prompts.keys(number))
+        prompts.until(lambda tiers: tiers["warm"]["states"]["doomed"] == 0)
+        ((size, free),) = compressor.frames.memory._free.items()
+        assert len(free) == RESERVED_BYTES // size
 
     in_process(tmp_path, work)
 

@@ -163,7 +163,7 @@ class Compressor:
         self._ahead = (
             1.0  # how much more than usual is compressed ahead: requests take many slots at once
         )
-        self._hasty_at = self._check_at = 0.0
+        self._hasty_at = self._check_at = self._plan_at = 0.0
         # By the store's number of a space and the group: until when such blocks are not tried, and how many
         # were not worth it since one was.
         self._skips: dict[tuple[int, int], float] = {}
@@ -205,8 +205,8 @@ class Compressor:
     def _plan(self) -> list[Outgoing]:
         """Return the blocks to compress next."""
         catalog, order = self._catalog, self.frames.order
-        store, demotions = catalog.blocks.store, catalog.demotions
-        if store.counts()["bytes"]["ready"] < PRESSURE * self._quota_bytes:
+        store, demotions, now = catalog.blocks.store, catalog.demotions, self._loop.time()
+        if now < self._plan_at or store.counts()["bytes"]["ready"] < PRESSURE * self._quota_bytes:
             return []
         if isinstance(policy := catalog.blocks.policy, DeferredPolicy):
             policy.settle()
@@ -222,6 +222,8 @@ class Compressor:
             if some and limit < 0:
                 break
             some.append(one)
+        if ids and not some:  # all are of kinds that are skipped: do not look at them all the time
+            self._plan_at = now + CHECK_S
         packed = some.tobytes()
         plans = demotions.described(packed, store.slots(packed))
         blocks = [
@@ -264,14 +266,19 @@ class Compressor:
             raise
         # Their slots must not get other blocks while a thread reads them.
         self._catalog.blocks.hold_for_write(ids_of(blocks))
-        jobs = [
-            partial(
-                _encode, block, self._header(block),
-                self._threads.view(block.extent, block.offset, block.block_bytes), place,
-            )
-            for block, place in zip(blocks, places, strict=True)
-        ]  # fmt: skip
-        encoding = self._threads.encode(partial(_run_all, jobs))
+        try:
+            jobs = [
+                partial(
+                    _encode, block, self._header(block),
+                    self._threads.view(block.extent, block.offset, block.block_bytes), place,
+                )
+                for block, place in zip(blocks, places, strict=True)
+            ]  # fmt: skip
+            encoding = self._threads.encode(partial(_run_all, jobs))
+        except BaseException:
+            self._keep(blocks, places, [(0, b"", b"")] * len(blocks), [])
+            self._catalog.blocks.end_write(ids_of(blocks))
+            raise
         made = list[bool]()
         # In a callback, because a thread reads the slots even if this task is cancelled.
         encoding.add_done_callback(partial(self._have_encoded, blocks, places, made))
