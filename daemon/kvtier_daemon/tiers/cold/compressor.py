@@ -178,20 +178,26 @@ class Compressor:
         except Exception:
             log.exception("cold: compressed memory failed and is off until a restart")
         finally:
-            self.frames.close()
+            await self.frames.close()
 
     async def _run(self) -> None:
         while True:
             self._wake.clear()
             self._drop_away()
+            await self._clear()
             while (blocks := self._plan()) and await self._compress(blocks):
-                pass
+                await self._clear()
             try:
                 async with asyncio.timeout(WAIT_S):
                     await self._wake.wait()
             except TimeoutError:
                 continue  # blocks may have got frames on disk
             await asyncio.sleep(PAUSE_S)
+
+    async def _clear(self) -> None:
+        """Give the memory of dropped frames to the system."""
+        while self.frames.memory.clear():
+            await asyncio.sleep(0)
 
     def _drop_away(self) -> None:
         """Drop the frames of blocks that left their slots because an engine holds them, once in a while."""
@@ -252,6 +258,7 @@ class Compressor:
         each = int(self._ratio.value * max(block.block_bytes for block in blocks))
         coming = [block.id for block in blocks]
         needless = self.frames.make_room(each * len(blocks), coming, each)
+        self.frames.memory.clear()  # what was dropped for these
         room = (self.frames.capacity_bytes - self.frames.used_bytes) // max(1, each)
         blocks = [block for block in blocks if block.id not in needless][: max(0, room)]
         if not blocks:
@@ -334,6 +341,8 @@ class Compressor:
                 made.append(True)
             else:
                 memory.give(place, block.block_bytes)
+        if not self.frames.is_open:  # no task does it
+            memory.clear()
 
     def _note_unfit(self, one: int, kind: tuple[int, int]) -> None:
         unfit = self.frames.order.unfit
