@@ -165,6 +165,7 @@ def test_blocks_that_left_their_slots_are_read_without_the_disk(tmp_path: Path) 
         assert prompts.load(found[0]) == PROMPT
         assert reads_of(prompts) == (disk, memory + PROMPT)
         assert prompts.load(found[0], 0) == PROMPT, "it has slots again"
+        assert prompts.client.stats()["tiers"]["cold"]["states"]["loaded"] <= disk, "from the disk"
 
     in_process(tmp_path, work)
 
@@ -397,7 +398,8 @@ def test_blocks_that_do_not_shrink_are_not_compressed(tmp_path: Path) -> None:
         stats = prompts.until(lambda tiers: tiers["warm"]["compressed"]["not_worth"] > 0)
         assert not stats["warm"]["compressed"]["blocks"]
         assert not stats["warm"]["compressed"]["used_bytes"]
-        assert isinstance(compressor := mover._compressor, Compressor)
+        compressor = mover._compressor
+        assert isinstance(compressor, Compressor)
         until = time.monotonic() + 20
         while not compressor._skips:
             assert time.monotonic() < until, "the kind is not skipped"
@@ -461,6 +463,28 @@ def test_a_restart_finds_the_blocks_on_disk_and_a_purge_leaves_no_frames(tmp_pat
             assert compressed["blocks"] == compressed["used_bytes"] == 0
             for number in range(100, 100 + 2 * WARM_PROMPTS):
                 assert prompts.load(number, 0) == 0
+    finally:
+        assert daemon.stop() == 0
+
+
+def test_switching_the_tier_off_and_on_keeps_the_counters(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    config = f'[warm]\nsize = "4MiB"\n{COMPRESSED}' + DISK.format(tmp_path)
+    daemon = start_daemon(tmp_path, config=config)
+    try:
+        daemon.wait_for_disks()
+        with daemon.connect() as client:
+            prompts = Prompts(client)
+            before = prompts.cooled()["warm"]["compressed"]["compressed"]
+            for state in ("off", "on"):
+                done = kvtier("tier", state, "cold", "--socket", daemon.socket)
+                assert done.returncode == 0, done.stderr
+                tiers = prompts.until(lambda tiers, state=state: tiers["cold"]["state"] == state)  # type: ignore[misc]
+                if state == "off":
+                    assert tiers["warm"]["compressed"]["blocks"] == 0
+                assert tiers["warm"]["compressed"]["compressed"] >= before
+            for number in range(2 * WARM_PROMPTS):
+                assert prompts.load(number) == PROMPT
     finally:
         assert daemon.stop() == 0
 
@@ -554,7 +578,8 @@ def test_a_failure_to_compress_disables_nothing_else(tmp_path: Path) -> None:
 
 def test_a_failure_to_start_a_job_leaves_no_holds_and_no_pieces(tmp_path: Path) -> None:
     def work(prompts: Prompts, mover: Mover) -> None:
-        assert isinstance(compressor := mover._compressor, Compressor)
+        compressor = mover._compressor
+        assert isinstance(compressor, Compressor)
 
         def fail(_: Callable[[], Any]) -> NoReturn:
             raise RuntimeError("cannot schedule new futures")
@@ -595,6 +620,8 @@ def test_blocks_that_left_their_slots_because_an_engine_holds_them_have_no_frame
                 break
             assert time.monotonic() < until, "frames of these blocks are never dropped"
             time.sleep(0.05)
+        stats = prompts.client.stats()["tiers"]["warm"]["compressed"]
+        assert stats["compressed"] == stats["blocks"] + stats["dropped"]
         for number in range(2 * WARM_PROMPTS):
             assert prompts.load(number) == PROMPT
 

@@ -196,7 +196,7 @@ class Compressor:
 
     async def _clear(self) -> None:
         """Give the memory of dropped frames to the system."""
-        while self.frames.memory.clear():
+        while self.frames.memory.clear():  # noqa: ASYNC110  # it waits for nothing
             await asyncio.sleep(0)
 
     def _drop_away(self) -> None:
@@ -206,7 +206,9 @@ class Compressor:
             return
         self._check_at = now + CHECK_S
         ids = array("I", order.paired).tobytes()
-        self.frames.drop(array("I", blocks.store.clean(ids, in_memory=False)))
+        away = array("I", blocks.store.clean(ids, in_memory=False))
+        self.frames.counts["dropped"] += len(away)
+        self.frames.drop(away)
 
     def _plan(self) -> list[Outgoing]:
         """Return the blocks to compress next."""
