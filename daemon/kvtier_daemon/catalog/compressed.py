@@ -21,7 +21,7 @@ FEW, MOST = (
 )  # blocks of the policy's order that one search looks at, at first and at most
 SEARCH = 4096  # of them, for blocks without frames: 0.3 ms
 LOOK_AHEAD = 4  # blocks to look at for each that leaves its slot
-BLOCK_BYTES = 150  # of the notes about one frame
+UNFIT_BYTES = 60  # of the note about one block
 
 
 def nothing(*_: object) -> None:
@@ -198,7 +198,8 @@ class CompressedOrder:
                 self.alone_bytes -= self.framed[one]
 
     def memory_bytes(self) -> int:
-        notes = BLOCK_BYTES * (len(self.framed) + len(self.unfit))
+        """The notes about frames count as memory of the frames."""
+        notes = UNFIT_BYTES * len(self.unfit)
         return self._whole.memory_bytes() + self._slots.memory_bytes() + notes
 
 

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from sys import getsizeof
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvtier import Client
 from kvtier_daemon.app import App
 from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.catalog.policy import NO_PARENT, make
+from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.compressor import Compressor
 from kvtier_daemon.tiers.cold.frame_memory import (
     GIVE_BYTES,
@@ -379,6 +381,17 @@ def test_memory_is_bounded_and_blocks_that_leave_it_are_on_disk(tmp_path: Path, 
             assert prompts.load(number) == PROMPT
 
     in_process(tmp_path, work, f'compressed = "{size}"\n')
+
+
+def test_the_notes_about_a_frame_count_as_compressed_memory(tmp_path: Path) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        prompts.cooled()
+        for frame in list(frames_of(mover)._of.values()):
+            own = (frame.name, frame.name[3], frame.header, frame.digest, frame.raw_digest)
+            notes = sum(map(getsizeof, (frame, frame.id, frame.place, frame.place[1], *own)))
+            assert notes <= frame.used_bytes - pages(frame.nbytes) <= 2 * notes
+
+    in_process(tmp_path, work)
 
 
 def test_blocks_that_do_not_shrink_are_not_compressed(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ RESERVED_BYTES = 64 << 20  # of addresses, at once
 GIVE_BYTES = 32 << 20  # of pieces that are given to the system at once: 2 or 3 ms
 GIVE_LEAST = 128 << 10  # what a smaller piece counts as
 DROP_FRAMES = 256  # at once
+NOTES_BYTES = 812  # of all objects of a frame, without its header; measured
 
 Name = tuple[int, int, int, bytes]  # the number of a space in the store, a group, a shard, a key
 
@@ -49,7 +50,7 @@ class CompressedFrame:
 
     @property
     def used_bytes(self) -> int:
-        return pages(self.nbytes) + len(self.header)
+        return pages(self.nbytes) + len(self.header) + NOTES_BYTES
 
     def payload(self) -> memoryview:
         memory, at = self.place
