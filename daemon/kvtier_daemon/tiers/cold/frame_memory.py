@@ -1,6 +1,7 @@
 """The frames of compressed memory. They are lossless, and never leave the daemon.
 
-A block with a frame here is on disk too. It has left its slot, or will soon. A read of it needs no disk.
+A block with a frame here is on disk too. It has left its slot, or will soon. A read of it does not read the
+disk, but is planned only while the disk is on.
 """
 
 from __future__ import annotations
