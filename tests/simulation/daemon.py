@@ -51,6 +51,7 @@ from kvtier_daemon.tiers.cold import (
     disk,
     encoder,
     flusher,
+    frame_memory,
     lifecycle,
     mover,
     read_queue,
@@ -192,7 +193,8 @@ PORTIONS = (
     (tier, "ERASED_AT_ONCE", 1), (listing, "PURGE_BLOCKS", 3), (reading, "LIMIT_ENDED_IDS", 2),
     (expiring, "LIMIT_DUE_IDS", 2), (flusher, "LIMIT_SAVED", 2), (segment_store, "MOST_BATCHES", 2),
     (scrub, "AT_ONCE", 2), (mover, "READING_BLOCKS", 8), (encoder, "PIECE_BYTES", 8192),
-    (compressor, "PIECE_BYTES", 8192), (compressor, "CHUNK", 1),
+    (compressor, "PIECE_BYTES", 8192), (compressor, "CHUNK", 1), (frame_memory, "GIVE_BYTES", 8192),
+    (frame_memory, "DROP_FRAMES", 2),
     (blocks, "LIMIT_QUEUED", 4), (tombstones, "EARLY_BYTES", 256), (switching, "USED_BLOCKS", 2),
 )  # fmt: skip
 WHOLE: dict[tuple[str, str], int] = {}

@@ -132,33 +132,38 @@ class DeferredPolicy:
 
 
 class ReadBlocks:
-    """Counts the blocks that were read from a tier below and then used by a client."""
+    """Counts the blocks that were read from a tier below and then used by a client: not those of compressed
+    memory."""
 
     def __init__(self) -> None:
         self.loaded = 0
         self.loaded_again = 0  # of them, those that were read because they were recomputed
         self._unused: set[int] = set()
+        self._compressed: set[int] = set()  # of them, those whose frames were in memory
         self._recomputed: set[int] = set()
 
     def recomputed(self, ids: bytes) -> None:
         """These blocks are being read because they were recomputed."""
         self._recomputed.update(array("I", ids))
 
-    def read(self, ids: bytes) -> None:
+    def read(self, ids: bytes, compressed: bool = False) -> None:
         self._unused.update(array("I", ids))
+        if compressed:
+            self._compressed.update(array("I", ids))
 
     def used(self, ids: bytes) -> None:
         """A client has used these blocks. Each counts once for each read."""
         if self._unused:
             used = self._unused.intersection(array("I", ids))
-            self.loaded += len(used)
+            self.loaded += len(used - self._compressed)
             self.loaded_again += len(used & self._recomputed)
             self._unused -= used
             self._recomputed -= used
+            self._compressed -= used
 
     def left(self, ids: bytes) -> None:
         """These blocks are no longer in memory, or will not be read."""
-        for blocks in (self._unused, self._recomputed):
+        for blocks in (self._unused, self._recomputed, self._compressed):
             if blocks:
                 blocks.difference_update(array("I", ids))
 

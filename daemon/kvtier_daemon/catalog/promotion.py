@@ -210,16 +210,17 @@ class Promotions:
         return best
 
     def promoted(
-        self, ids: bytes, waiting: Sequence[Request] = (), now: float = 0.0, checksums: bytes = b""
-    ) -> bytes:
+        self, ids: bytes, waiting: Sequence[Request] = (), now: float = 0.0, checksums: bytes = b"",
+        compressed: bool = False,
+    ) -> bytes:  # fmt: skip
         """These blocks are in their slots, verified. Return those that are READY; the others were forgotten.
         The READY ones are held for the requests that wait for them. `checksums` are needed for blocks that
-        were decoded."""
+        were decoded; `compressed` ones were in memory."""
         ready, gone = self._blocks.store.promoted(ids, checksums)
         if self._blocks.changes.watched:
             self._blocks.changes.add(CAME, MEMORY, self._blocks.changes.name(ready))
         self._blocks.came(ready)
-        self._blocks.reads.read(ready)
+        self._blocks.reads.read(ready, compressed)
         self._blocks.gone(gone, "forgotten")
         self.reading -= len(ids) // ID_BYTES
         self._holds.hold(ready, waiting, now)

@@ -196,3 +196,47 @@ def test_frames_of_blocks_that_are_used_again_in_their_slots_leave_first() -> No
     order.wanted(ids([0]), names([0]))
     assert victims(order.next_to_compress(2)) == [2]
     assert make_room(order, 3, [])[0] == [0], "1 leaves its slot next"
+
+
+def test_blocks_that_do_not_shrink_are_not_compressed_again() -> None:
+    order = order_of()
+    for number in range(3):
+        add(order, [number])
+    order.unfit.add(1)
+    assert victims(order.next_to_compress(3)) == [0, 2]
+    order.left(ids([0, 1]))
+    assert order.unprepared == 1
+    add(order, [1])
+    assert victims(order.next_to_compress(3)) == [2]
+    order.gone(ids([1]))
+    add(order, [1])  # another block
+    assert victims(order.next_to_compress(3)) == [2, 1]
+
+
+def test_without_frames_the_policy_selects_what_leaves_memory() -> None:
+    plain, order = make("lfu"), order_of("lfu")
+    for each in (plain, order):
+        for number in range(8):
+            each.added(ids([number]), names([number]), ids([NO_PARENT]))
+        for number in [0] * 20 + list(range(1, 8)):
+            each.wanted(ids([number]), names([number]))
+        each.held(ids([3]))
+    assert victims(order.victims(8)) == victims(plain.victims(8)) != list(range(8))
+    assert victims(plain.victims(8))[-1] == 0
+    compress(order, [5])
+    order.left(ids([5]))
+    order.dropped([5])
+    plain.left(ids([5]))
+    assert victims(order.victims(8)) == victims(plain.victims(8))
+
+
+def test_the_policy_selects_among_blocks_that_have_no_frames() -> None:
+    order = order_of("lfu")
+    for number in range(8):
+        add(order, [number])
+    compress(order, [6, 7])
+    order.left(ids([7]))
+    for number in [0] * 20 + list(range(1, 8)):
+        order.wanted(ids([number]), names([number]))
+    assert victims(order.victims(3)) == [6, 1, 2], "0 is the oldest, and used most"
+    assert set(victims(order.victims(8))) == set(range(7)), "7 has no slot"

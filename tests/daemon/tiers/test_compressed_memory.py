@@ -8,8 +8,10 @@ import errno
 import random
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from sys import getsizeof
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,9 +21,17 @@ from conformance.codec_tests import kv
 from kvtier import Client
 from kvtier_daemon.app import App
 from kvtier_daemon.catalog.compressed import CompressedOrder
-from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.catalog.policy import NO_PARENT, make
+from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.compressor import Compressor
-from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame, CompressedFrames, FrameMemory
+from kvtier_daemon.tiers.cold.frame_memory import (
+    GIVE_BYTES,
+    GIVE_LEAST,
+    RESERVED_BYTES,
+    CompressedFrame,
+    CompressedFrames,
+    FrameMemory,
+)
 from kvtier_daemon.tiers.cold.mover import Mover
 from support.apps import served
 from support.daemons import kvtier, start_daemon
@@ -157,6 +167,7 @@ def test_blocks_that_left_their_slots_are_read_without_the_disk(tmp_path: Path) 
         assert prompts.load(found[0]) == PROMPT
         assert reads_of(prompts) == (disk, memory + PROMPT)
         assert prompts.load(found[0], 0) == PROMPT, "it has slots again"
+        assert prompts.client.stats()["tiers"]["cold"]["states"]["loaded"] <= disk, "from the disk"
 
     in_process(tmp_path, work)
 
@@ -210,7 +221,10 @@ def test_nothing_remains_of_the_frames_of_forgotten_blocks(tmp_path: Path) -> No
             places.append((frame.place, frame.block_bytes))
         assert prompts.space.forget(prompts.keys(number)) == PROMPT
         assert not any(frame_of(mover, prompts, key) for key in prompts.keys(number))
-        assert not any(any(bytes_in(*place)) for place in places)
+        until = time.monotonic() + 20
+        while any(any(bytes_in(*place)) for place in places):
+            assert time.monotonic() < until, "their memory is not given to the system"
+            time.sleep(0.01)
         assert prompts.load(number) == 0
         prompts.save(number)
         assert prompts.load(number) == PROMPT
@@ -277,7 +291,10 @@ def test_a_frame_that_is_being_read_stays_until_the_end_of_the_read() -> None:
     assert not len(frames) and not frames.used_bytes
     assert bytes_in(found[0].place, 4 * PAGE) == b"x" * 4 * PAGE
     assert frames.memory.take(4 * PAGE) != found[0].place
+    frames.memory.clear()
+    assert frames.memory.take(4 * PAGE) == found[1].place
     frames.release(found[0], True)
+    frames.memory.clear()
     assert not any(bytes_in(found[0].place, 4 * PAGE))
     assert frames.memory.take(4 * PAGE) == found[0].place
 
@@ -290,8 +307,50 @@ def test_pages_behind_a_frame_and_those_of_dropped_frames_are_cleared() -> None:
     frames.trim(place, 10 * PAGE, 6 * PAGE + 1)
     assert bytes_in(place, 10 * PAGE) == b"x" * 7 * PAGE + bytes(3 * PAGE)
     frames.give(place, 10 * PAGE)
+    other = frames.take(10 * PAGE)
+    assert other != place, "it may have its bytes still"
+    assert not frames.clear()
     assert not any(bytes_in(place, 10 * PAGE))
     assert frames.take(10 * PAGE) == place
+
+
+def many(count: int, nbytes: int) -> CompressedFrames:
+    """So many frames of blocks without slots."""
+    order = CompressedOrder(make("lru"), make("lru"))
+    frames = CompressedFrames(order, 2 * count * nbytes)
+    frames.open(lambda: None)
+    for number in range(count):
+        one = array("I", [number]).tobytes()
+        order.added(one, array("Q", [number + 1]).tobytes(), array("I", [NO_PARENT]).tobytes())
+        place = frames.memory.take(nbytes)
+        name = (0, 0, 0, bytes(32))
+        assert frames.add(
+            CompressedFrame(number, name, nbytes, 0, b"", PAGE, nbytes, b"", b"", place)
+        )
+        order.left(one)
+    return frames
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(1024, PAGE), (64, 2 << 20)])
+def test_the_memory_of_frames_is_given_to_the_system_in_portions(count: int, nbytes: int) -> None:
+    """2 GiB at once would stop the event loop for 0.2 s."""
+    frames = many(count, nbytes)
+    frames.order.gone(array("I", range(count // 2)).tobytes())
+    assert len(frames) == count // 2
+    assert frames.memory.clear(), "all was given to the system at once"
+    while frames.memory.clear():
+        pass
+
+    async def turns() -> int:
+        closing, found = asyncio.ensure_future(frames.close()), 0
+        while not closing.done():
+            await asyncio.sleep(0)
+            found += 1
+        return found
+
+    assert asyncio.run(turns()) > count // 2 * max(nbytes, GIVE_LEAST) / GIVE_BYTES
+    assert not len(frames) and not frames.used_bytes
+    assert sum(map(len, frames.memory._free.values())) % (RESERVED_BYTES // nbytes) == 0
 
 
 @pytest.mark.parametrize("size", ["1MiB", "2MiB"])
@@ -324,6 +383,17 @@ def test_memory_is_bounded_and_blocks_that_leave_it_are_on_disk(tmp_path: Path, 
     in_process(tmp_path, work, f'compressed = "{size}"\n')
 
 
+def test_the_notes_about_a_frame_count_as_compressed_memory(tmp_path: Path) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        prompts.cooled()
+        for frame in list(frames_of(mover)._of.values()):
+            own = (frame.name, frame.name[3], frame.header, frame.digest, frame.raw_digest)
+            notes = sum(map(getsizeof, (frame, frame.id, frame.place, frame.place[1], *own)))
+            assert notes <= frame.used_bytes - pages(frame.nbytes) <= 2 * notes
+
+    in_process(tmp_path, work)
+
+
 def test_blocks_that_do_not_shrink_are_not_compressed(tmp_path: Path) -> None:
     def work(prompts: Prompts, mover: Mover) -> None:
         chance = np.random.default_rng(1)
@@ -341,6 +411,42 @@ def test_blocks_that_do_not_shrink_are_not_compressed(tmp_path: Path) -> None:
         stats = prompts.until(lambda tiers: tiers["warm"]["compressed"]["not_worth"] > 0)
         assert not stats["warm"]["compressed"]["blocks"]
         assert not stats["warm"]["compressed"]["used_bytes"]
+        compressor = mover._compressor
+        assert isinstance(compressor, Compressor)
+        until = time.monotonic() + 20
+        while not compressor._skips:
+            assert time.monotonic() < until, "the kind is not skipped"
+            time.sleep(0.01)
+        order, looks = compressor.frames.order, Counter[str]()
+        find = order.next_to_compress
+
+        def counted(most: int) -> bytes:
+            looks["at all"] += 1
+            return find(most)
+
+        order.next_to_compress = counted  # type: ignore[method-assign]
+        time.sleep(1)
+        assert looks["at all"] <= 2, "it looks at blocks of which it can compress none"
+
+    in_process(tmp_path, work)
+
+
+def test_a_block_that_does_not_shrink_disables_no_others(tmp_path: Path) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        chance, block = np.random.default_rng(1), prompts.block
+        worst = {prompts.keys(number)[3] for number in range(0, 2 * WARM_PROMPTS, 2)}
+        drawn = {key: chance.bytes(prompts.space.block_bytes) for key in worst}
+        prompts.block = lambda key: drawn.get(key) or block(key)  # type: ignore[method-assign]
+        saved = 2 * WARM_PROMPTS
+        for number in range(saved):
+            prompts.save(number)
+            prompts.until(is_written)
+            time.sleep(0.02)
+        stats = prompts.client.stats()["tiers"]["warm"]["compressed"]
+        assert 0 < stats["not_worth"] <= len(worst), "each is counted once"
+        assert stats["compressed"] > saved * PROMPT // 2 - len(worst)
+        for number in range(saved):
+            assert prompts.load(number) == PROMPT
 
     in_process(tmp_path, work)
 
@@ -370,6 +476,28 @@ def test_a_restart_finds_the_blocks_on_disk_and_a_purge_leaves_no_frames(tmp_pat
             assert compressed["blocks"] == compressed["used_bytes"] == 0
             for number in range(100, 100 + 2 * WARM_PROMPTS):
                 assert prompts.load(number, 0) == 0
+    finally:
+        assert daemon.stop() == 0
+
+
+def test_switching_the_tier_off_and_on_keeps_the_counters(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    config = f'[warm]\nsize = "4MiB"\n{COMPRESSED}' + DISK.format(tmp_path)
+    daemon = start_daemon(tmp_path, config=config)
+    try:
+        daemon.wait_for_disks()
+        with daemon.connect() as client:
+            prompts = Prompts(client)
+            before = prompts.cooled()["warm"]["compressed"]["compressed"]
+            for state in ("off", "on"):
+                done = kvtier("tier", state, "cold", "--socket", daemon.socket)
+                assert done.returncode == 0, done.stderr
+                tiers = prompts.until(lambda tiers, state=state: tiers["cold"]["state"] == state)  # type: ignore[misc]
+                if state == "off":
+                    assert tiers["warm"]["compressed"]["blocks"] == 0
+                assert tiers["warm"]["compressed"]["compressed"] >= before
+            for number in range(2 * WARM_PROMPTS):
+                assert prompts.load(number) == PROMPT
     finally:
         assert daemon.stop() == 0
 
@@ -461,6 +589,30 @@ def test_a_failure_to_compress_disables_nothing_else(tmp_path: Path) -> None:
     in_process(tmp_path, work)
 
 
+def test_a_failure_to_start_a_job_leaves_no_holds_and_no_pieces(tmp_path: Path) -> None:
+    def work(prompts: Prompts, mover: Mover) -> None:
+        compressor = mover._compressor
+        assert isinstance(compressor, Compressor)
+
+        def fail(_: Callable[[], Any]) -> NoReturn:
+            raise RuntimeError("cannot schedule new futures")
+
+        compressor._threads.encode = fail  # type: ignore[method-assign]
+        for number in range(WARM_PROMPTS):
+            prompts.save(number)
+        until = time.monotonic() + 20
+        while compressor.frames.is_open:
+            assert time.monotonic() < until, "it was not called"
+            time.sleep(0.01)
+        for number in range(WARM_PROMPTS):
+            prompts.space.forget(prompts.keys(number))
+        prompts.until(lambda tiers: tiers["warm"]["states"]["doomed"] == 0)
+        ((size, free),) = compressor.frames.memory._free.items()
+        assert len(free) == RESERVED_BYTES // size
+
+    in_process(tmp_path, work)
+
+
 def test_blocks_that_left_their_slots_because_an_engine_holds_them_have_no_frames(
     tmp_path: Path,
 ) -> None:
@@ -481,6 +633,8 @@ def test_blocks_that_left_their_slots_because_an_engine_holds_them_have_no_frame
                 break
             assert time.monotonic() < until, "frames of these blocks are never dropped"
             time.sleep(0.05)
+        stats = prompts.client.stats()["tiers"]["warm"]["compressed"]
+        assert stats["compressed"] == stats["blocks"] + stats["dropped"]
         for number in range(2 * WARM_PROMPTS):
             assert prompts.load(number) == PROMPT
 

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -47,8 +48,10 @@ PRESSURE = 3 / 4  # of the slots' memory, above which blocks are compressed
 COOL_MOST = 2048  # blocks
 CALM_S = 30.0  # after which as few blocks as before are compressed ahead
 WORTH = 7 / 8  # a frame that is larger, relative to its block, is not kept
-TRY_S = 60.0  # until blocks of a kind that is not worth it are tried again
+SKIP_AFTER = 16  # blocks of a kind in succession that are not worth it: others are not tried
+TRY_S = 60.0  # until others are
 KINDS_MOST = 4096
+UNFIT_MOST = 65_536  # blocks
 RATIO_BYTES = 64 << 20  # of blocks: older measurements have half of the weight
 CHECK_S = 1.0
 WAIT_S, PAUSE_S = 0.1, 0.02
@@ -160,9 +163,11 @@ class Compressor:
         self._ahead = (
             1.0  # how much more than usual is compressed ahead: requests take many slots at once
         )
-        self._hasty_at = self._check_at = 0.0
-        # By the store's number of a space and the group: until when such blocks are not tried.
+        self._hasty_at = self._check_at = self._plan_at = 0.0
+        # By the store's number of a space and the group: until when such blocks are not tried, and how many
+        # were not worth it since one was.
         self._skips: dict[tuple[int, int], float] = {}
+        self._unfit = Counter[tuple[int, int]]()
         self._ratio = Average(RATIO_BYTES, 1.0, 1.0)  # memory of frames by that of their blocks
 
     async def run(self) -> None:
@@ -173,20 +178,26 @@ class Compressor:
         except Exception:
             log.exception("cold: compressed memory failed and is off until a restart")
         finally:
-            self.frames.close()
+            await self.frames.close()
 
     async def _run(self) -> None:
         while True:
             self._wake.clear()
             self._drop_away()
+            await self._clear()
             while (blocks := self._plan()) and await self._compress(blocks):
-                pass
+                await self._clear()
             try:
                 async with asyncio.timeout(WAIT_S):
                     await self._wake.wait()
             except TimeoutError:
                 continue  # blocks may have got frames on disk
             await asyncio.sleep(PAUSE_S)
+
+    async def _clear(self) -> None:
+        """Give the memory of dropped frames to the system."""
+        while self.frames.memory.clear():  # noqa: ASYNC110  # it waits for nothing
+            await asyncio.sleep(0)
 
     def _drop_away(self) -> None:
         """Drop the frames of blocks that left their slots because an engine holds them, once in a while."""
@@ -195,13 +206,15 @@ class Compressor:
             return
         self._check_at = now + CHECK_S
         ids = array("I", order.paired).tobytes()
-        self.frames.drop(array("I", blocks.store.clean(ids, in_memory=False)))
+        away = array("I", blocks.store.clean(ids, in_memory=False))
+        self.frames.counts["dropped"] += len(away)
+        self.frames.drop(away)
 
     def _plan(self) -> list[Outgoing]:
         """Return the blocks to compress next."""
         catalog, order = self._catalog, self.frames.order
-        store, demotions = catalog.blocks.store, catalog.demotions
-        if store.counts()["bytes"]["ready"] < PRESSURE * self._quota_bytes:
+        store, demotions, now = catalog.blocks.store, catalog.demotions, self._loop.time()
+        if now < self._plan_at or store.counts()["bytes"]["ready"] < PRESSURE * self._quota_bytes:
             return []
         if isinstance(policy := catalog.blocks.policy, DeferredPolicy):
             policy.settle()
@@ -217,6 +230,8 @@ class Compressor:
             if some and limit < 0:
                 break
             some.append(one)
+        if ids and not some:  # all are of kinds that are skipped: do not look at them all the time
+            self._plan_at = now + CHECK_S
         packed = some.tobytes()
         plans = demotions.described(packed, store.slots(packed))
         blocks = [
@@ -245,6 +260,7 @@ class Compressor:
         each = int(self._ratio.value * max(block.block_bytes for block in blocks))
         coming = [block.id for block in blocks]
         needless = self.frames.make_room(each * len(blocks), coming, each)
+        self.frames.memory.clear()  # what was dropped for these
         room = (self.frames.capacity_bytes - self.frames.used_bytes) // max(1, each)
         blocks = [block for block in blocks if block.id not in needless][: max(0, room)]
         if not blocks:
@@ -259,14 +275,19 @@ class Compressor:
             raise
         # Their slots must not get other blocks while a thread reads them.
         self._catalog.blocks.hold_for_write(ids_of(blocks))
-        jobs = [
-            partial(
-                _encode, block, self._header(block),
-                self._threads.view(block.extent, block.offset, block.block_bytes), place,
-            )
-            for block, place in zip(blocks, places, strict=True)
-        ]  # fmt: skip
-        encoding = self._threads.encode(partial(_run_all, jobs))
+        try:
+            jobs = [
+                partial(
+                    _encode, block, self._header(block),
+                    self._threads.view(block.extent, block.offset, block.block_bytes), place,
+                )
+                for block, place in zip(blocks, places, strict=True)
+            ]  # fmt: skip
+            encoding = self._threads.encode(partial(_run_all, jobs))
+        except BaseException:
+            self._keep(blocks, places, [(0, b"", b"")] * len(blocks), [])
+            self._catalog.blocks.end_write(ids_of(blocks))
+            raise
         made = list[bool]()
         # In a callback, because a thread reads the slots even if this task is cancelled.
         encoding.add_done_callback(partial(self._have_encoded, blocks, places, made))
@@ -303,8 +324,8 @@ class Compressor:
         names = IDENTITY.iter_unpack(store.identities(ids))
         for block, place, name, one in zip(blocks, places, names, found, strict=True):
             nbytes, header, digest = one
-            if nbytes and not digest:
-                self._skip(name[0], name[1])
+            if nbytes and not digest and block.id in there:
+                self._note_unfit(block.id, (name[0], name[1]))
             if not digest or block.id not in there or not self.frames.is_open:
                 memory.give(place, block.block_bytes)
                 continue
@@ -315,18 +336,29 @@ class Compressor:
                 header[: HEADER.size + count * ENTRY.size], len(header), nbytes, digest,
                 header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES], place,
             )  # fmt: skip
+            self._unfit.pop((space, group), None)
             self._ratio.note(frame.used_bytes, frame.block_bytes)
             memory.trim(place, block.block_bytes, nbytes)
             if self.frames.add(frame):
                 made.append(True)
             else:
                 memory.give(place, block.block_bytes)
+        if not self.frames.is_open:  # no task does it
+            memory.clear()
 
-    def _skip(self, space: int, group: int) -> None:
-        self.frames.counts["not_worth"] += 1
-        if len(self._skips) >= KINDS_MOST:
-            self._skips.clear()
-        self._skips[space, group] = self._loop.time() + TRY_S
+    def _note_unfit(self, one: int, kind: tuple[int, int]) -> None:
+        unfit = self.frames.order.unfit
+        self.frames.counts["not_worth"] += one not in unfit
+        if len(unfit) >= UNFIT_MOST:
+            unfit.clear()
+        unfit.add(one)
+        self._unfit[kind] += 1
+        if self._unfit[kind] >= SKIP_AFTER:
+            self._skips[kind] = self._loop.time() + TRY_S
+            del self._unfit[kind]
+        for kinds in (self._skips, self._unfit):
+            if len(kinds) > KINDS_MOST:
+                kinds.clear()
 
 
 def _is_of(block: Incoming, frame: CompressedFrame) -> bool:

@@ -1,16 +1,19 @@
 """The frames of compressed memory. They are lossless, and never leave the daemon.
 
-A block with a frame here is on disk too. It has left its slot, or will soon. A read of it needs no disk.
+A block with a frame here is on disk too. It has left its slot, or will soon. A read of it does not read the
+disk, but is planned only while the disk is on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtier_daemon.catalog.compressed import CompressedOrder, nothing
 from kvtier_daemon.catalog.spaces import IDENTITY
@@ -20,6 +23,10 @@ from kvtier_kernels import Store
 log = logging.getLogger(__name__)
 
 RESERVED_BYTES = 64 << 20  # of addresses, at once
+GIVE_BYTES = 32 << 20  # of pieces that are given to the system at once: 2 or 3 ms
+GIVE_LEAST = 128 << 10  # what a smaller piece counts as
+DROP_FRAMES = 256  # at once
+NOTES_BYTES = 812  # of all objects of a frame, without its header; measured
 
 Name = tuple[int, int, int, bytes]  # the number of a space in the store, a group, a shard, a key
 
@@ -44,7 +51,7 @@ class CompressedFrame:
 
     @property
     def used_bytes(self) -> int:
-        return pages(self.nbytes) + len(self.header)
+        return pages(self.nbytes) + len(self.header) + NOTES_BYTES
 
     def payload(self) -> memoryview:
         memory, at = self.place
@@ -58,6 +65,7 @@ class FrameMemory:
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[mmap.mmap, int]]] = {}  # by the size of the pieces
+        self._leaving = deque[tuple[tuple[mmap.mmap, int], int]]()
 
     def take(self, nbytes: int) -> tuple[mmap.mmap, int]:
         """Return a piece. Raises OSError."""
@@ -78,9 +86,18 @@ class FrameMemory:
             memory.madvise(mmap.MADV_DONTNEED, at + pages(used), rest)
 
     def give(self, place: tuple[mmap.mmap, int], nbytes: int) -> None:
-        """Give all pages of a piece to the system, and the piece back."""
-        self.trim(place, nbytes, 0)
-        self._free[pages(nbytes)].append(place)
+        """Give a piece back. It is free when `clear` has given its pages to the system."""
+        self._leaving.append((place, nbytes))
+
+    def clear(self) -> bool:
+        """Give the next pages of pieces that were given back to the system. Return whether there are more."""
+        left = GIVE_BYTES
+        while self._leaving and left > 0:
+            place, nbytes = self._leaving.popleft()
+            self.trim(place, nbytes, 0)
+            self._free[pages(nbytes)].append(place)
+            left -= max(nbytes, GIVE_LEAST)
+        return bool(self._leaving)
 
 
 class CompressedFrames:
@@ -145,7 +162,7 @@ class CompressedFrames:
         self.lost(ids)
 
     def lost(self, ids: Sequence[int]) -> None:
-        """These blocks exist in no tier now: give the memory of their frames to the system."""
+        """These blocks exist in no tier now: give the memory of their frames back."""
         for one in ids:
             frame = self._of.pop(one)
             frame.is_dropped = True
@@ -158,11 +175,18 @@ class CompressedFrames:
         self.is_open = True
         self.order.lost, self.order.stirred = self.lost, stirred
 
-    def close(self) -> None:
-        """Drop all frames."""
+    async def close(self) -> None:
+        """Drop all frames, in portions."""
         self.is_open = False
-        self.drop(list(self._of))
-        self.order.lost = self.order.stirred = nothing
+        try:
+            while self.memory.clear() or self._of:
+                self.drop(list(islice(self._of, DROP_FRAMES)))
+                await asyncio.sleep(0)
+        finally:  # without pauses if the task is cancelled again
+            self.drop(list(self._of))
+            while self.memory.clear():
+                pass
+            self.order.lost = self.order.stirred = nothing
 
     # --- reads -------------------------------------------------------------------------------
 
@@ -180,6 +204,8 @@ class CompressedFrames:
             return
         if frame.is_dropped:
             self.memory.give(frame.place, frame.block_bytes)
+            if not self.is_open:  # no task does it
+                self.memory.clear()
         if (now := self._of.get(frame.id)) is None or not now.reads:
             self._busy.discard(frame.id)
 

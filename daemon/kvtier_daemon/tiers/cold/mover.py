@@ -288,8 +288,9 @@ class Promoter:
             self._compressed.release(block.compressed, not code)
         ids, catalog = array("I", [block.id]).tobytes(), self._catalog
         if not code:
-            catalog.promotions.promoted(ids, waited, self._clock(), block.checksum)
-            if block.compressed is None:
+            is_compressed = block.compressed is not None
+            catalog.promotions.promoted(ids, waited, self._clock(), block.checksum, is_compressed)
+            if not is_compressed:
                 self.counts["read"] += 1
                 self.bytes["read"] += block.payload_bytes
         elif code == errno.ENOKEY:
@@ -394,6 +395,8 @@ class Mover:
         self.reads.recomputed = other.reads.recomputed
         self._budget.inherit(other._budget)
         self.forgets.inherit(other.forgets)
+        if self._compressor is not None and other._compressor is not None:
+            self._compressor.frames.counts.update(other._compressor.frames.counts)
         if other.writes.drain.is_on:
             self.writes.drain.begin()
 
