@@ -26,6 +26,8 @@ from kvtier_transformers.ring import LayerRing, Rows
 from kvtier_transformers.store import Store
 
 PREFILL_TOKENS = 1024  # that are computed at once
+# Arguments of the model that K and V do not depend on.
+OTHER_ARGUMENTS = ("input_ids", "past_key_values", "labels", "logits_to_keep")
 
 
 class OffloadedLayer(DynamicLayer):
@@ -151,6 +153,9 @@ class Offload:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or len(ids) != len(self._ids):
             raise InvalidArgument("memory: call the model with input_ids, one row for each prompt")
+        if len(args) > 1:
+            raise InvalidArgument("memory: pass all arguments after input_ids by name")
+        self._check_values(ids, kwargs)
         self._repair(module, cache)
         assert all(held.blocks == self.blocks for held in self._held)
         end = self.length + ids.shape[1]
@@ -163,6 +168,23 @@ class Offload:
                 self._space, self._keys, self.blocks, end // self.block_tokens, self._count
             )
         self._pending = ids.shape[1]
+
+    def _check_values(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """The names of blocks are made of tokens alone, so refuse arguments with which K and V differ."""
+        start, end = self.length, self.length + ids.shape[1]
+        for name, value in kwargs.items():
+            if value is None or isinstance(value, (bool, int, float, str)):
+                continue
+            is_usual = name in OTHER_ARGUMENTS
+            if isinstance(value, torch.Tensor) and not is_usual:
+                places = torch.arange(start, end, device=value.device)
+                if name == "attention_mask":
+                    is_usual = value.shape == (len(ids), end) and bool((value == 1).all())
+                elif name in ("position_ids", "cache_position") and value.shape[-1:] == places.shape:
+                    is_usual = bool((value == places).all())
+            if not is_usual:
+                text = f"with this {name} cannot be offloaded: its blocks would not be those of its tokens"
+                raise InvalidArgument(f"memory: a call {text}")
 
     def _after(self, _: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
         """The call has ended, or has failed: then some layers have other tokens than others."""

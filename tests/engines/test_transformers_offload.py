@@ -22,7 +22,13 @@ transformers = pytest.importorskip("transformers")
 
 from engines.tiny import prompt, tiny_model  # noqa: E402
 from kvtier import Client, InvalidArgument, KvSpec, Refused, StaleLease, Unavailable  # noqa: E402
-from kvtier_transformers import KvtierCache, UnsupportedModel, attach, held, offload  # noqa: E402
+from kvtier_transformers import (  # noqa: E402
+    KvtierCache,
+    UnsupportedModel,
+    attach,
+    held,
+    offload,
+)
 from support.daemons import Daemon  # noqa: E402
 from support.tensors import tensor_bytes  # noqa: E402
 
@@ -97,6 +103,16 @@ def watched(cache: Any = None, at: int = 0, act: Callable[[], object] = int) -> 
 
 def leases(stats: dict[str, Any]) -> int:
     return sum(one["leases"] for one in stats["tenants"].values())
+
+
+@contextlib.contextmanager
+def failing(module: Any, error: type[BaseException] = RuntimeError) -> Iterator[None]:
+    def fail(*_: object) -> None:
+        raise error("the model failed")
+
+    hook = module.register_forward_pre_hook(fail)
+    yield
+    hook.remove()
 
 
 SMALL = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
@@ -230,22 +246,19 @@ def test_threads_share_a_model(client: Client) -> None:
             assert torch.equal(found.sequences, expected)
 
 
-def test_a_pass_that_failed_is_repeated(client: Client) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_failed_is_repeated(client: Client, error: type[BaseException]) -> None:
     """It has overwritten the tokens after the last block in some layers."""
     model, ids = deep("llama"), prompt(TOKENS, seed=13)
     memory = cache_bytes(model) // 4
     cache = KvtierCache.from_prompt(model, ids[:, :200], client, block_tokens=BLOCK, memory=memory)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("the model failed")
-
     with torch.no_grad():
         wanted = model(ids).logits[:, 199:]
-        hook = model.model.layers[5].register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="the model failed"):
+        with failing(model.model.layers[5], error), pytest.raises(error, match="the model failed"):
             model(ids[:, 199:230], past_key_values=cache)
-        hook.remove()
         assert cache.get_seq_length() == 199
+        with pytest.raises(InvalidArgument, match="call the model of the cache"):
+            model.model(ids[:, 199:230], past_key_values=cache)
         found = [model(one, past_key_values=cache).logits for one in ids[:, 199:].split(31, 1)]
     assert (torch.cat(found, 1) - wanted).abs().max() <= ERROR
 
@@ -479,6 +492,46 @@ def test_a_context_that_does_not_fit_is_refused(
     ):
         KvtierCache.from_prompt(model, both, small, block_tokens=BLOCK, memory=2 * memory)
     assert not model._forward_pre_hooks
+
+
+def test_a_call_with_other_values_than_those_of_its_tokens_is_refused_and_saves_nothing(
+    client: Client,
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=36)
+    some, mask = ids[:, 19:], torch.ones(1, 100, dtype=torch.long)
+    padded = torch.cat([torch.zeros_like(mask[:, :10]), mask[:, 10:]], 1)
+    places = torch.arange(19, 100)[None]
+    cache = KvtierCache.from_prompt(model, ids[:, :20], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        for more in (
+            {"attention_mask": padded},
+            {"attention_mask": mask[:, 1:]},
+            {"attention_mask": mask[:, None, None].float()},
+            {"position_ids": places + 200},
+            {"position_ids": places[:, :1]},
+            {"cache_position": places[0] + 1},
+            {"cache_position": torch.tensor(19)},
+            {"attention_mask": {"full_attention": mask}},
+            {"token_type_ids": torch.zeros_like(some)},
+            {"inputs_embeds": torch.zeros(1, 81, 48)},
+            {"position_embeddings": (torch.zeros(1), torch.zeros(1))},
+        ):
+            with pytest.raises(InvalidArgument, match=f"memory: .*{next(iter(more))}"):
+                model(some, past_key_values=cache, **more)
+        with pytest.raises(InvalidArgument, match="by name"):
+            model(some, padded, past_key_values=cache)
+        with pytest.raises(InvalidArgument, match="attention_mask|position_ids"):
+            model.generate(ids, attention_mask=padded, max_new_tokens=2, past_key_values=cache)
+        assert cache.save() == BLOCK
+        more = {"attention_mask": mask, "position_ids": places}
+        logits = model(some, past_key_values=cache, **more).logits[0]
+        assert (logits - wanted[19:]).abs().max() <= ERROR
+        cache.close()
+        plain = KvtierCache.from_prompt(model, ids, client, block_tokens=BLOCK)
+        assert plain.loaded_tokens == 96
+        logits = model(ids[:, 96:], past_key_values=plain).logits[0]
+        assert (logits - wanted[96:]).abs().max() <= ERROR
 
 
 def test_what_cannot_be_offloaded_is_refused(client: Client) -> None:
