@@ -7,6 +7,7 @@ row holds leases of its blocks; those that are gone nevertheless are computed ag
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvtier import Keys
-from kvtier.errors import InvalidArgument, StaleLease
+from kvtier.errors import InvalidArgument, KvtierError, StaleLease
 from kvtier.space import Space
 from kvtier.units import format_bytes
 from kvtier_transformers.held import HeldBlocks, LayerwiseSave
@@ -89,7 +90,7 @@ class Offload:
         self.length = self.loaded = 0
         self._ids = torch.empty(rows, 0, dtype=torch.int64)
         self._new = self._ids  # with the tokens of the forward pass that runs
-        self._pending = 0  # tokens of that pass
+        self._pending = self._done = 0  # tokens of that pass, and how many layers have them
         self._save: LayerwiseSave | None = None
         self._keys: list[Keys] = []
         self._rows: Rows = ()
@@ -133,7 +134,7 @@ class Offload:
 
     def close(self) -> None:
         """Release the blocks and the memory. The cache cannot be used after it."""
-        self._abort()
+        self._end_failed()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -167,7 +168,7 @@ class Offload:
             self._save = LayerwiseSave(
                 self._space, self._keys, self.blocks, end // self.block_tokens, self._count
             )
-        self._pending = ids.shape[1]
+        self._pending, self._done = ids.shape[1], 0
 
     def _check_values(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """The names of blocks are made of tokens alone, so refuse arguments with which K and V differ."""
@@ -186,23 +187,39 @@ class Offload:
                 text = f"with this {name} cannot be offloaded: its blocks would not be those of its tokens"
                 raise InvalidArgument(f"memory: a call {text}")
 
-    def _after(self, _: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
+    def _after(self, _: Any, __: Any, kwargs: dict[str, Any], output: Any) -> None:
         """The call has ended, or has failed: then some layers have other tokens than others."""
         # Other threads call the model with other caches.
-        if getattr(kwargs.get("past_key_values"), "offload", None) is self:
-            self._has_failed |= self._pending > 0
-            self._pending = 0
+        if getattr(kwargs.get("past_key_values"), "offload", None) is not self:
+            return
+        if output is None or self._done < self._count:
+            self._end_failed()
+            return
+        self.length, self._ids, self._pending = self._new.shape[1], self._new, 0
+        # The call has its output, so the next one raises what fails here.
+        with contextlib.suppress(KvtierError):
+            if self._is_held():
+                self._ring.fetch(0, self._rows)
+
+    def _end_failed(self) -> None:
+        """The pass that runs has failed, if there is one."""
+        self._has_failed |= self._pending > 0
+        self._pending = 0
+        save, self._save = self._save, None
+        if save is not None:
+            save.abort()
 
     def update(
         self, layer: OffloadedLayer, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of all tokens of a layer, of which these are the last ones."""
-        if keys.shape[-2] != self._pending or keys.requires_grad:
+        number = layer.number
+        if (keys.shape[-2], number) != (self._pending, self._done) or keys.requires_grad:
             text = (
                 "call the model of the cache, with the cache as past_key_values, without gradients"
             )
             raise InvalidArgument(f"memory: {text}")
-        number, start, end = layer.number, self.length, self.length + self._pending
+        start, end = self.length, self.length + self._pending
         begin, whole = (one // self.block_tokens * self.block_tokens for one in (start, end))
         buffer = self._ring.take(number, self._rows)
         if number + 1 < self._count:
@@ -219,18 +236,11 @@ class Offload:
         if (save := self._save) is not None:
             for row in range(len(self._held)):
                 save.write(row, number, *buffer.blocks_of(row, save.first, save.end))
-        if number + 1 == self._count:
-            self._finish(end)
+            if number + 1 == self._count:
+                self._store.counts["saved_blocks"] += save.commit()
+                self._save = None
+        self._done += 1
         return found[0], found[1]
-
-    def _finish(self, end: int) -> None:
-        """All layers have their tokens: commit the new blocks, and begin to fetch the first layer again."""
-        if self._save is not None:
-            self._store.counts["saved_blocks"] += self._save.commit()
-            self._save = None
-        self.length, self._ids, self._pending = end, self._new, 0
-        if self._is_held():
-            self._ring.fetch(0, self._rows)
 
     # --- blocks -------------------------------------------------------------------------------
 
@@ -243,8 +253,8 @@ class Offload:
 
     def _repair(self, model: Any, cache: Any) -> None:
         """Compute the tokens again whose blocks are gone, and those that a failed pass has left undefined."""
+        self._end_failed()  # An interrupt ends a call without `_after`.
         failed, self._has_failed = self._has_failed, False
-        self._abort()
         if self._is_held() and not failed:
             return
         if self._is_repairing:
@@ -284,11 +294,6 @@ class Offload:
     def _keys_of(self, ids: torch.Tensor) -> list[Keys]:
         salt = self._store.options.salt
         return [self._space.keys(row.tolist(), salt, self._extras) for row in ids]
-
-    def _abort(self) -> None:
-        save, self._save = self._save, None
-        if save is not None:
-            save.abort()
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.most_tokens:

@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from engines.tiny import prompt, tiny_model  # noqa: E402
 from kvtier import Client, InvalidArgument, KvSpec, Refused, StaleLease, Unavailable  # noqa: E402
+from kvtier.space import Space  # noqa: E402
 from kvtier_transformers import (  # noqa: E402
     KvtierCache,
     UnsupportedModel,
@@ -113,6 +114,20 @@ def failing(module: Any, error: type[BaseException] = RuntimeError) -> Iterator[
     hook = module.register_forward_pre_hook(fail)
     yield
     hook.remove()
+
+
+def lease_fails(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """The next requests for a lease fail: as many as the list that this returns has items."""
+    left, lease = [0] * times, Space.lease
+
+    def fail(self: Space, *args: Any, **kwargs: Any) -> Any:
+        if left:
+            left.pop()
+            raise Unavailable("the daemon does not answer")
+        return lease(self, *args, **kwargs)
+
+    monkeypatch.setattr(Space, "lease", fail)
+    return left
 
 
 SMALL = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
@@ -261,6 +276,34 @@ def test_a_pass_that_failed_is_repeated(client: Client, error: type[BaseExceptio
             model.model(ids[:, 199:230], past_key_values=cache)
         found = [model(one, past_key_values=cache).logits for one in ids[:, 199:].split(31, 1)]
     assert (torch.cat(found, 1) - wanted).abs().max() <= ERROR
+
+
+def test_a_call_that_fails_after_the_last_layer_adds_no_tokens(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=14)
+    cache = KvtierCache.from_prompt(model, ids[:, :50], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[:, 49:]
+        for error in (RuntimeError, KeyboardInterrupt):
+            with failing(model.lm_head, error), pytest.raises(error, match="the model failed"):
+                model(ids[:, 49:79], past_key_values=cache)
+            assert cache.get_seq_length() == 49
+        found = [model(one, past_key_values=cache).logits for one in ids[:, 49:].split(30, 1)]
+    assert (torch.cat(found, 1) - wanted).abs().max() <= ERROR
+
+
+def test_a_failure_of_the_daemon_after_the_last_layer_fails_no_call(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=15)
+    cache = KvtierCache.from_prompt(model, ids[:, :48], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        failures = lease_fails(monkeypatch, 1)
+        for at in range(47, 50):
+            logits = model(ids[:, at : at + 1], past_key_values=cache).logits[0, 0]
+            assert (logits - wanted[at]).abs().max() <= ERROR
+            assert cache.get_seq_length() == at + 1
+    assert not failures
 
 
 def test_the_end_of_a_cache_releases_all(client: Client, shared_daemon: Daemon) -> None:
