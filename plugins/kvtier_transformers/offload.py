@@ -59,7 +59,7 @@ class OffloadedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         # Not those of a pass that has not ended: it may fail.
-        return self._offload.length
+        return self._offload.tokens
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise InvalidArgument("memory: the rows and tokens of this cache cannot be changed")
@@ -69,7 +69,8 @@ class OffloadedLayer(DynamicLayer):
 
 class Offload:
     """The blocks of one cache: `length` tokens of each row, of which `loaded` were found at the beginning.
-    `layers` are those of the cache, which it replaces.
+    `layers` are those of the cache, which it replaces. `length` is less than the tokens of `_ids` until those
+    that are gone have been computed again; only a pass that succeeds changes `_ids`.
 
     Raises UnsupportedModel for a model that has not only layers with full attention, all of one shape.
     """
@@ -96,6 +97,11 @@ class Offload:
         self._rows: Rows = ()
         self._hooks: list[Any] = []
         self._has_failed = self._is_repairing = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are before those of the next pass."""
+        return self.length if self._is_repairing else self._ids.shape[1]
 
     @property
     def blocks(self) -> int:
@@ -127,7 +133,8 @@ class Offload:
             warm = self._space.match(keys[:end]).ready
             held.hold(keys[:end], warm)
             self._store.counts["disk_tokens"] += max(0, held.blocks - warm) * self.block_tokens
-        self._truncate(ids)
+        self._truncate()
+        self._ids = ids[:, : self.length]
         self.loaded = self.length
         self._store.counts["loaded_tokens"] += len(ids) * self.loaded
         self._compute(inner, cache, ids[:, :-1])
@@ -161,7 +168,7 @@ class Offload:
         assert all(held.blocks == self.blocks for held in self._held)
         end = self.length + ids.shape[1]
         self._check_room(end)
-        self._new = torch.cat([self._ids, ids.detach().to("cpu", torch.int64)], 1)
+        self._new = torch.cat([self._ids[:, : self.length], ids.detach().to("cpu", torch.int64)], 1)
         self._ring.make_room(min(self.most_tokens, end + ROOM_TOKENS))
         if end // self.block_tokens > self.blocks:
             self._keys = self._keys_of(self._new)
@@ -172,7 +179,7 @@ class Offload:
 
     def _check_values(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """The names of blocks are made of tokens alone, so refuse arguments with which K and V differ."""
-        start, end = self.length, self.length + ids.shape[1]
+        start, end = self.tokens, self.tokens + ids.shape[1]
         for name, value in kwargs.items():
             if value is None or isinstance(value, (bool, int, float, str)):
                 continue
@@ -195,7 +202,9 @@ class Offload:
         if output is None or self._done < self._count:
             self._end_failed()
             return
-        self.length, self._ids, self._pending = self._new.shape[1], self._new, 0
+        self.length, self._pending = self._new.shape[1], 0
+        if not self._is_repairing:
+            self._ids = self._new
         # The call has its output, so the next one raises what fails here.
         with contextlib.suppress(KvtierError):
             if self._is_held():
@@ -254,19 +263,18 @@ class Offload:
     def _repair(self, model: Any, cache: Any) -> None:
         """Compute the tokens again whose blocks are gone, and those that a failed pass has left undefined."""
         self._end_failed()  # An interrupt ends a call without `_after`.
-        failed, self._has_failed = self._has_failed, False
-        if self._is_held() and not failed:
+        if self._is_held() and not self._has_failed and self.length == self.tokens:
             return
         if self._is_repairing:
             raise StaleLease(
                 "memory: blocks of the cache were evicted again while they were computed"
             )
-        ids, before = self._ids, self.length
-        self._truncate(ids)
-        self._store.counts["recomputed_tokens"] += len(ids) * (before - self.length)
+        before = self.length
+        self._truncate()
+        self._store.counts["recomputed_tokens"] += len(self._ids) * (before - self.length)
         self._is_repairing = True
         try:
-            self._compute(model, cache, ids)
+            self._compute(model, cache, self._ids)
         finally:
             self._is_repairing = False
 
@@ -282,11 +290,10 @@ class Offload:
                 model(input_ids=some, past_key_values=cache, use_cache=True, **more)
             self._store.computed(self._space, end - first, first, time.monotonic() - began)
 
-    def _truncate(self, ids: torch.Tensor) -> None:
-        """Have only those of these tokens whose blocks are held in all rows."""
+    def _truncate(self) -> None:
+        """Have only those tokens whose blocks are held in all rows."""
         blocks = min(held.blocks for held in self._held)
-        self.length = blocks * self.block_tokens
-        self._ids = ids[:, : self.length]
+        self.length, self._has_failed = blocks * self.block_tokens, False
         for held in self._held:
             held.keep(blocks)
         self._rows = tuple(held.runs for held in self._held)

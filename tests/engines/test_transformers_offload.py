@@ -306,6 +306,38 @@ def test_a_failure_of_the_daemon_after_the_last_layer_fails_no_call(
     assert not failures
 
 
+def test_a_repair_that_fails_is_repeated(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=16)
+    cache = KvtierCache.from_prompt(model, ids[:, :50], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        for error in (RuntimeError, RuntimeError, KeyboardInterrupt, RuntimeError):
+            with failing(model.model.layers[5], error), pytest.raises(error):
+                model(ids[:, 49:79], past_key_values=cache)
+            assert cache.get_seq_length() == 49
+        logits = model(ids[:, 49:79], past_key_values=cache).logits[0]
+    assert (logits - wanted[49:79]).abs().max() <= ERROR
+
+
+def test_a_failure_of_the_daemon_before_a_repair_skips_no_repair(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=17)
+    cache = KvtierCache.from_prompt(
+        model, ids[:, :50], client, block_tokens=BLOCK, memory="1MiB", lease_ms=1
+    )
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        with failing(model.model.layers[5]), pytest.raises(RuntimeError):
+            model(ids[:, 49:79], past_key_values=cache)
+        failures = lease_fails(monkeypatch, 1)
+        with pytest.raises(Unavailable):
+            model(ids[:, 49:79], past_key_values=cache)
+        assert not failures
+        logits = model(ids[:, 49:79], past_key_values=cache).logits[0]
+    assert (logits - wanted[49:79]).abs().max() <= ERROR
+
+
 def test_the_end_of_a_cache_releases_all(client: Client, shared_daemon: Daemon) -> None:
     model, ids = deep("llama"), prompt(TOKENS, seed=7)
     memory = cache_bytes(model) // 4
