@@ -29,6 +29,7 @@ from kvtier_transformers import (  # noqa: E402
     attach,
     held,
     offload,
+    ring,
 )
 from support.daemons import Daemon  # noqa: E402
 from support.tensors import tensor_bytes  # noqa: E402
@@ -336,6 +337,50 @@ def test_a_failure_of_the_daemon_before_a_repair_skips_no_repair(
         assert not failures
         logits = model(ids[:, 49:79], past_key_values=cache).logits[0]
     assert (logits - wanted[49:79]).abs().max() <= ERROR
+
+
+def test_after_an_interrupt_of_a_fetch_its_buffer_has_one_writer(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    model, ids = deep("llama"), prompt(100, seed=18)
+    cache = KvtierCache.from_prompt(model, ids[:, :98], client, block_tokens=BLOCK, memory="1MiB")
+    interrupted, copied_late = threading.Event(), threading.Event()
+    copied, fetch = held.Run.copy_layer, ring.LayerRing.fetch
+
+    def copy_layer(self: Any, number: int, pieces: Any) -> None:
+        late = number == 5 and not interrupted.is_set()
+        if late:
+            # The other thread waits for this layer, soon.
+            threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+            assert interrupted.wait(20)
+            pause.wait(0.3)
+        copied(self, number, pieces)
+        if late:
+            copied_late.set()
+
+    def fetch_late(self: Any, number: int, rows: Any) -> None:
+        if number == 1:
+            copied_late.wait(1)
+        fetch(self, number, rows)
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    main, pause = threading.get_ident(), threading.Event()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with torch.no_grad():
+            wanted = model(ids).logits[0, 97]
+            monkeypatch.setattr(held.Run, "copy_layer", copy_layer)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, 97:98], past_key_values=cache)
+            monkeypatch.setattr(ring.LayerRing, "fetch", fetch_late)
+            logits = model(ids[:, 97:98], past_key_values=cache).logits[0, 0]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (logits - wanted).abs().max() <= ERROR
 
 
 def test_the_end_of_a_cache_releases_all(client: Client, shared_daemon: Daemon) -> None:
