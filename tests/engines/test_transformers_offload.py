@@ -576,6 +576,57 @@ def test_a_lost_connection_ends_nothing(daemon_of: Callable[..., Daemon]) -> Non
         assert attached.counts["recomputed_tokens"] > 100
 
 
+def test_a_renewal_that_fails_keeps_the_blocks_and_leaks_no_lease(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=32)
+    before = leases(shared_daemon.stats())
+    with shared_daemon.connect() as client, torch.no_grad():
+        cache = KvtierCache.from_prompt(
+            model, ids[:, :98], client, block_tokens=BLOCK, memory="1MiB"
+        )
+        wanted, ours = model(ids).logits[0, 97], leases(shared_daemon.stats())
+        for row in cache.offload._held:
+            row._renew_at = 0.0
+        failures = lease_fails(monkeypatch, 1)
+        with pytest.raises(Unavailable):
+            model(ids[:, 97:98], past_key_values=cache)
+        assert not failures
+        assert leases(shared_daemon.stats()) == ours
+        logits = model(ids[:, 97:98], past_key_values=cache).logits[0, 0]
+        assert (logits - wanted).abs().max() <= ERROR
+        assert not cache.offload._store.counts["recomputed_tokens"]
+        cache.close()
+        assert leases(shared_daemon.stats()) == before
+
+
+def test_a_renewal_that_fails_after_one_of_two_leases_releases_it(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Space, "most_keys", lambda _: 3)
+    model, ids = deep("llama"), prompt(100, seed=33)
+    before = leases(shared_daemon.stats())
+    with shared_daemon.connect() as client:
+        cache = KvtierCache.from_prompt(
+            model, ids[:, :98], client, block_tokens=BLOCK, memory="1MiB"
+        )
+        (row,), ours = cache.offload._held, leases(shared_daemon.stats())
+        runs, row._renew_at = row.runs, 0.0
+        add = row._add
+
+        def added(lease: Any, warm: Any = None) -> None:
+            add(lease, warm)
+            lease_fails(monkeypatch, 1)
+
+        monkeypatch.setattr(row, "_add", added)
+        with pytest.raises(Unavailable):
+            row.hold(cache.offload._keys[0][:6])
+        assert row.runs == runs
+        assert leases(shared_daemon.stats()) == ours
+        cache.close()
+        assert leases(shared_daemon.stats()) == before
+
+
 def test_a_daemon_that_is_gone_is_an_error(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     model, ids = deep("llama"), prompt(TOKENS)
