@@ -30,6 +30,11 @@ PREFILL_TOKENS = 1024  # that are computed at once
 # Arguments of the model that K and V do not depend on.
 OTHER_ARGUMENTS = ("input_ids", "past_key_values", "labels", "logits_to_keep")
 
+GONE = (
+    "memory: blocks of the cache were evicted again while they were computed, or another client has been"
+    " writing them for longer than patience_ms"
+)
+
 
 class OffloadedLayer(DynamicLayer):
     """A layer of a cache whose blocks are in the daemon. It has the tokens after them itself."""
@@ -165,7 +170,6 @@ class Offload:
             raise InvalidArgument("memory: pass all arguments after input_ids by name")
         self._check_values(ids, kwargs)
         self._repair(module, cache)
-        assert all(held.blocks == self.blocks for held in self._held)
         end = self.length + ids.shape[1]
         self._check_room(end)
         self._new = torch.cat([self._ids[:, : self.length], ids.detach().to("cpu", torch.int64)], 1)
@@ -201,6 +205,8 @@ class Offload:
             return
         if output is None or self._done < self._count:
             self._end_failed()
+            if output is not None:
+                raise InvalidArgument("memory: the model did not compute all of its layers")
             return
         self.length, self._pending = self._new.shape[1], 0
         if not self._is_repairing:
@@ -266,9 +272,7 @@ class Offload:
         if self._is_held() and not self._has_failed and self.length == self.tokens:
             return
         if self._is_repairing:
-            raise StaleLease(
-                "memory: blocks of the cache were evicted again while they were computed"
-            )
+            raise StaleLease(GONE)
         before = self.length
         self._truncate()
         self._store.counts["recomputed_tokens"] += len(self._ids) * (before - self.length)
@@ -277,6 +281,8 @@ class Offload:
             self._compute(model, cache, self._ids)
         finally:
             self._is_repairing = False
+        if not self._is_held():
+            raise StaleLease(GONE)
 
     def _compute(self, model: Any, cache: Any, ids: torch.Tensor) -> None:
         """Compute the tokens that the cache does not have, and report how long it takes."""

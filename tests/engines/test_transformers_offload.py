@@ -627,6 +627,31 @@ def test_a_renewal_that_fails_after_one_of_two_leases_releases_it(
         assert leases(shared_daemon.stats()) == before
 
 
+def test_blocks_that_another_client_does_not_finish_are_an_error_until_it_ends(
+    client: Client, shared_daemon: Daemon
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=34)
+    cache = KvtierCache.from_prompt(
+        model, ids[:, :20], client, block_tokens=BLOCK, memory="1MiB", patience_ms=50
+    )
+    space = cache.offload._space
+    keys = space.keys(ids[0].tolist(), b"", cache.offload._extras)
+    with torch.no_grad(), shared_daemon.connect(name="other") as other:
+        wanted = model(ids).logits[0]
+        saving = other.open(space.spec).reserve(keys[2:4])
+        with saving, contextlib.suppress(StaleLease):
+            assert len(saving) == 2
+            logits = model(ids[:, 19:98], past_key_values=cache).logits[0]
+            assert (logits - wanted[19:98]).abs().max() <= ERROR
+            for _ in range(2):
+                with pytest.raises(StaleLease, match="another client"):
+                    model(ids[:, 98:99], past_key_values=cache)
+                assert cache.get_seq_length() == 98
+            raise StaleLease("gives the slots back")
+        logits = model(ids[:, 98:99], past_key_values=cache).logits[0, 0]
+        assert (logits - wanted[98]).abs().max() <= ERROR
+
+
 def test_a_daemon_that_is_gone_is_an_error(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     model, ids = deep("llama"), prompt(TOKENS)
