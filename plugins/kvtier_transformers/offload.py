@@ -124,9 +124,10 @@ class Offload:
         tails = self._count * self.block_tokens
         return (int(self._store.options.memory) // self._token_bytes - tails) // 2
 
-    def prepare(self, model: Any, cache: Any, ids: torch.Tensor) -> None:
-        """Load the longest prefix of these prompts, and compute the rest of them, except the last token."""
-        self._check_room(ids.shape[1])
+    def prepare(self, model: Any, cache: Any, ids: torch.Tensor, room: int) -> None:
+        """Load the longest prefix of these prompts, and compute the rest of them, except the last token.
+        Raises InvalidArgument if there is not `room` for this many tokens."""
+        self._check_room(max(room, ids.shape[1]))
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._hooks = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),

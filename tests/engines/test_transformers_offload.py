@@ -690,6 +690,20 @@ def test_a_context_that_does_not_fit_is_refused(
     assert not model._forward_pre_hooks
 
 
+def test_what_generate_may_not_have_room_for_is_refused_before_it_computes(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=35)
+    layer = cache_bytes(model, tokens=1) // 12
+    memory = layer * (2 * 120 + 12 * BLOCK)
+    with attach(model, client, block_tokens=BLOCK, memory=memory) as attached:
+        for more in ({"max_new_tokens": 22}, {"max_length": 122}):
+            with pytest.raises(InvalidArgument, match="121 tokens need"):
+                model.generate(ids, **more)
+            assert not attached.counts["saved_blocks"]
+        assert_same(generated(model, ids, tokens=21), attached._generate(
+            ids, max_new_tokens=21, do_sample=False, return_dict_in_generate=True, output_logits=True,
+        ))  # fmt: skip
+
+
 def test_a_call_with_other_values_than_those_of_its_tokens_is_refused_and_saves_nothing(
     client: Client,
 ) -> None:
