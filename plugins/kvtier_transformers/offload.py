@@ -170,6 +170,9 @@ class Offload:
         if len(args) > 1:
             raise InvalidArgument("memory: pass all arguments after input_ids by name")
         self._check_values(ids, kwargs)
+        if not self._store.describes(self._space, self._extras):
+            text = "the tensors, adapters or autocast of the model have changed since this cache began"
+            raise InvalidArgument(f"memory: {text}")
         self._repair(module, cache)
         end = self.length + ids.shape[1]
         self._check_room(end)

@@ -744,6 +744,27 @@ def test_a_call_with_other_values_than_those_of_its_tokens_is_refused_and_saves_
         assert (logits - wanted[96:]).abs().max() <= ERROR
 
 
+def test_a_cache_of_weights_that_have_changed_is_refused(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=37)
+    cache = KvtierCache.from_prompt(model, ids[:, :20], client, block_tokens=BLOCK, memory="1MiB")
+    before = [one.clone() for one in model.parameters()]
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(1.5)
+        with pytest.raises(InvalidArgument, match="changed"):
+            model(ids[:, 19:], past_key_values=cache)
+        for one, value in zip(model.parameters(), before, strict=True):
+            one.copy_(value)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(InvalidArgument, match="changed"),
+        ):
+            model(ids[:, 19:], past_key_values=cache)
+        assert cache.save() == BLOCK
+        logits = model(ids[:, 19:], past_key_values=cache).logits
+        assert (logits - model(ids).logits[:, 19:]).abs().max() <= ERROR
+
+
 def test_what_cannot_be_offloaded_is_refused(client: Client) -> None:
     model, ids = deep("llama"), prompt(40)
     with pytest.raises(InvalidArgument, match=r"memory: .* not an amount"):
