@@ -84,7 +84,9 @@ class Attachment:
         if why:
             raise InvalidArgument(f"memory: a call with {why} cannot be offloaded")
         prompt = PromptBatch.of(call.ids, call.value("attention_mask"))
-        with contextlib.closing(KvtierCache.loaded(self._model, self._store, prompt)) as cache:
+        room = call.most_tokens(prompt.ids.shape[1])
+        cache = KvtierCache.loaded(self._model, self._store, prompt, room=room)
+        with contextlib.closing(cache):
             return self._generate(*args, **kwargs | {"past_key_values": cache})
 
     def _load(self, call: Call) -> KvtierCache | None:
@@ -126,6 +128,13 @@ class Call:
     def repeats(self) -> int:
         """How many rows of the cache each prompt has."""
         return int(max(self.value("num_beams", 1), self.value("num_return_sequences", 1)))
+
+    def most_tokens(self, prompt: int) -> int:
+        """How many tokens of each row the cache gets, if the answer to this many tokens is as long as the
+        call allows; 0 if it has no limit of its own."""
+        new, length = self.value("max_new_tokens"), self._kwargs.get("max_length")
+        # The last token of an answer is not computed.
+        return int(prompt + new if new else length or 1) - 1
 
     def why_not(self) -> str:
         """Why this call runs without kvtier; empty if it runs with it."""

@@ -111,14 +111,17 @@ class KvtierCache(DynamicCache):
         )
 
     @classmethod
-    def loaded(cls, model: Any, store: Store, prompt: PromptBatch, repeats: int = 1) -> KvtierCache:
+    def loaded(
+        cls, model: Any, store: Store, prompt: PromptBatch, repeats: int = 1, room: int = 0
+    ) -> KvtierCache:
         """Return a cache with the longest prefix of the prompts that is in this store. `repeats`: how many
-        answers each prompt gets, for which the library cannot copy recurrent states."""
+        answers each prompt gets, for which the library cannot copy recurrent states. `room`: how many tokens
+        must fit into the option `memory`."""
         cache = cls(model, store.options.window_history)
         found = store.space()
         store.counts["prompt_tokens"] += prompt.ids.numel() - sum(prompt.pads)
         if store.options.memory:
-            cache._offload(model, store, found, prompt)
+            cache._offload(model, store, found, prompt, room)
             return cache
         if found is None:
             return cache
@@ -141,7 +144,12 @@ class KvtierCache(DynamicCache):
         return cache
 
     def _offload(
-        self, model: Any, store: Store, found: tuple[Space, bytes] | None, prompt: PromptBatch
+        self,
+        model: Any,
+        store: Store,
+        found: tuple[Space, bytes] | None,
+        prompt: PromptBatch,
+        room: int,
     ) -> None:
         """Keep the blocks in the daemon, and compute the prompt."""
         if store.reason:
@@ -153,7 +161,7 @@ class KvtierCache(DynamicCache):
         self.offload = Offload(store, *found, len(prompt.ids), self.layers)
         weakref.finalize(self, self.offload.close).atexit = False
         try:
-            self.offload.prepare(model, self, prompt.ids)
+            self.offload.prepare(model, self, prompt.ids, room)
         except BaseException:
             self.offload.close()
             raise

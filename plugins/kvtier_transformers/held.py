@@ -87,18 +87,25 @@ class HeldBlocks:
 
     def hold(self, keys: Keys, warm: int | None = None) -> None:
         """Hold the blocks of these keys, or as many leading ones as there are. Waits for those that come from
-        disk, or that others write. Blocks whose lease has ended count until their slot is reused. `warm`: as
-        in a Run."""
+        disk, or that others write. Blocks whose lease has ended count until their slot is reused. After an
+        exception the same blocks are held as before. `warm`: as in a Run."""
         is_fresh = all(run.is_fresh for run in self.runs)
         if is_fresh and time.monotonic() < self._renew_at and len(self.runs) < LIMIT_RUNS:
             self._append(keys)
             return
         before, self.runs = self.runs, ()
-        self._append(keys, warm)
-        if is_fresh and self.blocks < len(keys):
-            self.runs, before = before, self.runs
-            self._append(keys)
-        self._release(before)
+        others = before
+        try:
+            self._append(keys, warm)
+            if is_fresh and self.blocks < len(keys):
+                others, self.runs = self.runs, before
+                self._append(keys)
+        except BaseException:
+            new = [run for run in (*others, *self.runs) if run not in before]
+            self.runs = before
+            self._release(new)
+            raise
+        self._release(others)
         self._renew_at = time.monotonic() + RENEWED * self._options.lease_ms / 1000
 
     def keep(self, blocks: int) -> None:

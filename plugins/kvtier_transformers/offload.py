@@ -7,6 +7,7 @@ row holds leases of its blocks; those that are gone nevertheless are computed ag
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvtier import Keys
-from kvtier.errors import InvalidArgument, StaleLease
+from kvtier.errors import InvalidArgument, KvtierError, StaleLease
 from kvtier.space import Space
 from kvtier.units import format_bytes
 from kvtier_transformers.held import HeldBlocks, LayerwiseSave
@@ -26,6 +27,13 @@ from kvtier_transformers.ring import LayerRing, Rows
 from kvtier_transformers.store import Store
 
 PREFILL_TOKENS = 1024  # that are computed at once
+# Arguments of the model that K and V do not depend on.
+OTHER_ARGUMENTS = ("input_ids", "past_key_values", "labels", "logits_to_keep")
+
+GONE = (
+    "memory: blocks of the cache were evicted again while they were computed, or another client has been"
+    " writing them for longer than patience_ms"
+)
 
 
 class OffloadedLayer(DynamicLayer):
@@ -56,7 +64,7 @@ class OffloadedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         # Not those of a pass that has not ended: it may fail.
-        return self._offload.length
+        return self._offload.tokens
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise InvalidArgument("memory: the rows and tokens of this cache cannot be changed")
@@ -66,7 +74,8 @@ class OffloadedLayer(DynamicLayer):
 
 class Offload:
     """The blocks of one cache: `length` tokens of each row, of which `loaded` were found at the beginning.
-    `layers` are those of the cache, which it replaces.
+    `layers` are those of the cache, which it replaces. `length` is less than the tokens of `_ids` until those
+    that are gone have been computed again; only a pass that succeeds changes `_ids`.
 
     Raises UnsupportedModel for a model that has not only layers with full attention, all of one shape.
     """
@@ -87,12 +96,17 @@ class Offload:
         self.length = self.loaded = 0
         self._ids = torch.empty(rows, 0, dtype=torch.int64)
         self._new = self._ids  # with the tokens of the forward pass that runs
-        self._pending = 0  # tokens of that pass
+        self._pending = self._done = 0  # tokens of that pass, and how many layers have them
         self._save: LayerwiseSave | None = None
         self._keys: list[Keys] = []
         self._rows: Rows = ()
         self._hooks: list[Any] = []
         self._has_failed = self._is_repairing = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are before those of the next pass."""
+        return self.length if self._is_repairing else self._ids.shape[1]
 
     @property
     def blocks(self) -> int:
@@ -110,9 +124,10 @@ class Offload:
         tails = self._count * self.block_tokens
         return (int(self._store.options.memory) // self._token_bytes - tails) // 2
 
-    def prepare(self, model: Any, cache: Any, ids: torch.Tensor) -> None:
-        """Load the longest prefix of these prompts, and compute the rest of them, except the last token."""
-        self._check_room(ids.shape[1])
+    def prepare(self, model: Any, cache: Any, ids: torch.Tensor, room: int) -> None:
+        """Load the longest prefix of these prompts, and compute the rest of them, except the last token.
+        Raises InvalidArgument if there is not `room` for this many tokens."""
+        self._check_room(max(room, ids.shape[1]))
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._hooks = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -124,14 +139,15 @@ class Offload:
             warm = self._space.match(keys[:end]).ready
             held.hold(keys[:end], warm)
             self._store.counts["disk_tokens"] += max(0, held.blocks - warm) * self.block_tokens
-        self._truncate(ids)
+        self._truncate()
+        self._ids = ids[:, : self.length]
         self.loaded = self.length
         self._store.counts["loaded_tokens"] += len(ids) * self.loaded
         self._compute(inner, cache, ids[:, :-1])
 
     def close(self) -> None:
         """Release the blocks and the memory. The cache cannot be used after it."""
-        self._abort()
+        self._end_failed()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -151,36 +167,78 @@ class Offload:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or len(ids) != len(self._ids):
             raise InvalidArgument("memory: call the model with input_ids, one row for each prompt")
+        if len(args) > 1:
+            raise InvalidArgument("memory: pass all arguments after input_ids by name")
+        self._check_values(ids, kwargs)
+        if not self._store.describes(self._space, self._extras):
+            text = "the tensors, adapters or autocast of the model have changed since this cache began"
+            raise InvalidArgument(f"memory: {text}")
         self._repair(module, cache)
-        assert all(held.blocks == self.blocks for held in self._held)
         end = self.length + ids.shape[1]
         self._check_room(end)
-        self._new = torch.cat([self._ids, ids.detach().to("cpu", torch.int64)], 1)
+        self._new = torch.cat([self._ids[:, : self.length], ids.detach().to("cpu", torch.int64)], 1)
         self._ring.make_room(min(self.most_tokens, end + ROOM_TOKENS))
         if end // self.block_tokens > self.blocks:
             self._keys = self._keys_of(self._new)
             self._save = LayerwiseSave(
                 self._space, self._keys, self.blocks, end // self.block_tokens, self._count
             )
-        self._pending = ids.shape[1]
+        self._pending, self._done = ids.shape[1], 0
 
-    def _after(self, _: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
+    def _check_values(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """The names of blocks are made of tokens alone, so refuse arguments with which K and V differ."""
+        start, end = self.tokens, self.tokens + ids.shape[1]
+        for name, value in kwargs.items():
+            if value is None or isinstance(value, (bool, int, float, str)):
+                continue
+            is_usual = name in OTHER_ARGUMENTS
+            if isinstance(value, torch.Tensor) and not is_usual:
+                places = torch.arange(start, end, device=value.device)
+                if name == "attention_mask":
+                    is_usual = value.shape == (len(ids), end) and bool((value == 1).all())
+                elif name in ("position_ids", "cache_position") and value.shape[-1:] == places.shape:
+                    is_usual = bool((value == places).all())
+            if not is_usual:
+                text = f"with this {name} cannot be offloaded: its blocks would not be those of its tokens"
+                raise InvalidArgument(f"memory: a call {text}")
+
+    def _after(self, _: Any, __: Any, kwargs: dict[str, Any], output: Any) -> None:
         """The call has ended, or has failed: then some layers have other tokens than others."""
         # Other threads call the model with other caches.
-        if getattr(kwargs.get("past_key_values"), "offload", None) is self:
-            self._has_failed |= self._pending > 0
-            self._pending = 0
+        if getattr(kwargs.get("past_key_values"), "offload", None) is not self:
+            return
+        if output is None or self._done < self._count:
+            self._end_failed()
+            if output is not None:
+                raise InvalidArgument("memory: the model did not compute all of its layers")
+            return
+        self.length, self._pending = self._new.shape[1], 0
+        if not self._is_repairing:
+            self._ids = self._new
+        # The call has its output, so the next one raises what fails here.
+        with contextlib.suppress(KvtierError):
+            if self._is_held():
+                self._ring.fetch(0, self._rows)
+
+    def _end_failed(self) -> None:
+        """The pass that runs has failed, if there is one."""
+        self._has_failed |= self._pending > 0
+        self._pending = 0
+        save, self._save = self._save, None
+        if save is not None:
+            save.abort()
 
     def update(
         self, layer: OffloadedLayer, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of all tokens of a layer, of which these are the last ones."""
-        if keys.shape[-2] != self._pending or keys.requires_grad:
+        number = layer.number
+        if (keys.shape[-2], number) != (self._pending, self._done) or keys.requires_grad:
             text = (
                 "call the model of the cache, with the cache as past_key_values, without gradients"
             )
             raise InvalidArgument(f"memory: {text}")
-        number, start, end = layer.number, self.length, self.length + self._pending
+        start, end = self.length, self.length + self._pending
         begin, whole = (one // self.block_tokens * self.block_tokens for one in (start, end))
         buffer = self._ring.take(number, self._rows)
         if number + 1 < self._count:
@@ -197,18 +255,11 @@ class Offload:
         if (save := self._save) is not None:
             for row in range(len(self._held)):
                 save.write(row, number, *buffer.blocks_of(row, save.first, save.end))
-        if number + 1 == self._count:
-            self._finish(end)
+            if number + 1 == self._count:
+                self._store.counts["saved_blocks"] += save.commit()
+                self._save = None
+        self._done += 1
         return found[0], found[1]
-
-    def _finish(self, end: int) -> None:
-        """All layers have their tokens: commit the new blocks, and begin to fetch the first layer again."""
-        if self._save is not None:
-            self._store.counts["saved_blocks"] += self._save.commit()
-            self._save = None
-        self.length, self._ids, self._pending = end, self._new, 0
-        if self._is_held():
-            self._ring.fetch(0, self._rows)
 
     # --- blocks -------------------------------------------------------------------------------
 
@@ -221,22 +272,21 @@ class Offload:
 
     def _repair(self, model: Any, cache: Any) -> None:
         """Compute the tokens again whose blocks are gone, and those that a failed pass has left undefined."""
-        failed, self._has_failed = self._has_failed, False
-        self._abort()
-        if self._is_held() and not failed:
+        self._end_failed()  # An interrupt ends a call without `_after`.
+        if self._is_held() and not self._has_failed and self.length == self.tokens:
             return
         if self._is_repairing:
-            raise StaleLease(
-                "memory: blocks of the cache were evicted again while they were computed"
-            )
-        ids, before = self._ids, self.length
-        self._truncate(ids)
-        self._store.counts["recomputed_tokens"] += len(ids) * (before - self.length)
+            raise StaleLease(GONE)
+        before = self.length
+        self._truncate()
+        self._store.counts["recomputed_tokens"] += len(self._ids) * (before - self.length)
         self._is_repairing = True
         try:
-            self._compute(model, cache, ids)
+            self._compute(model, cache, self._ids)
         finally:
             self._is_repairing = False
+        if not self._is_held():
+            raise StaleLease(GONE)
 
     def _compute(self, model: Any, cache: Any, ids: torch.Tensor) -> None:
         """Compute the tokens that the cache does not have, and report how long it takes."""
@@ -250,11 +300,10 @@ class Offload:
                 model(input_ids=some, past_key_values=cache, use_cache=True, **more)
             self._store.computed(self._space, end - first, first, time.monotonic() - began)
 
-    def _truncate(self, ids: torch.Tensor) -> None:
-        """Have only those of these tokens whose blocks are held in all rows."""
+    def _truncate(self) -> None:
+        """Have only those tokens whose blocks are held in all rows."""
         blocks = min(held.blocks for held in self._held)
-        self.length = blocks * self.block_tokens
-        self._ids = ids[:, : self.length]
+        self.length, self._has_failed = blocks * self.block_tokens, False
         for held in self._held:
             held.keep(blocks)
         self._rows = tuple(held.runs for held in self._held)
@@ -262,11 +311,6 @@ class Offload:
     def _keys_of(self, ids: torch.Tensor) -> list[Keys]:
         salt = self._store.options.salt
         return [self._space.keys(row.tolist(), salt, self._extras) for row in ids]
-
-    def _abort(self) -> None:
-        save, self._save = self._save, None
-        if save is not None:
-            save.abort()
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.most_tokens:

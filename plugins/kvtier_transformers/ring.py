@@ -119,7 +119,8 @@ class LayerRing:
         """Wait for this layer, fetching it if it does not come. Raises StaleLease if a block is gone."""
         coming, buffer = self._coming, self._buffers[1 - self._current]
         if coming is not None and coming[:2] == (number, rows):
-            self._coming = None
+            # An interrupt of this wait must not forget that a thread writes into the buffer.
+            self._wait()
             coming[2].result()
         else:
             self._wait()

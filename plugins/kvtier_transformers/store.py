@@ -81,6 +81,12 @@ class Store:
             return self._space, self._extras + precision()
         return None
 
+    def describes(self, space: Space, extras: bytes) -> bool:
+        """Whether the blocks of the model as it is now are in this space, with these extras."""
+        with self._lock:
+            self._identify()
+            return self._spec == space.spec and self._extras + precision() == extras
+
     def _identify(self) -> None:
         """Describe the model, again if its tensors or its adapters have changed."""
         model = self._model()

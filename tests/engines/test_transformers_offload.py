@@ -22,7 +22,15 @@ transformers = pytest.importorskip("transformers")
 
 from engines.tiny import prompt, tiny_model  # noqa: E402
 from kvtier import Client, InvalidArgument, KvSpec, Refused, StaleLease, Unavailable  # noqa: E402
-from kvtier_transformers import KvtierCache, UnsupportedModel, attach, held, offload  # noqa: E402
+from kvtier.space import Space  # noqa: E402
+from kvtier_transformers import (  # noqa: E402
+    KvtierCache,
+    UnsupportedModel,
+    attach,
+    held,
+    offload,
+    ring,
+)
 from support.daemons import Daemon  # noqa: E402
 from support.tensors import tensor_bytes  # noqa: E402
 
@@ -97,6 +105,30 @@ def watched(cache: Any = None, at: int = 0, act: Callable[[], object] = int) -> 
 
 def leases(stats: dict[str, Any]) -> int:
     return sum(one["leases"] for one in stats["tenants"].values())
+
+
+@contextlib.contextmanager
+def failing(module: Any, error: type[BaseException] = RuntimeError) -> Iterator[None]:
+    def fail(*_: object) -> None:
+        raise error("the model failed")
+
+    hook = module.register_forward_pre_hook(fail)
+    yield
+    hook.remove()
+
+
+def lease_fails(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """The next requests for a lease fail: as many as the list that this returns has items."""
+    left, lease = [0] * times, Space.lease
+
+    def fail(self: Space, *args: Any, **kwargs: Any) -> Any:
+        if left:
+            left.pop()
+            raise Unavailable("the daemon does not answer")
+        return lease(self, *args, **kwargs)
+
+    monkeypatch.setattr(Space, "lease", fail)
+    return left
 
 
 SMALL = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
@@ -230,24 +262,125 @@ def test_threads_share_a_model(client: Client) -> None:
             assert torch.equal(found.sequences, expected)
 
 
-def test_a_pass_that_failed_is_repeated(client: Client) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_failed_is_repeated(client: Client, error: type[BaseException]) -> None:
     """It has overwritten the tokens after the last block in some layers."""
     model, ids = deep("llama"), prompt(TOKENS, seed=13)
     memory = cache_bytes(model) // 4
     cache = KvtierCache.from_prompt(model, ids[:, :200], client, block_tokens=BLOCK, memory=memory)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("the model failed")
-
     with torch.no_grad():
         wanted = model(ids).logits[:, 199:]
-        hook = model.model.layers[5].register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="the model failed"):
+        with failing(model.model.layers[5], error), pytest.raises(error, match="the model failed"):
             model(ids[:, 199:230], past_key_values=cache)
-        hook.remove()
         assert cache.get_seq_length() == 199
+        with pytest.raises(InvalidArgument, match="call the model of the cache"):
+            model.model(ids[:, 199:230], past_key_values=cache)
         found = [model(one, past_key_values=cache).logits for one in ids[:, 199:].split(31, 1)]
     assert (torch.cat(found, 1) - wanted).abs().max() <= ERROR
+
+
+def test_a_call_that_fails_after_the_last_layer_adds_no_tokens(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=14)
+    cache = KvtierCache.from_prompt(model, ids[:, :50], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[:, 49:]
+        for error in (RuntimeError, KeyboardInterrupt):
+            with failing(model.lm_head, error), pytest.raises(error, match="the model failed"):
+                model(ids[:, 49:79], past_key_values=cache)
+            assert cache.get_seq_length() == 49
+        found = [model(one, past_key_values=cache).logits for one in ids[:, 49:].split(30, 1)]
+    assert (torch.cat(found, 1) - wanted).abs().max() <= ERROR
+
+
+def test_a_failure_of_the_daemon_after_the_last_layer_fails_no_call(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=15)
+    cache = KvtierCache.from_prompt(model, ids[:, :48], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        failures = lease_fails(monkeypatch, 1)
+        for at in range(47, 50):
+            logits = model(ids[:, at : at + 1], past_key_values=cache).logits[0, 0]
+            assert (logits - wanted[at]).abs().max() <= ERROR
+            assert cache.get_seq_length() == at + 1
+    assert not failures
+
+
+def test_a_repair_that_fails_is_repeated(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=16)
+    cache = KvtierCache.from_prompt(model, ids[:, :50], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        for error in (RuntimeError, RuntimeError, KeyboardInterrupt, RuntimeError):
+            with failing(model.model.layers[5], error), pytest.raises(error):
+                model(ids[:, 49:79], past_key_values=cache)
+            assert cache.get_seq_length() == 49
+        logits = model(ids[:, 49:79], past_key_values=cache).logits[0]
+    assert (logits - wanted[49:79]).abs().max() <= ERROR
+
+
+def test_a_failure_of_the_daemon_before_a_repair_skips_no_repair(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=17)
+    cache = KvtierCache.from_prompt(
+        model, ids[:, :50], client, block_tokens=BLOCK, memory="1MiB", lease_ms=1
+    )
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        with failing(model.model.layers[5]), pytest.raises(RuntimeError):
+            model(ids[:, 49:79], past_key_values=cache)
+        failures = lease_fails(monkeypatch, 1)
+        with pytest.raises(Unavailable):
+            model(ids[:, 49:79], past_key_values=cache)
+        assert not failures
+        logits = model(ids[:, 49:79], past_key_values=cache).logits[0]
+    assert (logits - wanted[49:79]).abs().max() <= ERROR
+
+
+def test_after_an_interrupt_of_a_fetch_its_buffer_has_one_writer(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    model, ids = deep("llama"), prompt(100, seed=18)
+    cache = KvtierCache.from_prompt(model, ids[:, :98], client, block_tokens=BLOCK, memory="1MiB")
+    interrupted, copied_late = threading.Event(), threading.Event()
+    copied, fetch = held.Run.copy_layer, ring.LayerRing.fetch
+
+    def copy_layer(self: Any, number: int, pieces: Any) -> None:
+        late = number == 5 and not interrupted.is_set()
+        if late:
+            # The other thread waits for this layer, soon.
+            threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+            assert interrupted.wait(20)
+            pause.wait(0.3)
+        copied(self, number, pieces)
+        if late:
+            copied_late.set()
+
+    def fetch_late(self: Any, number: int, rows: Any) -> None:
+        if number == 1:
+            copied_late.wait(1)
+        fetch(self, number, rows)
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    main, pause = threading.get_ident(), threading.Event()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with torch.no_grad():
+            wanted = model(ids).logits[0, 97]
+            monkeypatch.setattr(held.Run, "copy_layer", copy_layer)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, 97:98], past_key_values=cache)
+            monkeypatch.setattr(ring.LayerRing, "fetch", fetch_late)
+            logits = model(ids[:, 97:98], past_key_values=cache).logits[0, 0]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (logits - wanted).abs().max() <= ERROR
 
 
 def test_the_end_of_a_cache_releases_all(client: Client, shared_daemon: Daemon) -> None:
@@ -443,6 +576,82 @@ def test_a_lost_connection_ends_nothing(daemon_of: Callable[..., Daemon]) -> Non
         assert attached.counts["recomputed_tokens"] > 100
 
 
+def test_a_renewal_that_fails_keeps_the_blocks_and_leaks_no_lease(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=32)
+    before = leases(shared_daemon.stats())
+    with shared_daemon.connect() as client, torch.no_grad():
+        cache = KvtierCache.from_prompt(
+            model, ids[:, :98], client, block_tokens=BLOCK, memory="1MiB"
+        )
+        wanted, ours = model(ids).logits[0, 97], leases(shared_daemon.stats())
+        for row in cache.offload._held:
+            row._renew_at = 0.0
+        failures = lease_fails(monkeypatch, 1)
+        with pytest.raises(Unavailable):
+            model(ids[:, 97:98], past_key_values=cache)
+        assert not failures
+        assert leases(shared_daemon.stats()) == ours
+        logits = model(ids[:, 97:98], past_key_values=cache).logits[0, 0]
+        assert (logits - wanted).abs().max() <= ERROR
+        assert not cache.offload._store.counts["recomputed_tokens"]
+        cache.close()
+        assert leases(shared_daemon.stats()) == before
+
+
+def test_a_renewal_that_fails_after_one_of_two_leases_releases_it(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Space, "most_keys", lambda _: 3)
+    model, ids = deep("llama"), prompt(100, seed=33)
+    before = leases(shared_daemon.stats())
+    with shared_daemon.connect() as client:
+        cache = KvtierCache.from_prompt(
+            model, ids[:, :98], client, block_tokens=BLOCK, memory="1MiB"
+        )
+        (row,), ours = cache.offload._held, leases(shared_daemon.stats())
+        runs, row._renew_at = row.runs, 0.0
+        add = row._add
+
+        def added(lease: Any, warm: Any = None) -> None:
+            add(lease, warm)
+            lease_fails(monkeypatch, 1)
+
+        monkeypatch.setattr(row, "_add", added)
+        with pytest.raises(Unavailable):
+            row.hold(cache.offload._keys[0][:6])
+        assert row.runs == runs
+        assert leases(shared_daemon.stats()) == ours
+        cache.close()
+        assert leases(shared_daemon.stats()) == before
+
+
+def test_blocks_that_another_client_does_not_finish_are_an_error_until_it_ends(
+    client: Client, shared_daemon: Daemon
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=34)
+    cache = KvtierCache.from_prompt(
+        model, ids[:, :20], client, block_tokens=BLOCK, memory="1MiB", patience_ms=50
+    )
+    space = cache.offload._space
+    keys = space.keys(ids[0].tolist(), b"", cache.offload._extras)
+    with torch.no_grad(), shared_daemon.connect(name="other") as other:
+        wanted = model(ids).logits[0]
+        saving = other.open(space.spec).reserve(keys[2:4])
+        with saving, contextlib.suppress(StaleLease):
+            assert len(saving) == 2
+            logits = model(ids[:, 19:98], past_key_values=cache).logits[0]
+            assert (logits - wanted[19:98]).abs().max() <= ERROR
+            for _ in range(2):
+                with pytest.raises(StaleLease, match="another client"):
+                    model(ids[:, 98:99], past_key_values=cache)
+                assert cache.get_seq_length() == 98
+            raise StaleLease("gives the slots back")
+        logits = model(ids[:, 98:99], past_key_values=cache).logits[0, 0]
+        assert (logits - wanted[98]).abs().max() <= ERROR
+
+
 def test_a_daemon_that_is_gone_is_an_error(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     model, ids = deep("llama"), prompt(TOKENS)
@@ -479,6 +688,81 @@ def test_a_context_that_does_not_fit_is_refused(
     ):
         KvtierCache.from_prompt(model, both, small, block_tokens=BLOCK, memory=2 * memory)
     assert not model._forward_pre_hooks
+
+
+def test_what_generate_may_not_have_room_for_is_refused_before_it_computes(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=35)
+    layer = cache_bytes(model, tokens=1) // 12
+    memory = layer * (2 * 120 + 12 * BLOCK)
+    with attach(model, client, block_tokens=BLOCK, memory=memory) as attached:
+        for more in ({"max_new_tokens": 22}, {"max_length": 122}):
+            with pytest.raises(InvalidArgument, match="121 tokens need"):
+                model.generate(ids, **more)
+            assert not attached.counts["saved_blocks"]
+        assert_same(generated(model, ids, tokens=21), attached._generate(
+            ids, max_new_tokens=21, do_sample=False, return_dict_in_generate=True, output_logits=True,
+        ))  # fmt: skip
+
+
+def test_a_call_with_other_values_than_those_of_its_tokens_is_refused_and_saves_nothing(
+    client: Client,
+) -> None:
+    model, ids = deep("llama"), prompt(100, seed=36)
+    some, mask = ids[:, 19:], torch.ones(1, 100, dtype=torch.long)
+    padded = torch.cat([torch.zeros_like(mask[:, :10]), mask[:, 10:]], 1)
+    places = torch.arange(19, 100)[None]
+    cache = KvtierCache.from_prompt(model, ids[:, :20], client, block_tokens=BLOCK, memory="1MiB")
+    with torch.no_grad():
+        wanted = model(ids).logits[0]
+        for more in (
+            {"attention_mask": padded},
+            {"attention_mask": mask[:, 1:]},
+            {"attention_mask": mask[:, None, None].float()},
+            {"position_ids": places + 200},
+            {"position_ids": places[:, :1]},
+            {"cache_position": places[0] + 1},
+            {"cache_position": torch.tensor(19)},
+            {"attention_mask": {"full_attention": mask}},
+            {"token_type_ids": torch.zeros_like(some)},
+            {"inputs_embeds": torch.zeros(1, 81, 48)},
+            {"position_embeddings": (torch.zeros(1), torch.zeros(1))},
+        ):
+            with pytest.raises(InvalidArgument, match=f"memory: .*{next(iter(more))}"):
+                model(some, past_key_values=cache, **more)
+        with pytest.raises(InvalidArgument, match="by name"):
+            model(some, padded, past_key_values=cache)
+        with pytest.raises(InvalidArgument, match="attention_mask|position_ids"):
+            model.generate(ids, attention_mask=padded, max_new_tokens=2, past_key_values=cache)
+        assert cache.save() == BLOCK
+        more = {"attention_mask": mask, "position_ids": places}
+        logits = model(some, past_key_values=cache, **more).logits[0]
+        assert (logits - wanted[19:]).abs().max() <= ERROR
+        cache.close()
+        plain = KvtierCache.from_prompt(model, ids, client, block_tokens=BLOCK)
+        assert plain.loaded_tokens == 96
+        logits = model(ids[:, 96:], past_key_values=plain).logits[0]
+        assert (logits - wanted[96:]).abs().max() <= ERROR
+
+
+def test_a_cache_of_weights_that_have_changed_is_refused(client: Client) -> None:
+    model, ids = deep("llama"), prompt(100, seed=37)
+    cache = KvtierCache.from_prompt(model, ids[:, :20], client, block_tokens=BLOCK, memory="1MiB")
+    before = [one.clone() for one in model.parameters()]
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(1.5)
+        with pytest.raises(InvalidArgument, match="changed"):
+            model(ids[:, 19:], past_key_values=cache)
+        for one, value in zip(model.parameters(), before, strict=True):
+            one.copy_(value)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(InvalidArgument, match="changed"),
+        ):
+            model(ids[:, 19:], past_key_values=cache)
+        assert cache.save() == BLOCK
+        logits = model(ids[:, 19:], past_key_values=cache).logits
+        assert (logits - model(ids).logits[:, 19:]).abs().max() <= ERROR
 
 
 def test_what_cannot_be_offloaded_is_refused(client: Client) -> None:
