@@ -375,7 +375,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config, self._kv_cache_config, layout, digest, vllm.__version__,
                 self._options,
             )  # fmt: skip
-        except (Unsupported, SpecError, OSError) as error:
+        except (Unsupported, SpecError, OSError, AttributeError) as error:
             log.warning("kvtier: disabled for this engine: %s", str(error))
             return
         self._scheduler.open(spec)
