@@ -161,9 +161,8 @@ def wrap_model_runner() -> None:
     GPUModelRunner.execute_model = execute_model
 
 
-# The sides of this process, for the functions below.
+# The workers' sides of this process, for `end_copies`.
 WORKERS: weakref.WeakSet[WorkerSide] = weakref.WeakSet()
-SCHEDULERS: weakref.WeakSet[SchedulerSide] = weakref.WeakSet()
 # Words in the names of calls of workers that change weights, vLLM's own and those of trainers; and calls that
 # only read weights, though their names contain one.
 WEIGHTS = ("weight", "param", "state_dict", "load_model")
@@ -172,17 +171,16 @@ READ_WEIGHTS = (
 )  # fmt: skip
 
 
-def wrap_engine() -> None:
-    """Let the engine core of this process announce what vLLM tells no connector: that the memory of the pages
-    is about to be discarded, and that the weights may have changed. Raises Unsupported if this vLLM has other
-    functions for that."""
+def wrap_core() -> None:
+    """Let each engine core of this process tell its scheduler's side what vLLM tells no connector: that the
+    weights may have changed, and that the engine's own cache was reset. Raises Unsupported if this vLLM has
+    other functions for that."""
     try:
         from vllm.v1.engine.core import EngineCore
-        from vllm.v1.executor.abstract import Executor
 
-        call, discards = EngineCore.collective_rpc, (Executor.sleep, Executor.discard)
+        call, reset = EngineCore.collective_rpc, EngineCore.reset_prefix_cache
     except (ImportError, AttributeError) as error:
-        raise Unsupported(f"the engine discards pages in an unknown way: {error}") from error
+        raise Unsupported(str(error)) from error
     if hasattr(call, "announces"):
         return
 
@@ -192,8 +190,33 @@ def wrap_engine() -> None:
             return call(core, method, *args, **kwargs)
         finally:
             if changes_weights(method):
-                for side in list(SCHEDULERS):
-                    side.new_generation()
+                for side in sides_of(core.scheduler.get_kv_connector()):
+                    side.new_generation(weights=True)
+
+    @wraps(reset)
+    def reset_prefix_cache(core: Any, *args: Any, **kwargs: Any) -> Any:
+        done = reset(core, *args, **kwargs)
+        if done:
+            for side in sides_of(core.scheduler.get_kv_connector()):
+                side.own_cache_reset()
+        return done
+
+    collective_rpc.announces = True  # type: ignore[attr-defined]
+    EngineCore.collective_rpc = collective_rpc
+    EngineCore.reset_prefix_cache = reset_prefix_cache
+
+
+def wrap_discards() -> None:
+    """Let the executors of this process announce that the memory of the pages is about to be discarded.
+    Raises Unsupported if this vLLM has other functions for that."""
+    try:
+        from vllm.v1.executor.abstract import Executor
+
+        discards = Executor.sleep, Executor.discard
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"the engine discards pages in an unknown way: {error}") from error
+    if hasattr(Executor.sleep, "announces"):
+        return
 
     def announced(discard: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(discard)
@@ -201,11 +224,18 @@ def wrap_engine() -> None:
             executor.collective_rpc(end_copies)
             return discard(executor, *args, **kwargs)
 
+        announce.announces = True  # type: ignore[attr-defined]
         return announce
 
-    collective_rpc.announces = True  # type: ignore[attr-defined]
-    EngineCore.collective_rpc = collective_rpc
     Executor.sleep, Executor.discard = map(announced, discards)
+
+
+def sides_of(connector: Any) -> Iterator[SchedulerSide]:
+    """The scheduler's sides of an engine's connector, which may be several connectors."""
+    for one in getattr(connector, "sub_connectors", ()):
+        yield from sides_of(one)
+    if isinstance(connector, KvtierConnector) and connector._scheduler is not None:
+        yield connector._scheduler
 
 
 def changes_weights(method: Any) -> bool:
@@ -272,21 +302,24 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._layout, self._options, events=extra_keys if events else None,
                 loads=self._kv_transfer_config.is_kv_consumer,
             )  # fmt: skip
-            SCHEDULERS.add(self._scheduler)
             if note:
                 log.warning("kvtier: %s", note)
 
     def _wrap_engine(self, role: KVConnectorRole) -> None:
         """Let the engine announce what this connector must know. Raises Unsupported if sleep mode needs that
         and this vLLM does not allow it."""
+        if role is KVConnectorRole.SCHEDULER:
+            try:
+                wrap_core()
+            except Unsupported as error:
+                log.warning("kvtier: changes of weights are not noticed: %s", str(error))
         sleeps = self._vllm_config.model_config.enable_sleep_mode
         if sleeps or role is KVConnectorRole.SCHEDULER:
             try:
-                wrap_engine()
-            except Unsupported as error:
+                wrap_discards()
+            except Unsupported:
                 if sleeps:
                     raise
-                log.info("kvtier: changes of weights are not noticed: %s", str(error))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -310,8 +343,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             ANNOUNCED.discard(self._worker)
             WORKERS.discard(self._worker)
-        if self._scheduler is not None:
-            SCHEDULERS.discard(self._scheduler)
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
@@ -344,7 +375,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config, self._kv_cache_config, layout, digest, vllm.__version__,
                 self._options,
             )  # fmt: skip
-        except (Unsupported, SpecError, OSError) as error:
+        except (Unsupported, SpecError, OSError, AttributeError) as error:
             log.warning("kvtier: disabled for this engine: %s", str(error))
             return
         self._scheduler.open(spec)

@@ -47,16 +47,23 @@ def config_digest(model_config: Any, vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _weights(vllm_config: Any) -> str:
-    """The identity of the model's weights, and of those of a draft model whose layers are cached too."""
-    load_format = str(vllm_config.load_config.load_format)
-    weights = weights_identity(vllm_config.model_config, load_format)
+def _weights(vllm_config: Any, name: str) -> str:
+    """The identity of the model's weights, for which the option `name` may stand, and of those of a draft
+    model whose layers are cached too."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    weights = name or weights_identity(model, str(load.load_format))
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or not speculative.uses_draft_kv_cache():
         return weights
     draft = speculative.draft_model_config
-    digest = config_digest(draft, vllm_config)
-    return f"{weights} draft {weights_identity(draft, load_format)} {digest}"
+    load = getattr(speculative, "draft_load_config", None) or load
+    try:
+        found = weights_identity(draft, str(load.load_format))
+    except Unsupported:
+        if not name:
+            raise
+        found = "named"  # the option stands for both
+    return f"{weights} draft {found} {config_digest(draft, vllm_config)}"
 
 
 def whole_cache(own: Layout, ranks: Mapping[int, RankPages]) -> tuple[Layout, str]:
@@ -97,7 +104,7 @@ def describe(
     """The KvSpec of this engine's cache. `pages`: the `Pages.digest` of its workers, which ends with the
     order of the pages if it is known; only then can a lossy codec be used."""
     model = vllm_config.model_config
-    weights = options.weights or _weights(vllm_config)
+    weights = _weights(vllm_config, options.weights)
     spec = kv_cache_config.kv_cache_groups[layout.groups[0].group_id].kv_cache_spec
     dtype = str(getattr(spec, "dtype", "uint8")).removeprefix("torch.")
     pages += _latent_dims(model, pages)

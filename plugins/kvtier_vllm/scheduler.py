@@ -8,12 +8,12 @@ about a millisecond per step.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -116,7 +116,8 @@ class SchedulerSide:
         self._clock = clock
         self._spec = b""
         self._steps = 0
-        self._numbers = 0
+        self._number = itertools.count(1).__next__
+        self._outdated = False  # the engine's own cache has blocks of weights that it had before
         self._prompts: dict[str, Prompt] = {}
         self._session: DaemonSession | None = None  # at the last step
         self._adapters = Adapters()
@@ -336,7 +337,7 @@ class SchedulerSide:
         # The request of a state that was computed before need not be served by this step.
         states, served = self._saves.whole_states(scheduled), scheduled.num_scheduled_tokens
         others = [(name, 0) for name in states if name not in served] if states else ()
-        for request_id, tokens in chain(served.items(), others):
+        for request_id, tokens in itertools.chain(served.items(), others):
             prompt = self._prompts.get(request_id)
             if prompt is None or not prompt.may_save:
                 continue
@@ -353,10 +354,6 @@ class SchedulerSide:
             if saves:
                 self._pins.when_saved(prompt, session, saves[-1].number)
             yield from saves
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def reported(
         self, report: RankReport, failed: set[str], invalid: Collection[int] = frozenset()
@@ -388,8 +385,10 @@ class SchedulerSide:
 
     # --- the whole engine --------------------------------------------------------------------
 
-    def new_generation(self) -> None:
-        """From now on this engine finds no block that was saved before."""
+    def new_generation(self, weights: bool = False) -> None:
+        """From now on this engine finds no block that was saved before. `weights`: because they changed, and
+        the engine's own cache was not reset since."""
+        self._outdated |= weights
         self._keys.new_generation()
         self._pins.forget_keys()
         if self._events is not None:
@@ -398,6 +397,13 @@ class SchedulerSide:
             prompt.forget_keys()
         if self._resident is not None:
             self._resident.blocks.clear()
+
+    def own_cache_reset(self) -> None:
+        """The engine's own cache is empty, and no request has pages. Blocks that were saved since weights
+        changed may be of both weights: a prefix was in that cache."""
+        if self._outdated:
+            self._outdated = False
+            self.new_generation()
 
     @property
     def in_flight(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,46 @@ def test_sleep_mode_is_declined_if_the_engine_cannot_announce_it(
     check_serves(numbers_of("full", sleeps=True))
     (line,) = warnings
     assert "discards pages in an unknown way" in line
+
+
+def test_changes_of_weights_are_noticed_though_discards_cannot_be(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    for name in ("collective_rpc", "reset_prefix_cache"):
+        monkeypatch.setattr(EngineCore, name, inspect.unwrap(getattr(EngineCore, name)))
+    monkeypatch.delattr(Executor, "discard")
+    engine = numbers_of("full")
+    keys = engine.connector._scheduler._keys
+    generations = [keys._generation]
+    engine.core.collective_rpc("reload_weights", args=(7,))
+    generations.append(keys._generation)
+    assert engine.core.reset_prefix_cache()
+    generations.append(keys._generation)
+    assert len(set(generations)) == 3
+
+
+def test_an_engine_that_hides_changes_of_weights_is_served_with_a_warning(
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    monkeypatch.delattr(EngineCore, "reset_prefix_cache")
+    assert numbers_of("full").connector._scheduler is not None
+    (line,) = warnings
+    assert "changes of weights are not noticed" in line and "reset_prefix_cache" in line
+
+
+def test_an_engine_with_an_unknown_configuration_starts(
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a version of vLLM without a method that the plugin calls."""
+    from vllm.config import SpeculativeConfig
+
+    monkeypatch.delattr(SpeculativeConfig, "uses_draft_kv_cache")
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    numbers_of("full", speculative_config=speculation)
+    (line,) = warnings
+    assert "disabled" in line and "uses_draft_kv_cache" in line

@@ -373,6 +373,37 @@ def test_sleep_waits_for_a_load(numbers_of: EngineOf, monkeypatch: pytest.Monkey
     one.settle()
 
 
+def test_sleep_during_a_load_succeeds_or_fails_in_vllm(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM resets its own cache first, which it refuses while a load fills pages, also with other connectors.
+    Then nothing is discarded, and it can sleep when the load has ended."""
+    one = numbers_of("full", sleeps=True, extra={"load": "async"})
+    text = prompt(1, 150)
+    one.run(text)
+    assert one.core.reset_prefix_cache()
+    call = RankLoads._load
+
+    def slowly(side: RankLoads, load: Any) -> bool:
+        time.sleep(0.5)
+        return call(side, load)
+
+    monkeypatch.setattr(RankLoads, "_load", slowly)
+    loads = one.rank.connector._worker.state.pending_loads
+    one.add(text, 1)
+    one.until(lambda: bool(loads))
+    try:
+        one.core.sleep(1)
+    except RuntimeError as error:
+        assert "requests waiting for remote KV transfer" in str(error)
+        assert not one.core.model_executor.is_sleeping
+        one.until(lambda: not one.busy, one.step_idly)
+        one.core.sleep(1)
+    assert not loads and one.core.model_executor.is_sleeping
+    one.core.wake_up()
+    assert one.run(text) == [0]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_blocks_of_other_weights_are_not_found(numbers_of: EngineOf, asynchronous: bool) -> None:
     """Weights that change in place, with no notice to connectors, and with the engine's own cache reset as
@@ -390,6 +421,33 @@ def test_blocks_of_other_weights_are_not_found(numbers_of: EngineOf, asynchronou
     assert one.run(text, other) == [144, 144]
     again = numbers_of("full")
     assert again.run(text, other) == [144, 0]
+
+
+@pytest.mark.parametrize("how", ["reset", "reset with connectors", "pause"])
+def test_blocks_between_a_change_of_weights_and_the_reset_are_not_found_after_it(
+    numbers_of: EngineOf, how: str
+) -> None:
+    """A request between them gets a prefix of the old weights from the engine's own cache."""
+    one = numbers_of("full")
+    text, longer = prompt(1, 150), prompt(1, 150) + prompt(3, 150)
+    assert one.run(text) == [0]
+    one.core.collective_rpc("reload_weights", args=(7,))
+    name = one.add(longer, 60)
+    one.until(lambda: bool(one.answers[name]))
+    assert not one.core.reset_prefix_cache()  # the request has pages
+    one.until(lambda: name in one.reasons)
+    one.settle()
+    assert one.rank.wrong, "no page of the old weights was read"
+    one.rank.wrong.clear()
+    if how == "pause":
+        one.core.pause_scheduler()
+        one.core.resume_scheduler()
+    else:
+        assert one.core.reset_prefix_cache(reset_connector="connectors" in how)
+    assert one.run(longer) == [0]
+    # Later resets remove nothing from the daemon.
+    assert one.core.reset_prefix_cache()
+    assert one.run(longer) == [288]
 
 
 def test_a_request_that_is_served_while_weights_change_saves_nothing_more(
@@ -413,6 +471,24 @@ def neighbour(monkeypatch: pytest.MonkeyPatch) -> type[Neighbour]:
     """The other connector of the next engine, which has no blocks yet."""
     monkeypatch.setattr(Neighbour, "offers", {})
     return Neighbour
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one connector", "several connectors"])
+def test_a_change_of_weights_concerns_one_engine_of_a_process(
+    numbers_of: EngineOf, neighbour: type[Neighbour], several: bool
+) -> None:
+    one = numbers_of("full", other_connector="Neighbour" if several else "")
+    other = numbers_of("full")
+    text = prompt(1, 150)
+    assert one.run(text) == [0]
+    assert other.run(text) == [144]
+    one.core.collective_rpc("reload_weights", args=(7,))
+    for engine, found in ((one, 0), (other, 144)):
+        assert engine.core.reset_prefix_cache()
+        assert engine.run(text) == [found]
+    # Only the first reset after a change begins another generation.
+    assert one.core.reset_prefix_cache()
+    assert one.run(text) == [144]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -323,26 +323,54 @@ def test_a_pipeline_stage_without_layers_of_a_group_is_refused() -> None:
             find_pages(first, {}, 4)
 
 
+def with_draft(
+    folder: Path, cached: bool = True, name: str = "", formats: tuple[str, str] = ("auto", ""),
+    **config: Any,
+) -> KvSpec:  # fmt: skip
+    """The KvSpec of an engine with a draft model. `name`: the option `weights`; `formats`: of the files of
+    the model, and of those of the draft model."""
+    vllm_config, caches = engine()
+    vllm_config.load_config.load_format, of_draft = formats
+    draft = SimpleNamespace(
+        model=str(folder), dtype="bfloat16", quantization=None, seed=0,
+        hf_config=SimpleNamespace(to_dict=lambda: config),
+    )  # fmt: skip
+    vllm_config.speculative_config = SimpleNamespace(
+        draft_model_config=draft, uses_draft_kv_cache=lambda: cached,
+        draft_load_config=SimpleNamespace(load_format=of_draft) if of_draft else None,
+    )  # fmt: skip
+    layout = read_layout(vllm_config, caches)
+    return describe(vllm_config, caches, layout, "p", "1", Options(weights=name))
+
+
 def test_the_weights_of_cached_draft_layers_belong_to_the_identity(tmp_path: Path) -> None:
     """Their pages are parts of the blocks. Speculation without such layers changes nothing."""
-
-    def with_draft(folder: Path, cached: bool = True, **config: Any) -> KvSpec:
-        vllm_config, caches = engine()
-        draft = SimpleNamespace(
-            model=str(folder), dtype="bfloat16", quantization=None,
-            hf_config=SimpleNamespace(to_dict=lambda: config),
-        )  # fmt: skip
-        vllm_config.speculative_config = SimpleNamespace(
-            draft_model_config=draft, uses_draft_kv_cache=lambda: cached
-        )
-        layout = read_layout(vllm_config, caches)
-        return describe(vllm_config, caches, layout, "p", "1", Options())
-
     one, two = weights(tmp_path / "one", a=1), weights(tmp_path / "two", a=2)
     found = [with_draft(one), with_draft(two), with_draft(one, rope=2), described()]
     assert len({space_id(spec, "t") for spec in found}) == 4
     assert space_id(with_draft(weights(tmp_path / "same", a=1)), "t") == space_id(found[0], "t")
     assert space_id(with_draft(one, cached=False), "t") == space_id(described(), "t")
+
+
+def test_a_name_of_the_weights_does_not_stand_for_a_draft_model_with_files(tmp_path: Path) -> None:
+    one, two = weights(tmp_path / "one", a=1), weights(tmp_path / "two", a=2)
+    found = [with_draft(one, name="n"), with_draft(two, name="n"), with_draft(one, name="m")]
+    found += [with_draft(one), with_draft(one, name="n", cached=False)]
+    assert len({space_id(spec, "t") for spec in found}) == 5
+    # Without files and without a commit the name stands for both.
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Unsupported, match="no weight files"):
+        with_draft(tmp_path / "empty")
+    assert with_draft(tmp_path / "empty", name="n").weights.startswith("n draft named ")
+
+
+def test_a_draft_model_is_identified_by_what_the_engine_loads(tmp_path: Path) -> None:
+    """Its format may be another one than the model's."""
+    one, two = weights(tmp_path / "one", a=1), weights(tmp_path / "two", a=2)
+    files = ("dummy", "auto")
+    assert with_draft(one, formats=files).weights != with_draft(two, formats=files).weights
+    for formats in (("auto", "dummy"), ("dummy", "")):
+        assert with_draft(one, formats=formats).weights == with_draft(two, formats=formats).weights
 
 
 def test_replicated_ranks_share_a_shard() -> None:

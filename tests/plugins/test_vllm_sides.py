@@ -947,6 +947,25 @@ def test_a_request_of_an_old_generation_is_not_saved_in_the_new_one(
     assert engine.serve(PROMPT).cached == 0
 
 
+def test_the_reset_after_a_change_of_weights_begins_another_generation(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """Until then the engine's own cache had blocks of the old weights. Other resets change nothing."""
+    engine = engine_of(cold_daemon)
+    engine.scheduler.own_cache_reset()
+    engine.serve(PROMPT)
+    engine.scheduler.own_cache_reset()
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    engine.scheduler.new_generation(weights=True)
+    assert engine.serve(PROMPT).cached == 0
+    engine.scheduler.new_generation()  # connectors are reset, though the engine's own cache may not be
+    engine.serve(PROMPT)
+    engine.scheduler.own_cache_reset()
+    assert engine.serve(PROMPT).cached == 0
+    engine.scheduler.own_cache_reset()
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+
+
 def test_pages_reused_before_their_save_are_not_saved(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:

@@ -619,22 +619,23 @@ def test_the_first_request_after_a_restart_of_the_daemon_is_a_hit(
     assert counts["lost"] == 1 and not counts["miss:no_daemon"] and not counts["miss:rank_away"]
 
 
-@pytest.mark.parametrize("awaits", [True, False])
+@pytest.mark.parametrize("how", ["awaits", "does not", "awaits, and weights changed"])
 def test_a_decoder_waits_for_blocks_that_a_prefill_engine_saves(
-    daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
-    awaits: bool,
-) -> None:  # fmt: skip
-    """The router passes the parameters of the first response on to the second engine."""
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The router passes the parameters of the first response on to the second engine. The blocks of an engine
+    whose weights changed are its own: then the decoder computes at once."""
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
     # The engines compute in no time: then the decoder would rightly not wait.
     monkeypatch.setattr(lookups.PromptLookups, "_send_prefill", lambda *_: None)
     monkeypatch.setattr(lookups, "UNKNOWN_WAIT_S", 60.0)
     daemon = daemon_of()
     options = {"patience_ms": 60_000}
-    tokens = range(5000 + awaits, 5000 + awaits + len(PROMPT))
     prefill = engine_of(daemon, loads=False, **options)
     decode = engine_of(daemon, **options)
     prefill.until(lambda: prefill.scheduler._daemon.session is not None)
+    if "changed" in how:
+        prefill.scheduler.new_generation(weights=True)
     let, begun = threading.Event(), threading.Event()
     plain = Saving.gather
 
@@ -647,7 +648,7 @@ def test_a_decoder_waits_for_blocks_that_a_prefill_engine_saves(
     told: list[Any] = []
 
     def prefills() -> None:
-        first = prefill.add(tokens)
+        first = prefill.add(PROMPT)
         prefill.run(first)
         prefill.until(begun.is_set)
         told.append(prefill.scheduler.finished(first))
@@ -660,15 +661,15 @@ def test_a_decoder_waits_for_blocks_that_a_prefill_engine_saves(
         while not told and time.monotonic() < until:
             time.sleep(0.01)
         assert told == [{"kvtier": {"await": True}}]
-        given = told[0] if awaits else {"kvtier": {}}
-        second = decode.add(tokens, kv_transfer_params=given)
+        given = {"kvtier": {}} if how == "does not" else told[0]
+        second = decode.add(PROMPT, kv_transfer_params=given)
         decode.until(lambda: not decode.scheduler.in_flight["tickets"])
-        if awaits:
+        if how == "awaits":
             for _ in range(5):
                 assert decode.scheduler.matched(second, 0) == (None, False)
                 decode.carry_out({}, {}, [])
             let.set()
-        assert decode.run(second).cached == (8 * BLOCK if awaits else 0)
+        assert decode.run(second).cached == (8 * BLOCK if how == "awaits" else 0)
     finally:
         let.set()
         saving.join()
