@@ -171,7 +171,9 @@ class Offload:
             raise InvalidArgument("memory: pass all arguments after input_ids by name")
         self._check_values(ids, kwargs)
         if not self._store.describes(self._space, self._extras):
-            text = "the tensors, adapters or autocast of the model have changed since this cache began"
+            text = (
+                "the tensors, adapters or autocast of the model have changed since this cache began"
+            )
             raise InvalidArgument(f"memory: {text}")
         self._repair(module, cache)
         end = self.length + ids.shape[1]
@@ -196,7 +198,9 @@ class Offload:
                 places = torch.arange(start, end, device=value.device)
                 if name == "attention_mask":
                     is_usual = value.shape == (len(ids), end) and bool((value == 1).all())
-                elif name in ("position_ids", "cache_position") and value.shape[-1:] == places.shape:
+                elif (
+                    name in ("position_ids", "cache_position") and value.shape[-1:] == places.shape
+                ):
                     is_usual = bool((value == places).all())
             if not is_usual:
                 text = f"with this {name} cannot be offloaded: its blocks would not be those of its tokens"
