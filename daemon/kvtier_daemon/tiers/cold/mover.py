@@ -288,9 +288,10 @@ class Promoter:
             self._compressed.release(block.compressed, not code)
         ids, catalog = array("I", [block.id]).tobytes(), self._catalog
         if not code:
-            is_compressed = block.compressed is not None
-            catalog.promotions.promoted(ids, waited, self._clock(), block.checksum, is_compressed)
-            if not is_compressed:
+            catalog.promotions.promoted(
+                ids, waited, self._clock(), block.checksum, block.compressed is not None
+            )
+            if block.compressed is None:
                 self.counts["read"] += 1
                 self.bytes["read"] += block.payload_bytes
         elif code == errno.ENOKEY:
