@@ -108,7 +108,7 @@ def test_what_is_archived_is_found_after_it_left_the_disk(
     with a.connect() as client:
         space = client.open(spec_of(f"archive-{sealed}"))
         first, number, pause_s = 0, 0, 0.1
-        # Not faster than the archive. On a busy machine a prompt may be lost: slow down, and take the next one.
+        # Not faster than the archive. If a busy machine loses a prompt: slow down, and take the next one.
         while (where := places(client, keys_of(space, first))) != {"in_remote"}:
             if first < number and where <= {"in_remote", "never_saved", "lost"}:
                 first, pause_s = first + 1, min(2 * pause_s, 3.0)
