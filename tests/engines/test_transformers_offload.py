@@ -731,7 +731,7 @@ def test_a_call_with_other_values_than_those_of_its_tokens_is_refused_and_saves_
                 model(some, past_key_values=cache, **more)
         with pytest.raises(InvalidArgument, match="by name"):
             model(some, padded, past_key_values=cache)
-        with pytest.raises(InvalidArgument, match="attention_mask|position_ids"):
+        with pytest.raises(InvalidArgument, match=r"attention_mask|position_ids"):
             model.generate(ids, attention_mask=padded, max_new_tokens=2, past_key_values=cache)
         assert cache.save() == BLOCK
         more = {"attention_mask": mask, "position_ids": places}
