@@ -170,11 +170,6 @@ class Offload:
         if len(args) > 1:
             raise InvalidArgument("memory: pass all arguments after input_ids by name")
         self._check_values(ids, kwargs)
-        if not self._store.describes(self._space, self._extras):
-            text = (
-                "the tensors, adapters or autocast of the model have changed since this cache began"
-            )
-            raise InvalidArgument(f"memory: {text}")
         self._repair(module, cache)
         end = self.length + ids.shape[1]
         self._check_room(end)
@@ -188,23 +183,26 @@ class Offload:
         self._pending, self._done = ids.shape[1], 0
 
     def _check_values(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """The names of blocks are made of tokens alone, so refuse arguments with which K and V differ."""
-        start, end = self.tokens, self.tokens + ids.shape[1]
+        """The names of blocks are made of tokens and the model, so refuse all else that changes K and V."""
+        if not self._store.describes(self._space, self._extras):
+            text = "the model's tensors, adapters or autocast have changed since this cache began"
+            raise InvalidArgument(f"memory: {text}")
         for name, value in kwargs.items():
-            if value is None or isinstance(value, (bool, int, float, str)):
-                continue
-            is_usual = name in OTHER_ARGUMENTS
-            if isinstance(value, torch.Tensor) and not is_usual:
-                places = torch.arange(start, end, device=value.device)
-                if name == "attention_mask":
-                    is_usual = value.shape == (len(ids), end) and bool((value == 1).all())
-                elif (
-                    name in ("position_ids", "cache_position") and value.shape[-1:] == places.shape
-                ):
-                    is_usual = bool((value == places).all())
-            if not is_usual:
+            is_plain = value is None or isinstance(value, (bool, int, float, str))
+            if not (is_plain or name in OTHER_ARGUMENTS or self._is_usual(name, value, ids)):
                 text = f"with this {name} cannot be offloaded: its blocks would not be those of its tokens"
                 raise InvalidArgument(f"memory: a call {text}")
+
+    def _is_usual(self, name: str, value: Any, ids: torch.Tensor) -> bool:
+        """Whether this argument contains what the model uses without it."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        start, end = self.tokens, self.tokens + ids.shape[1]
+        if name == "attention_mask":
+            return value.shape == (len(ids), end) and bool((value == 1).all())
+        if name not in ("position_ids", "cache_position") or value.shape[-1:] != (end - start,):
+            return False
+        return bool((value == torch.arange(start, end, device=value.device)).all())
 
     def _after(self, _: Any, __: Any, kwargs: dict[str, Any], output: Any) -> None:
         """The call has ended, or has failed: then some layers have other tokens than others."""
