@@ -449,42 +449,48 @@ def test_blocks_that_are_gone_within_a_pass_are_an_error_and_the_next_pass_compu
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_evictions_at_any_time_change_no_logits(
-    daemon_of: Callable[..., Daemon], seed: int
+def test_evictions_and_failures_at_any_time_change_no_logits(
+    daemon_of: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Between passes and within them, with one token or several."""
+    """Between passes, within them and within repairs, with one token or several."""
     chance, daemon, model = random.Random(seed), daemon_of(config=SMALL), deep("llama")
     ids, memory = prompt(TOKENS + 60, seed=seed), cache_bytes(model, tokens=TOKENS + 60) // 4
     with torch.no_grad():
         wanted = model(ids).logits[0]
-    place: list[int] = [-1]
+    place, failures = [-1], Counter[str]()
 
-    def evict(_: object, __: object, *, layer: int) -> None:
+    def act(*_: object, layer: int) -> None:
         if place[0] == layer:
             place[0] = -1
+            error = chance.choice([None, None, RuntimeError, KeyboardInterrupt])
+            if error is not None:
+                raise error("the model failed")
             fill(daemon)
 
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_pre_hook(partial(evict, layer=number))
-    failures = 0
+    for number, layer in enumerate((*model.model.layers, model.lm_head)):
+        layer.register_forward_pre_hook(partial(act, layer=number))
+    left = lease_fails(monkeypatch, 0)
     with daemon.connect() as client, torch.no_grad():
         cache = KvtierCache.from_prompt(
             model, ids[:, :200], client, block_tokens=BLOCK, memory=memory, lease_ms=1
         )
         while (done := cache.get_seq_length()) < ids.shape[1]:
-            place[0] = chance.choice([-1, -1, 0, 1, 5, 11])
+            place[0] = chance.choice([-1, -1, 0, 1, 5, 11, 12])
+            left[:] = [0] * (chance.random() < 0.1)
             if chance.random() < 0.1:
                 fill(daemon)
             some = ids[:, done : done + chance.choice([1, 1, 3, 15, 16, 40])]
             try:
                 logits = model(some, past_key_values=cache).logits[0]
-            except StaleLease:
-                failures += 1
+            except (StaleLease, Unavailable, RuntimeError, KeyboardInterrupt) as error:
+                failures[type(error).__name__] += 1
+                assert cache.get_seq_length() == done
                 continue
             assert (logits - wanted[done : done + some.shape[1]]).abs().max() <= ERROR
-        assert failures, "no pass failed"
+        assert len(failures) > 1, failures
         assert cache.offload._store.counts["recomputed_tokens"]
         cache.close()
+    daemon.wait_for(lambda stats: not leases(stats))
 
 
 def test_a_damaged_block_is_computed_again(shared_daemon: Daemon) -> None:
