@@ -175,8 +175,8 @@ def test_nothing_is_read_while_pages_are_copied_from_the_ring(
     engine = engine_of(daemon)
     start(engine)
     stored(daemon, engine)
-    read, reads = PinnedReads.read, list[int]()
-    start_at = CopyLane.start_at
+    read, reads, waits = PinnedReads.read, list[int](), list[int]()
+    start_at, finish = CopyLane.start_at, CopyLane.finish
 
     def count_read(*arguments: Any) -> list[bool]:
         reads.append(1)
@@ -186,12 +186,17 @@ def test_nothing_is_read_while_pages_are_copied_from_the_ring(
         fake_cuda.hold()
         start_at(*arguments)
 
+    def wait(lane: CopyLane) -> None:
+        waits.append(len(reads))
+        finish(lane)
+
     monkeypatch.setattr(PinnedReads, "read", count_read)
     monkeypatch.setattr(CopyLane, "start_at", held)
+    monkeypatch.setattr(CopyLane, "finish", wait)
     request = engine.add(PROMPT)
     engine.until(lambda: fake_cuda.held >= 1)
     monkeypatch.setattr(CopyLane, "start_at", start_at)
-    time.sleep(0.2)
+    engine.until(lambda: 1 in waits or len(reads) > 1)
     assert len(reads) == 1, "the next batch was read into memory that a copy reads"
     fake_cuda.hold(False)
     engine.run(request)
