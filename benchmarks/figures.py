@@ -49,6 +49,7 @@ SOURCES = {
     "remote": "python benchmarks/bench_remote.py",
     "encryption": "python benchmarks/bench_cold.py --only encryption",
     "attention": "python benchmarks/bench_attention.py",
+    "offload": "make bench-offload",
     "compressed": "python benchmarks/bench_compressed.py --model PATH --trace FILE",
 }
 # What the README shows: a row's name, and how it is said there.

@@ -159,10 +159,14 @@ class Offload:
 
     # --- a forward pass -----------------------------------------------------------------------
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
         """The model is called: note the tokens, and get room and slots for them."""
-        cache = kwargs.get("past_key_values")
-        if getattr(cache, "offload", None) is not self:
+        # While a thread adds or removes this hook, torch may call it without kwargs in another thread, which
+        # has another cache.
+        cache = None if kwargs is None else kwargs.get("past_key_values")
+        if kwargs is None or getattr(cache, "offload", None) is not self:
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or len(ids) != len(self._ids):
@@ -204,8 +208,9 @@ class Offload:
             return False
         return bool((value == torch.arange(start, end, device=value.device)).all())
 
-    def _after(self, _: Any, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _after(self, _: Any, __: Any, *of_call: Any) -> None:
         """The call has ended, or has failed: then some layers have other tokens than others."""
+        kwargs, output = of_call if len(of_call) == 2 else ({}, None)  # as in `_before`
         # Other threads call the model with other caches.
         if getattr(kwargs.get("past_key_values"), "offload", None) is not self:
             return

@@ -262,6 +262,28 @@ def test_threads_share_a_model(client: Client) -> None:
             assert torch.equal(found.sequences, expected)
 
 
+def test_a_call_of_another_cache_meets_hooks_that_are_being_added_or_removed(
+    client: Client,
+) -> None:
+    """Another thread does that: torch calls such a hook without the keyword arguments."""
+    model, ids = deep("llama"), prompt(60, seed=15)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        cache = KvtierCache.from_prompt(
+            model, ids, client, block_tokens=BLOCK, memory=cache_bytes(model)
+        )
+        kinds = model._forward_pre_hooks_with_kwargs, model._forward_hooks_with_kwargs
+        before = [dict(kind) for kind in kinds]
+        assert all(before)
+        for kind in kinds:
+            kind.clear()
+        assert torch.equal(model(ids).logits, wanted)
+        for kind, hooks in zip(kinds, before, strict=True):
+            kind.update(hooks)
+        found = model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits
+    assert (found - wanted[:, -found.shape[1] :]).abs().max() <= ERROR
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_pass_that_failed_is_repeated(client: Client, error: type[BaseException]) -> None:
     """It has overwritten the tokens after the last block in some layers."""
