@@ -29,6 +29,7 @@ SOURCES = {
     "cold-reads": "python benchmarks/bench_cold.py --only reads",
     "cold": "python benchmarks/bench_cold.py",
     "codec": "python benchmarks/bench_codec.py",
+    "codec-floats": "python benchmarks/bench_codec.py --model PATH --codecs q4 e5m2 nvfp4 mxfp4",
     "frames": "python benchmarks/bench_frames.py",
     "quality": "python benchmarks/bench_quality.py",
     "mixed": "python benchmarks/bench_mixed.py",
