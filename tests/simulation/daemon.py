@@ -45,6 +45,7 @@ from kvtier_daemon.serving import peer as peer_module
 from kvtier_daemon.serving.session import Session
 from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
+    coding_threads,
     compressor,
     directory,
     directory_lock,
@@ -149,7 +150,7 @@ def install() -> None:
     directory.IndexProcess = Index
     directory.lock = Child.lock
     directory.FIRST_MAP_BYTES, directory.OTHER_BYTES = INDEX_BYTES, 0
-    encoder.started = compressor.started = lambda *_: MACHINE.now.make_threads()
+    coding_threads.started = lambda *_: MACHINE.now.make_threads()
     compressor.WAIT_S, compressor.PRESSURE = 0.5, 0.2
     compressor.WORTH = 1.0  # frames of one page are no smaller than their blocks
     tier.threads_here = lambda: 1

@@ -260,7 +260,7 @@ def test_a_block_that_is_forgotten_while_it_is_compressed_gets_no_frame(tmp_path
             prompts.space.forget(prompts.keys(number))
         prompts.until(lambda tiers: tiers["warm"]["blocks"] == 0)
         compressor._threads.encode = encode  # type: ignore[method-assign]
-        loop = compressor._threads._loop
+        loop = compressor._loop
         loop.call_soon_threadsafe(go_on.set)
         prompts.until(lambda tiers: tiers["warm"]["states"]["doomed"] == 0)
         assert not len(frames_of(mover)) and not frames_of(mover).used_bytes

@@ -13,7 +13,6 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,8 @@ from kvtier_daemon.codec.frame import (
     stamp,
 )
 from kvtier_daemon.planning import DiskLink
-from kvtier_daemon.tiers.cold.encoder import THREADS_MOST, started, threads_here
+from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
+from kvtier_daemon.tiers.cold.encoder import THREADS_MOST, threads_here
 from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame, CompressedFrames
 from kvtier_daemon.tiers.cold.frames import Incoming, Outgoing, Read, ids_of, outgoing, place_of
 from kvtier_kernels import Mapping as MappedExtent
@@ -58,28 +58,18 @@ WAIT_S, PAUSE_S = 0.1, 0.02
 CHUNK = 4  # blocks that one thread decodes at once
 
 
-class FrameThreads:
+class FrameThreads(CodingThreads):
     """The threads that compress and decode, for all tenants. It is the link and the lane of these reads."""
 
     is_on = True
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, mappings: Mapping[int, MappedExtent],
-        clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    def __init__(self, mappings: Mapping[int, MappedExtent], clock: Callable[[], float]) -> None:
         """Raises RuntimeError if there are no threads."""
         self.link = DiskLink(clock, GUESS_BYTES_S)
         self.reads = self
-        self._loop = loop
         self._mappings = mappings
-        self._encoders = started(threads_here(), "kvtier-compress")
-        try:
-            self.decoders = min(THREADS_MOST, len(os.sched_getaffinity(0)))
-            self._decoders = started(self.decoders, "kvtier-decompress")
-        except RuntimeError:
-            self._encoders.shutdown(wait=False)
-            raise
-        self._jobs: set[Future[Any]] = set()
+        self.decoders = min(THREADS_MOST, len(os.sched_getaffinity(0)))
+        super().__init__((threads_here(), "kvtier-compress"), (self.decoders, "kvtier-decompress"))
 
     def view(self, extent: int, offset: int, nbytes: int) -> memoryview:
         return memoryview(self._mappings[extent])[offset : offset + nbytes]
@@ -97,7 +87,7 @@ class FrameThreads:
         for at in range(0, len(blocks), each):
             some = blocks[at : at + each]
             jobs = [self._job(block) for block in some]
-            reading = self._submit(self._decoders, partial(_run_all, jobs))
+            reading = self._submit(self._decoders, partial(run_all, jobs))
             reading.add_done_callback(partial(self._have_read, some, done))
 
     def _job(self, block: Incoming) -> Callable[[], int]:
@@ -124,24 +114,6 @@ class FrameThreads:
                 done(block, errno.EFAULT if self.is_lost(block.extent) else code)
             except Exception:
                 log.exception("cold: internal error after a read of a compressed block")
-
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        job = pool.submit(work)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        return asyncio.wrap_future(job, loop=self._loop)
-
-    async def close(self, timeout_s: float) -> bool:
-        """Cancel the jobs that have not started, and wait for the others. False if one is still running."""
-        jobs = [asyncio.wrap_future(job) for job in list(self._jobs)]
-        running = asyncio.gather(*jobs, return_exceptions=True)
-        self.stop()
-        done, _ = await asyncio.wait([running], timeout=timeout_s)
-        return bool(done)
-
-    def stop(self) -> None:
-        for pool in (self._encoders, self._decoders):
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Compressor:
@@ -283,7 +255,7 @@ class Compressor:
                 )
                 for block, place in zip(blocks, places, strict=True)
             ]  # fmt: skip
-            encoding = self._threads.encode(partial(_run_all, jobs))
+            encoding = self._threads.encode(partial(run_all, jobs))
         except BaseException:
             self._keep(blocks, places, [(0, b"", b"")] * len(blocks), [])
             self._catalog.blocks.end_write(ids_of(blocks))
@@ -365,10 +337,6 @@ def _is_of(block: Incoming, frame: CompressedFrame) -> bool:
     """Whether the frame is that of the block. Without `coding` the digest on disk is the block's."""
     key, _ = NAMES.unpack_from(frame.header, NAMES_AT)
     return key == frame.name[-1] and (block.coding is not None or block.digest == frame.raw_digest)
-
-
-def _run_all(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    return [job() for job in jobs]
 
 
 def _encode(

@@ -10,15 +10,13 @@ import asyncio
 import errno
 import logging
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar
 
 from kvtier.errors import FrameError
 from kvtier_daemon.codec import framing
@@ -28,6 +26,7 @@ from kvtier_daemon.codec.choice import Choice, Rates
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
 from kvtier_daemon.codec.frame import ENCRYPTED, RAW, pages, stamp
 from kvtier_daemon.codec.grid import grids
+from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
 from kvtier_daemon.tiers.cold.frames import Decoding, Outgoing
 from kvtier_kernels import Mapping, xxh3_128
@@ -37,10 +36,8 @@ log = logging.getLogger(__name__)
 THREADS_MOST = 4
 PIECE_BYTES = 8 << 20  # of blocks that are encoded while the previous ones are written
 LOG_S = 10.0  # between messages about failures
-START_S = 10.0
 PATIENCE_S = 6.0  # longest wait for memory: a disk that hangs keeps the memory of its writes
 T = TypeVar("T")
-Args = TypeVarTuple("Args")
 
 
 def threads_here() -> int:
@@ -194,7 +191,7 @@ class EncodeBuffer:
         return (size > self.most) == (nbytes > self.most)
 
 
-class Encoder:
+class Encoder(CodingThreads):
     """Serves all tenants. `blank(block)` returns an unsealed header for the block."""
 
     def __init__(
@@ -210,9 +207,7 @@ class Encoder:
         self._mapping_of = mapping_of
         self.staging = staging
         self._blank = blank
-        self._encoders = started(threads, "kvtier-encode")
-        self._decoders = started(threads, "kvtier-decode")
-        self._jobs: set[Future[Any]] = set()
+        super().__init__((threads, "kvtier-encode"), (threads, "kvtier-decode"))
         self.failures = 0  # to encode; the blocks were written raw
         self._logs_at = 0.0
 
@@ -274,7 +269,7 @@ class Encoder:
                 )
                 for at, header, offset in zip(todo, headers, offsets, strict=True)
             ]  # fmt: skip
-            encoding = self._submit(self._encoders, _run_all, jobs)
+            encoding = self._submit(self._encoders, run_all, jobs)
         except BaseException:
             give_back()
             raise
@@ -389,47 +384,10 @@ class Encoder:
 
         self._submit(self._decoders, work).add_done_callback(decoded)
 
-    async def close(self, timeout_s: float) -> bool:
-        """Cancel the jobs that have not started, and wait for the others. False if one is still running, and
-        may write to a slot."""
-        jobs = [asyncio.wrap_future(job) for job in list(self._jobs)]
-        running = asyncio.gather(*jobs, return_exceptions=True)
-        self.stop()
-        done, _ = await asyncio.wait([running], timeout=timeout_s)
-        return bool(done)
-
-    def stop(self) -> None:
-        """Cancel the jobs that have not started, without waiting for the others."""
-        for pool in (self._encoders, self._decoders):
-            pool.shutdown(wait=False, cancel_futures=True)
-
     # --- memory ------------------------------------------------------------------------------
-
-    def _submit(
-        self, pool: ThreadPoolExecutor, work: Callable[[*Args], T], *args: *Args
-    ) -> asyncio.Future[T]:
-        job = pool.submit(work, *args)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        return asyncio.wrap_future(job)
 
     def _view(self, extent: int, offset: int, nbytes: int) -> memoryview:
         return memoryview(self._mapping_of(extent))[offset : offset + nbytes]
-
-
-def started(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor whose threads all run, so that no later call fails for lack of a thread. Raises
-    RuntimeError."""
-    pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
-    try:
-        for _ in range(threads):
-            pool.submit(all_run.wait)
-        all_run.wait(START_S)
-    except RuntimeError:  # no thread, or, as BrokenBarrierError, not in time
-        all_run.abort()
-        pool.shutdown(wait=False)
-        raise
-    return pool
 
 
 def _kind(block: Outgoing) -> tuple[bytes, int, int, bool]:
@@ -443,10 +401,6 @@ def _codec(block: Outgoing, choice: Choice, links: Sequence[float]) -> Codec:
     if lossy is not None and not block.lossy:
         return lossy
     return choice.codec(block.space, block.spec, block.block_bytes, links)
-
-
-def _run_all(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    return [job() for job in jobs]
 
 
 def _encode(

@@ -326,7 +326,7 @@ class ColdTier:
                     loop, mappings.__getitem__, staging, self.table.blank, threads_here()
                 )
                 undo.callback(self.coding.stop)
-                self.frame_threads = FrameThreads(loop, mappings, clock) if compresses else None
+                self.frame_threads = FrameThreads(mappings, clock) if compresses else None
             except RuntimeError as error:
                 raise TierError(f"cold: cannot start threads: {error}") from error
             if self.frame_threads is not None:
