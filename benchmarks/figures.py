@@ -51,6 +51,7 @@ SOURCES = {
     "encryption": "python benchmarks/bench_cold.py --only encryption",
     "attention": "python benchmarks/bench_attention.py",
     "offload": "make bench-offload",
+    "transformers": "make bench-transformers",
     "compressed": "python benchmarks/bench_compressed.py --model PATH --trace FILE",
 }
 # What the README shows: a row's name, and how it is said there.
