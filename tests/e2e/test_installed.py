@@ -3,6 +3,7 @@ unmodified and in order with a real systemd that is PID 1 of its own namespaces.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -185,6 +186,43 @@ def test_blocks_in_memory_survive_a_crash_a_restart_and_an_upgrade(machine: Mach
     assert machine.do("ls /run/kvtier") == "kvtier.sock\nkvtier.sock.lock"
     machine.do("systemctl start kvtierd.service")
     assert machine.do("/opt/kvtier/bin/python /tmp/load.py 2>&1 || true").startswith("not found")
+
+
+def test_a_disk_comes_and_goes_without_a_restart_of_the_service(machine: Machine) -> None:
+    directory = "/mnt/disk/kvtier"
+    mounts = "mount --bind /srv/disk /mnt/disk"
+
+    def stored() -> int:
+        status = json.loads(machine.do(f"{PROGRAM} status --json"))
+        return int(status["tiers"]["cold"]["blocks"])
+
+    def is_mounted() -> bool:
+        return directory.rpartition("/")[0] in machine.do(f"cat /proc/{main}/mountinfo")
+
+    machine.do(f"mkdir -p /etc/kvtier /mnt/disk; {mounts}")
+    text = CONFIG.replace(COLD, directory)
+    machine.do(f"cat > /etc/kvtier/kvtier.toml <<'END'\n{text}END")
+    for command in printed(machine):
+        machine.do(command)
+    main = machine.show("MainPID")
+    assert python(machine, "save", SAVE) == "[1, 2, 3, 4]"
+    machine.do(f"{PROGRAM} tier drain warm; {PROGRAM} tier off cold")
+    assert is_mounted()
+    machine.do("umount /mnt/disk")
+    assert not is_mounted(), "the service keeps the file system in use"
+    machine.do(f"{mounts}; {PROGRAM} tier on cold")
+    wait_for(lambda: stored() == 4, machine.journal)
+    assert machine.show("MainPID") == main
+
+    # A start without the disk, which is mounted afterwards.
+    machine.do("systemctl stop kvtierd.socket kvtierd.service; umount /mnt/disk")
+    machine.do("systemctl start kvtierd.socket kvtierd.service")
+    main = machine.show("MainPID")
+    assert machine.show("ActiveState") == "active" and stored() == 0
+    machine.do(mounts)
+    wait_for(lambda: stored() == 4, machine.journal)
+    assert machine.show("MainPID") == main
+    assert python(machine, "load", LOAD, "patient") == "[1, 2, 3, 4]"
 
 
 def test_daemons_of_nodes_are_installed_and_removed_by_the_printed_commands(

@@ -43,10 +43,18 @@ class Sample:
 
 def sampled(daemon: Daemon) -> Sample:
     pid = daemon.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    rss = sum(private_bytes(one) for one in (pid, *children))
+    rss = sum(private_bytes(one) for one in (pid, *children_of(pid)))
     threads = len(os.listdir(f"/proc/{pid}/task"))
     return Sample(time.monotonic(), rss, files_of(pid), threads)
+
+
+def children_of(pid: int) -> list[str]:
+    """The children of all threads: the index's process is started by a thread."""
+    return [
+        child
+        for task in os.listdir(f"/proc/{pid}/task")
+        for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    ]
 
 
 def files_of(pid: int) -> int:
@@ -94,6 +102,7 @@ def test_memory_and_descriptors_do_not_grow_under_load(tmp_path: Path) -> None:
         keep_s=KEEP_S, own_children=True,
     )  # fmt: skip
     try:
+        assert children_of(daemon.process.pid), "the index's process is not measured"
         loaded(daemon, SECONDS * WARM_UP)
         before = at_rest(daemon)
         samples = loaded(daemon, SECONDS)

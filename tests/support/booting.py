@@ -65,6 +65,8 @@ mount --bind "$disk" srv/disk
 mount --bind "$program" opt/kvtier
 mount --bind "$python" opt/python
 mount --bind "$site" opt/site
+# A mount in this system arrives in its services, as on a host.
+mount --make-rshared .
 if test -n "$library"; then cp "$library" usr/lib/; fi
 # Start only the journal of the units that this machine starts at boot.
 rm -rf etc/systemd/system/* etc/kvtier

@@ -57,8 +57,10 @@ def _hidden_by_sandbox(loaded: LoadedConfig) -> tuple[str, ...]:
     config = loaded.config
     if config.cold is None or not any(DROPINS.glob("kvtierd*.service")):
         return ()
-    lines = (line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
-             for line in file.read_text(errors="replace").splitlines())  # fmt: skip
+    lines = [line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
+             for line in file.read_text(errors="replace").splitlines()]  # fmt: skip
+    if "ProtectSystem=full" in lines:
+        return ()
     named = (line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths="))
     writable = [config.state, *(Path(one.lstrip("-+")) for paths in named for one in _words(paths))]
     return tuple(

@@ -122,9 +122,8 @@ def plan(
         cold = config.cold.directories if config and config.cold else ()
         directories += cold
         dropins = UNITS / f"{name}.d"
-        if outside := [shlex.quote(f"-{one}") for one in cold if not one.is_relative_to(state)]:
-            # A missing directory does not prevent a start: it is used when it exists.
-            files[dropins / "cold.conf"] = f"[Service]\nReadWritePaths={' '.join(outside)}\n"
+        if not all(one.is_relative_to(state) for one in cold):
+            files[dropins / "cold.conf"] = (folder / "cold.conf").read_text()
         if node is not None:
             text = f"[Service]\nNUMAPolicy=bind\nNUMAMask={node}\nCPUAffinity=numa\n"
             files[dropins / "numa.conf"] = text

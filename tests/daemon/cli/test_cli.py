@@ -233,6 +233,8 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     assert hidden() == []
     dropin.write_text(f'[Service]\nReadWritePaths="{tmp_path}\n')
     assert len(hidden()) == 2, "a line that systemd passes over"
+    dropin.write_text("[Service]\nProtectSystem=full\n")
+    assert hidden() == []
 
 
 def test_a_refusal_has_a_priority_only_in_the_journal(tmp_path):
