@@ -225,7 +225,7 @@ def test_a_daemon_runs_from_the_rendered_chart(served: Any, tmp_path: Path) -> N
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{ready['path']}") as answer:
             assert answer.status == 200
     except urllib.error.HTTPError as error:
-        assert b"its loop stood still" in error.read(), "on a busy machine"
+        assert b"its event loop stalled" in error.read(), "on a busy machine"
     assert not (tmp_path / "state" / "secrets" / "search").exists(), "the Secret's is used"
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o750
     alive = container["livenessProbe"]["exec"]["command"]
