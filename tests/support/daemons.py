@@ -150,10 +150,12 @@ def start_daemon(
     keep_s: int | None = 0,
     haste: Mapping[str, float] | None = None,
     own_children: bool = False,
+    forks: forked.Server | None = None,
 ) -> Daemon:
     """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete. A
     keeper process holds its memory for `keep_s` after its end, or for the default with None. `haste`: values
-    of the daemon's constants. `own_children`: its processes are its children."""
+    of the daemon's constants. `own_children`: its processes are its children. `forks`: starts it, in place of
+    the usual one or of an exec with `env`."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:
@@ -165,11 +167,11 @@ def start_daemon(
     log = folder / "daemon.log"
     with log.open("ab") as sink:
         process: subprocess.Popen[bytes] | forked.Process
-        if command is SERVE and env is None:
-            words = ["serve", "--config", str(path)]
-            process = server().start(
-                words, 1, sink.fileno(), haste=haste, own_children=own_children
-            )
+        if command is SERVE and (env is None or forks is not None):
+            process = (forks or server()).start(
+                ["serve", "--config", str(path)], 1, sink.fileno(), env or os.environ, haste,
+                own_children=own_children,
+            )  # fmt: skip
         else:
             command = hasty_command(haste) if haste else command
             process = subprocess.Popen([*command, "--config", str(path)], stderr=sink, env=env)

@@ -145,11 +145,11 @@ class Server:
             return int(self._socket.recv(64))
 
 
-def started() -> Server:
+def started(env: Mapping[str, str] | None = None) -> Server:
     """Start the process that forks; it ends with this one."""
     own_end, child_end = pair()
     with child_end:
-        process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
+        process = subprocess.Popen([sys.executable, __file__], stdin=child_end, env=env)
 
     def close() -> None:
         own_end.shutdown(socket.SHUT_RDWR)  # a fork of this process may also have it open
