@@ -13,7 +13,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, takewhile
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
@@ -22,7 +22,7 @@ from kvtier_daemon.planning import DiskLink, Planner
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.sim.disk import SimDisk
 from kvtier_daemon.sim.engine_cache import EngineCache
-from kvtier_daemon.sim.trace import TraceRequests
+from kvtier_daemon.sim.trace import ANNOUNCED, TraceRequests
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_daemon.tools.sizing import PrefillCost
 
@@ -183,7 +183,10 @@ class Simulation:
     # --- a request -----------------------------------------------------------------------------
 
     def _arrive(self, index: int, nodes: list[int]) -> None:
-        if (hint := self._requests.hints[index]) >= 0:
+        if (hint := self._requests.hints[index]) == ANNOUNCED:
+            self._read_ahead(-1 - index, self._cold(nodes))
+            return
+        if hint >= 0:
             self._policy.now(self.now)
             self._admission.hint(_keys(nodes), hint)
             self._hints.update(dict.fromkeys(nodes, hint))
@@ -199,11 +202,7 @@ class Simulation:
         one.own = one.ready = self._engine.prefix(nodes)
         while one.ready < len(nodes) and self._memory[nodes[one.ready]]:
             one.ready += 1
-        cold: list[int] = []
-        for node in nodes[one.ready :]:
-            if not self._memory[node] and node not in self._frames:
-                break
-            cold.append(node)
+        cold = self._cold(nodes[one.ready :])
         self.totals.looked_up_blocks += len(nodes)
         self._policy.now(self.now)
         there = [node for node in nodes if self._memory[node] or node in self._engine.away]
@@ -220,6 +219,11 @@ class Simulation:
             self._loading[index] = one
             return
         self._compute(one)
+
+    def _cold(self, nodes: list[int]) -> list[int]:
+        """The leading blocks of these that are in memory or on disk."""
+        there = (self._memory[node] or node in self._frames for node in nodes)
+        return [node for node, _ in zip(nodes, takewhile(bool, there), strict=False)]
 
     def _load(self, one: WaitingRequest, cold: list[int]) -> bool:
         """Ask the planner. Returns True if the request waits for the disk."""
@@ -255,17 +259,22 @@ class Simulation:
         limit = prefetch_limit(self._frame_bytes, len(self._reading))
         again = self._recomputed.note(_keys(cold))
         count = min(limit, self._recomputed.allowed(again))
-        away = [node for node in cold[:count] if not (self._memory[node] or node in self._reading)]
+        away = self._read_ahead(-1 - index, cold[:count])
+        self._recomputed.began(len(away))
+        self._prefetched.update(away)
+
+    def _read_ahead(self, prefetch: int, cold: list[int]) -> list[int]:
+        """Read these blocks without a request that waits; return those that are read."""
+        away = [node for node in cold if not (self._memory[node] or node in self._reading)]
         if not away:
-            return
-        prefetch = -1 - index
+            return []
         self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
-        if self._planner.knows(prefetch):
-            self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
-            self._recomputed.began(len(away))
-            self._prefetched.update(away)
-            self._reading.update(away)
-            self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
+        if not self._planner.knows(prefetch):
+            return []
+        self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
+        self._reading.update(away)
+        self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
+        return away
 
     def _take_completed(self) -> None:
         """Add blocks that were read to memory, and hold them for the requests that wait for them."""
