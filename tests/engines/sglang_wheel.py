@@ -208,10 +208,11 @@ class Request:
 
         self.rid, self.extra_key, self.kv = rid, key.get("extra_key"), None
         self.key = RadixKey(array("q", tokens), **key)
-        self.swa_branching_seqlen = self.discard_output_reason = None
+        self.swa_branching_seqlen = self.discard_output_reason = self.session = None
         self.skip_radix_cache_insert = False
         self.last_node: Any = None
-        self.prefix_len = self.loaded = 0
+        self.indices: Any = None  # of its prefix on the device
+        self.prefix_len = self.in_tree = 0
 
 
 class Tree:
@@ -272,6 +273,8 @@ class Tree:
 
         found = self.cache.match_prefix(MatchPrefixParams(key=request.key, req=request))
         request.last_node, request.prefix_len = found.last_device_node, found.device_prefix_len
+        request.indices = self.cache.prefix_device_indices(request)
+        request.in_tree = request.prefix_len
         self._found = found
         return int(found.host_hit_length) // PAGE
 
@@ -279,12 +282,11 @@ class Tree:
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
         found = self._found
-        self.cache.inc_lock_ref(request.last_node)
         loaded, _ = self.cache.init_load_back(
             InitLoadBackParams(found.best_match_node, found.host_hit_length, None, request)
         )
-        request.prefix_len += (loaded := int(loaded))
-        request.loaded = loaded // PAGE
+        request.prefix_len += int(loaded)
+        request.indices = self.cache.prefix_device_indices(request)
 
     def forward(self, *requests: Request) -> list[Request]:
         """Start the loads, and wait for each layer as attention does. Returns the requests to abort."""
@@ -297,22 +299,22 @@ class Tree:
 
     def pages_of(self, request: Request) -> list[int]:
         """The pages on the device that hold the prefix of a request."""
-        indices = self.cache.prefix_device_indices(request)
-        return [int(one) // PAGE for one in indices[::PAGE]]
+        return [int(one) // PAGE for one in request.indices[::PAGE]]
 
     def finish(self, request: Request) -> None:
         """Compute what is left of a request, and insert all of it."""
         import torch
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 
-        names, have = self.names(request), self.prefix_indices(request)
-        fresh = self.allocator.alloc(len(names) * PAGE - len(have))
+        names, have = self.names(request), request.indices
+        left = len(names) * PAGE - len(have)
+        if self.allocator.available_size() < left:
+            self.cache.evict(EvictParams(num_tokens=left))
+        fresh = self.allocator.alloc(left)
         for name, number in zip(names[len(have) // PAGE :], fresh[::PAGE], strict=True):
             self.compute(name, int(number) // PAGE)
-        self.cache.insert(InsertParams(key=request.key, value=torch.cat([have, fresh])))
-
-    def prefix_indices(self, request: Request) -> Any:
-        return self.cache.prefix_device_indices(request)
+        value = torch.cat([have, fresh])
+        self.cache.insert(InsertParams(key=request.key, value=value, prev_prefix_len=request.in_tree))
 
     def names(self, request: Request) -> list[str]:
         from sglang.srt.mem_cache.utils import get_storage_hash_str
