@@ -9,9 +9,10 @@ again by their user.
 
 What a client tells is what it knows. After a step that calls a tool: whether the next step is expected soon
 (a hint of 0.9), later (0.5, as without a hint) or when a person has answered (0.1). After the last step: that
-the loop has ended (0). Hints are about the blocks of the loop, not about those of the system prompt, which others
-use. The client is wrong where a loop is cancelled while its tool runs, or is taken up again after its end. When a tool or a
-person has answered, it announces the next step, some seconds before the request (`prefetch`).
+the loop has ended (0). Hints are about the blocks of the loop, not about those of the system prompt, which
+others use. The client is wrong where a loop is cancelled while its tool runs, or is taken up again after its
+end. When a tool or a person has answered, it announces the next step, some seconds before the request
+(`prefetch`).
 
 A miss is a block that was requested before, and now is not in memory or comes after such a one. Blocks of new
 tokens do not count: no cache has them. Each row also has the share that is saved if they count as misses.

@@ -25,7 +25,13 @@ from kvtier.loading import Lease, Reader
 from kvtier.saving import Saving
 from kvtier.space import Space
 from kvtier.wire import (
-    DIGEST_BYTES, GRANTED, IN_PROGRESS, LIMIT_RESERVED, OUTCOMES, PRESENT, SLOT_BYTES,
+    DIGEST_BYTES,
+    GRANTED,
+    IN_PROGRESS,
+    LIMIT_RESERVED,
+    OUTCOMES,
+    PRESENT,
+    SLOT_BYTES,
 )  # fmt: skip
 from kvtier_kernels import Pieces
 from kvtier_plugins.keeper import TIMEOUT_S, SpaceKeeper

@@ -62,7 +62,7 @@ class DeviceCopies:
 
     @classmethod
     def of(cls, device: Any) -> DeviceCopies | None:
-        """The copies on the device of these tensors; None if that is the host's memory. Raises Unsupported."""
+        """The copies on this device; None if that is the host's memory. Raises Unsupported."""
         if device.type == "cpu":
             return None
         if device.type != "cuda":

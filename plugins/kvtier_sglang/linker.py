@@ -1,8 +1,9 @@
 """The linker that SGLang creates by its name: its UnifiedCacheLinker, over a PageStore.
 
-The scheduler's thread calls it. A lookup holds the pages that it reports until they are loaded, because SGLang
-aborts the requests of a load that fails. One thread loads pages, and one saves them. What a call returns to
-SGLang depends on its arguments alone, except for lookups and results, which SGLang reduces over the ranks.
+The scheduler's thread calls it. A lookup holds the pages that it reports until they are loaded, because
+SGLang aborts the requests of a load that fails. One thread loads pages, and one saves them. What a call
+returns to SGLang depends on its arguments alone, except for lookups and results, which SGLang reduces over
+the ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MOST_HELD = 256  # requests
 MOST_NAMES = 1 << 16  # of which the page before is known
 
 
-class Load(NamedTuple):
+class QueuedLoad(NamedTuple):
     """Pages to load: those that the lookup holds, if it was for them, their keys, and the places by pool."""
 
     held: HeldPages | None
@@ -74,8 +75,8 @@ class EntryPool:
         return self._entry.get_hybrid_pool_buffer()  # type: ignore[no-any-return]
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        found = self._entry.get_page_buffer_meta(torch.tensor(list(indices)))
-        return found  # type: ignore[no-any-return]
+        tensor = torch.tensor(list(indices))
+        return self._entry.get_page_buffer_meta(tensor)  # type: ignore[no-any-return]
 
 
 def pool_group(kvcache: Any, params: Any, components: set[ComponentType]) -> DevicePoolGroup:
@@ -91,9 +92,14 @@ def pool_group(kvcache: Any, params: Any, components: set[ComponentType]) -> Dev
         )
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
         raise Unsupported("draft models with a cache of their own are not supported yet")
+    mapping: dict[int, int | tuple[int, int]]
     if kind is MLATokenToKVPool:
         buffers, mapping = list(kvcache.kv_buffer), {at: at for at in layers}
-    elif kind is MHATokenToKVPool and kvcache.kv_cache_layout == "nhd" and kvcache.k_scale_buffer is None:
+    elif (
+        kind is MHATokenToKVPool
+        and kvcache.kv_cache_layout == "nhd"
+        and kvcache.k_scale_buffer is None
+    ):
         buffers = [*kvcache.k_buffer, *kvcache.v_buffer]
         mapping = {at: (at, len(layers) + at) for at in layers}
     else:
@@ -141,8 +147,8 @@ class KvtierLinker(UnifiedCacheLinker):
         self._writes = True
         self._held: OrderedDict[str, tuple[float, HeldPages]] = OrderedDict()
         self._before: dict[str, str] = {}  # the page before each
-        self._queued: dict[str, list[Load]] = {}
-        self._loads: Queue[tuple[int, list[Load], list[Any]] | None] = Queue()
+        self._queued: dict[str, list[QueuedLoad]] = {}
+        self._loads: Queue[tuple[int, list[QueuedLoad], list[Any]] | None] = Queue()
         self._offloads: Queue[tuple[list[Any], list[Any]] | None] = Queue()
         self._results: Queue[bool] = Queue()
         self._closed = False
@@ -160,7 +166,9 @@ class KvtierLinker(UnifiedCacheLinker):
     def _find(self) -> tuple[Mapping[str, ServedPool], RankPlace]:
         self._group = group = pool_group(self._kvcache, self._params, self._components)
         self.pools = group.entry_map
-        pools = {name: EntryPool(self.pools[PoolName(name)]) for name in GROUPS if name in self.pools}
+        pools = {
+            name: EntryPool(self.pools[PoolName(name)]) for name in GROUPS if name in self.pools
+        }
         place = rank_place(self._params, group.rank_replicated)
         self._writes = place.writes
         self._device = group.entries[0].get_hybrid_pool_buffer()[0].device
@@ -217,7 +225,7 @@ class KvtierLinker(UnifiedCacheLinker):
             held.release()
             held = None
         places = {str(one.name): one.host_indices for one in wanted}
-        self._queued.setdefault(rid, []).append(Load(held, keys, places))
+        self._queued.setdefault(rid, []).append(QueuedLoad(held, keys, places))
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -256,7 +264,7 @@ class KvtierLinker(UnifiedCacheLinker):
                 _release(loads)
                 self._loads.task_done()
 
-    def _is_loaded(self, load: Load) -> bool:
+    def _is_loaded(self, load: QueuedLoad) -> bool:
         """Copy the pages that the lookup held, or those that are found again."""
         store = self._served.opened
         if store is None:
@@ -346,7 +354,7 @@ class KvtierLinker(UnifiedCacheLinker):
             self._copies.close()
 
 
-def _release(loads: list[Load]) -> None:
+def _release(loads: list[QueuedLoad]) -> None:
     for one in loads:
         if one.held is not None:
             one.held.release()

@@ -29,7 +29,7 @@ class _Indices(list[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class PagePlaces:
     """Where the pages of a pool are: of each piece of a page the memory that contains it, as its address, its
     size and its bytes, the address of the first page's piece, the distance between pages, and its size."""
 
@@ -90,7 +90,7 @@ def find_pages(pool: Any) -> PoolPages:
     return PoolPages(pieces, size, layers, dtype, digest)
 
 
-def described(pool: Any, places: Places) -> tuple[int, int, str, str]:
+def described(pool: Any, places: PagePlaces) -> tuple[int, int, str, str]:
     """The tokens of a page, the layers, the type of the values, and the digest of the order of their
     bytes."""
     size = int(getattr(pool, "page_size", 1))
@@ -104,7 +104,7 @@ def described(pool: Any, places: Places) -> tuple[int, int, str, str]:
     )
 
 
-def find_places(pool: Any) -> Places:
+def find_places(pool: Any) -> PagePlaces:
     """Find the pieces of the pages from the addresses that the pool reports for its first, second and last
     page. Raises Unsupported if its pages have no addresses, or no constant distance."""
     size, name = int(getattr(pool, "page_size", 1)), type(pool).__name__
@@ -136,7 +136,7 @@ def find_places(pool: Any) -> Places:
         if memory is None:
             raise Unsupported(f"{name}: a page is not in the memory of the pool")
         found.append(memory)
-    return Places(found, first, strides, sizes)
+    return PagePlaces(found, first, strides, sizes)
 
 
 def _addresses(pool: Any, index: int, size: int) -> tuple[list[int], list[int]]:

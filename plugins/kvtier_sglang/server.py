@@ -50,7 +50,9 @@ class ServedPages:
         self._facts: ModelFacts | None = None
 
     def open(
-        self, find: Callable[[], tuple[Mapping[str, ServedPool], RankPlace]], options: StorageOptions
+        self,
+        find: Callable[[], tuple[Mapping[str, ServedPool], RankPlace]],
+        options: StorageOptions,
     ) -> None:
         """Describe the pools that `find` returns, and connect."""
         try:

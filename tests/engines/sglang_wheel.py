@@ -237,7 +237,8 @@ class Tree:
         )  # fmt: skip
         self.cache = UnifiedRadixCache(params)
         self.linker = create_unified_cache_linker(
-            None, params, backend="dynamic", config=linker_config(given), components=set(self.cache.components)
+            None, params, backend="dynamic", config=linker_config(given),
+            components=set(self.cache.components),
         )  # fmt: skip
         self.cache.init_cache_linker(self.linker)
         self.pool.register_layer_transfer_counter(self.cache.linker.layer_done_counter)
@@ -314,7 +315,9 @@ class Tree:
         for name, number in zip(names[len(have) // PAGE :], fresh[::PAGE], strict=True):
             self.compute(name, int(number) // PAGE)
         value = torch.cat([have, fresh])
-        self.cache.insert(InsertParams(key=request.key, value=value, prev_prefix_len=request.in_tree))
+        self.cache.insert(
+            InsertParams(key=request.key, value=value, prev_prefix_len=request.in_tree)
+        )
 
     def names(self, request: Request) -> list[str]:
         from sglang.srt.mem_cache.utils import get_storage_hash_str

@@ -151,7 +151,12 @@ def test_other_salts_adapters_and_weights_share_nothing(
     tree = trees(shared_daemon.socket)
     assert save(tree, prompt(5), cache_salt="a", extra_key="lora") == [True]
     other = trees(shared_daemon.socket)
-    for key in ({}, {"cache_salt": "a"}, {"cache_salt": "b", "extra_key": "lora"}, {"extra_key": "lora"}):
+    for key in (
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b", "extra_key": "lora"},
+        {"extra_key": "lora"},
+    ):
         assert other.match(wheel.Request(str(key), prompt(5), **key)) == 0, key
     same = wheel.Request("same", prompt(5), cache_salt="a", extra_key="lora")
     assert loaded(other, same) == PAGES
@@ -244,7 +249,10 @@ def test_a_cancelled_request_loads_nothing_and_holds_nothing(
     gone, stays = wheel.Request("gone", prompt(11)), wheel.Request("stays", prompt(11))
     assert other.match(gone) == PAGES
     other.queue_load(gone)
-    pages = [int(one) // wheel.PAGE for one in other.cache.linker.private_load_indices["gone"][:: wheel.PAGE]]
+    pages = [
+        int(one) // wheel.PAGE
+        for one in other.cache.linker.private_load_indices["gone"][:: wheel.PAGE]
+    ]
     before = [other.content(page) for page in pages]
     other.cache.release_aborted_request(CacheRequestHandle("gone", 0))
     assert not other.linker._queued and "gone" not in other.linker._held
@@ -325,7 +333,9 @@ def test_ranks_load_the_same_pages_or_none(
     fails, request = False, [wheel.Request("t", prompt(12)) for _ in ranks]
     assert both(lambda at, tree: tree.match(request[at])) == [PAGES, PAGES]
     assert both(load) == [[], []]
-    assert [len(tree.pages_of(one)) for tree, one in zip(ranks, request, strict=True)] == [PAGES] * 2
+    assert [len(tree.pages_of(one)) for tree, one in zip(ranks, request, strict=True)] == [
+        PAGES
+    ] * 2
 
 
 def test_what_cannot_be_kept_is_declined_and_the_server_goes_on(

@@ -1,5 +1,5 @@
-"""The pages of a server's own pools on a CUDA device, saved and loaded without its memory on the host between,
-with a CUDA driver without a device."""
+"""The pages of a server's own pools on a CUDA device, saved and loaded directly, with a CUDA driver without a
+device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def store_of(
     def make(socket: str, pools: Pools, verify: bool = False) -> PageStore:
         copies = DeviceCopies(fake_cuda.driver())
         for pool in pools.values():
-            fake_cuda.device(pool.kv_buffer.array if isinstance(pool, HostPool) else pool.rows.array)
+            fake_cuda.device(
+                pool.kv_buffer.array if isinstance(pool, HostPool) else pool.rows.array
+            )
         pages = {name: copies.pages(pool) for name, pool in pools.items()}
         spec = describe(FACTS, pages, RankPlace(0, 1, "stage 0 of 1", 1, True), weights="rev:1")
         options = LinkerOptions(socket=socket, verify=verify)

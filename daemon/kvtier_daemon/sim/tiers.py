@@ -184,7 +184,7 @@ class Simulation:
 
     def _arrive(self, index: int, nodes: list[int]) -> None:
         if (hint := self._requests.hints[index]) == ANNOUNCED:
-            self._read_ahead(-1 - index, self._cold(nodes))
+            self._prefetch(index, leading(self._memory, self._frames, nodes), announced=True)
             return
         if hint >= 0:
             self._policy.now(self.now)
@@ -202,7 +202,7 @@ class Simulation:
         one.own = one.ready = self._engine.prefix(nodes)
         while one.ready < len(nodes) and self._memory[nodes[one.ready]]:
             one.ready += 1
-        cold = self._cold(nodes[one.ready :])
+        cold = leading(self._memory, self._frames, nodes[one.ready :])
         self.totals.looked_up_blocks += len(nodes)
         self._policy.now(self.now)
         there = [node for node in nodes if self._memory[node] or node in self._engine.away]
@@ -219,11 +219,6 @@ class Simulation:
             self._loading[index] = one
             return
         self._compute(one)
-
-    def _cold(self, nodes: list[int]) -> list[int]:
-        """The leading blocks of these that are in memory or on disk."""
-        there = (self._memory[node] or node in self._frames for node in nodes)
-        return [node for node, _ in zip(nodes, takewhile(bool, there), strict=False)]
 
     def _load(self, one: WaitingRequest, cold: list[int]) -> bool:
         """Ask the planner. Returns True if the request waits for the disk."""
@@ -254,27 +249,25 @@ class Simulation:
         self.totals.moved["nvme_read"] += len(fresh) * self._frame_bytes
         return True
 
-    def _prefetch(self, index: int, cold: list[int]) -> None:
-        """Prefetch blocks that were requested before and not loaded; no request waits for them."""
-        limit = prefetch_limit(self._frame_bytes, len(self._reading))
-        again = self._recomputed.note(_keys(cold))
-        count = min(limit, self._recomputed.allowed(again))
-        away = self._read_ahead(-1 - index, cold[:count])
-        self._recomputed.began(len(away))
-        self._prefetched.update(away)
-
-    def _read_ahead(self, prefetch: int, cold: list[int]) -> list[int]:
-        """Read these blocks without a request that waits; return those that are read."""
+    def _prefetch(self, index: int, cold: list[int], announced: bool = False) -> None:
+        """Read blocks for which no request waits: those that were requested before and not loaded, or that a
+        client announced."""
+        if not announced:
+            limit = prefetch_limit(self._frame_bytes, len(self._reading))
+            again = self._recomputed.note(_keys(cold))
+            cold = cold[: min(limit, self._recomputed.allowed(again))]
         away = [node for node in cold if not (self._memory[node] or node in self._reading)]
         if not away:
-            return []
+            return
+        prefetch = -1 - index
         self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
-        if not self._planner.knows(prefetch):
-            return []
-        self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
-        self._reading.update(away)
-        self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
-        return away
+        if self._planner.knows(prefetch):
+            self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
+            if not announced:
+                self._recomputed.began(len(away))
+                self._prefetched.update(away)
+            self._reading.update(away)
+            self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
 
     def _take_completed(self) -> None:
         """Add blocks that were read to memory, and hold them for the requests that wait for them."""
@@ -526,6 +519,12 @@ class Simulation:
             self._budget.spend(self._frame_bytes)
             self._segments[-1].append(node)
             self._frames[node] = self._segment_number
+
+
+def leading(memory: bytearray, frames: dict[int, int], nodes: list[int]) -> list[int]:
+    """Return the leading blocks of these that are in memory or on disk."""
+    there = (memory[node] or node in frames for node in nodes)
+    return [node for node, _ in zip(nodes, takewhile(bool, there), strict=False)]
 
 
 def tell_hints(policy: Policy, hints: dict[int, float], nodes: list[int]) -> None:
