@@ -136,6 +136,7 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 	$(BIN)/python benchmarks/bench_control.py
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py
+	$(BIN)/python benchmarks/bench_hints.py
 	$(BIN)/python benchmarks/bench_operator.py
 	$(BIN)/python benchmarks/bench_sglang.py
 
