@@ -338,6 +338,24 @@ def test_ranks_load_the_same_pages_or_none(
     ] * 2
 
 
+def test_of_ranks_with_equal_pages_one_saves_them_and_all_load_them(
+    shared_daemon: Daemon, trees: Callable[..., wheel.Tree], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier_sglang import linker
+    from kvtier_sglang.identity import RankPlace
+
+    def rank(writes: bool) -> wheel.Tree:
+        place = RankPlace(0, 1, "stage 0 of 1", 2, writes)
+        monkeypatch.setattr(linker, "rank_place", lambda params, replicated: place)
+        return trees(shared_daemon.socket, "mla")
+
+    reader, other = rank(False), rank(False)
+    assert save(reader, prompt(15)) == [True]  # SGLang takes the least of all ranks
+    assert other.match(wheel.Request("r", prompt(15))) == 0
+    assert save(rank(True), prompt(15)) == [True]
+    assert loaded(other, wheel.Request("s", prompt(15))) == PAGES
+
+
 def test_what_cannot_be_kept_is_declined_and_the_server_goes_on(
     shared_daemon: Daemon, trees: Callable[..., wheel.Tree], caplog: pytest.LogCaptureFixture
 ) -> None:

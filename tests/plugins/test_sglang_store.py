@@ -279,8 +279,9 @@ def test_a_daemon_that_ends_or_hangs_costs_one_deadline_and_is_used_again(
     assert pool.read([2, 3]) == content
 
 
+@pytest.mark.parametrize("held", [False, True])
 def test_a_load_waits_for_pages_on_disk(
-    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path
+    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path, held: bool
 ) -> None:
     (tmp_path / "disk").mkdir()
     cold = f'[cold]\ndirectories = ["{tmp_path / "disk"}"]\nsize = "96MiB"\nsegment = "1MiB"\n'
@@ -298,7 +299,10 @@ def test_a_load_waits_for_pages_on_disk(
     daemon.wait_for_disks()
     until(lambda: store.keeper.space is not None)
     until(lambda: space.kept() == (0, 4))
-    assert store.load(KV, keys, indices_of([8, 9, 10, 11])) == [True] * 4
+    if held:
+        assert store.load_held(store.hold(keys), {KV: indices_of([8, 9, 10, 11])}, 4)
+    else:
+        assert store.load(KV, keys, indices_of([8, 9, 10, 11])) == [True] * 4
     assert pool.read([8, 9, 10, 11]) == content
 
 
