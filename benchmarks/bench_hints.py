@@ -60,7 +60,7 @@ DISK = 4  # times the memory
 TOKEN_BYTES = 128 << 10
 PREFILL = PrefillCost(1e-4)
 SEEDS = (1, 2, 3)
-DAEMON_POINT, DAEMON_BLOCK = 5, 32768
+DAEMON_POINT, DAEMON_BLOCK = 20, 32768
 LATE_SHARE = 0.5  # of the time between an announcement and its request, that a call may be late
 
 
@@ -284,7 +284,10 @@ def confirmed(requests: int, seed: int, speed: float) -> tuple[list[Row], list[d
         {"late_s": one.late_s, "disturbed": one.late_s > LATE_SHARE * AHEAD_S / speed}
         for one in (without, with_it)
     ]
-    return [saved_row(title, [run])], probes
+    row, same = saved_row(title, [run]), traces_of(events)
+    first, second = (with_disk(same[told], blocks)[0] - new for told in (False, True))
+    row.more["simulated"] = 1 - second / first
+    return [row], probes
 
 
 def main() -> int:
@@ -293,7 +296,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--no-daemon", action="store_true")
     parser.add_argument("--daemon-requests", type=int, default=600)
-    parser.add_argument("--speed", type=float, default=10.0, help="of the requests to the daemon")
+    parser.add_argument("--speed", type=float, default=5.0, help="of the requests to the daemon")
     parser.add_argument("--out")
     options = parser.parse_args()
     rows, probes = simulated(options.requests, SEEDS[: options.seeds]), []
