@@ -211,15 +211,15 @@ class PageStore:
             self._failed("load", error)
         return [True] * good + [False] * (len(keys) - good)
 
-    def hold(self, keys: Sequence[str]) -> HeldPages:
-        """Hold the leading pages that are in memory, in all pools and by all ranks, for LEASE_MS. First waits
-        for pages from disk, at most for the patience."""
+    def hold(self, keys: Sequence[str], waits: bool = True) -> HeldPages:
+        """Hold the leading pages that are in memory, in all pools and by all ranks, for LEASE_MS. If it
+        `waits`, then first for pages from disk, at most for the patience."""
         space = self.keeper.space
         held = HeldPages(keys, space, time.monotonic() + LEASE_MS / 1000)
         try:
             while space is not None and held.ready < len(keys):
                 piece = keys[held.ready : held.ready + space.most_keys()]
-                lease = self._lease(space, self._keys(space, piece))
+                lease = self._lease(space, self._keys(space, piece), waits)
                 held.leases.append(lease)
                 held.ready += lease.ready
                 held.coming = lease.coming
@@ -332,11 +332,11 @@ class PageStore:
         self.loads.append(Moved(good, good * pages.block_bytes, time.monotonic() - began))
         return good
 
-    def _lease(self, space: Space, keys: Keys) -> Lease:
-        """Lease the leading pages in memory. Waits for those that are coming from disk, at most for the
-        patience."""
+    def _lease(self, space: Space, keys: Keys, waits: bool = True) -> Lease:
+        """Lease the leading pages in memory. If it `waits`, then for those that are coming from disk, at most
+        for the patience."""
         last = space.lease(keys, LEASE_MS, [self._cache.shard])
-        if not last.coming:
+        if not (last.coming and waits):
             return last
         client, number = self.keeper.client, next(self._requests)
         if client is None:

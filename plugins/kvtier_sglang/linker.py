@@ -39,7 +39,9 @@ from kvtier_sglang.options import read_linker_options
 from kvtier_sglang.pages import SHAPE, ServedPool, find_pages
 from kvtier_sglang.server import ServedPages, log
 
+BUSY_SHARE = 4  # after a wait for the disk, the scheduler does not wait for so many times as long
 ASK_AGAIN_S = 0.2  # SGLang repeats the lookup of a waiting request before each batch
+LEAST_WAIT_S = 0.005
 LEAST_LEASE_S = 2.0  # that is left of pages that a load copies
 MOST_HELD = 256  # requests
 MOST_NAMES = 1 << 16  # of which the page before is known
@@ -146,6 +148,7 @@ class KvtierLinker(UnifiedCacheLinker):
         self._device: Any = None
         self._writes = True
         self._held: OrderedDict[str, tuple[float, HeldPages]] = OrderedDict()
+        self._may_wait_at = 0.0
         self._before: dict[str, str] = {}  # the page before each
         self._queued: dict[str, list[QueuedLoad]] = {}
         self._loads: Queue[tuple[int, list[QueuedLoad], list[Any]] | None] = Queue()
@@ -190,7 +193,10 @@ class KvtierLinker(UnifiedCacheLinker):
         self._note_order(keys)
         asked_s, held = self._held.pop(rid, (0.0, None))
         if held is None or held.keys != keys or held.coming or now > asked_s + ASK_AGAIN_S:
-            before, held, asked_s = held, store.hold(keys), now
+            before, held, asked_s = held, store.hold(keys, now >= self._may_wait_at), now
+            took_s = time.monotonic() - now
+            if took_s >= LEAST_WAIT_S:
+                self._may_wait_at = now + took_s * (1 + BUSY_SHARE)
             if before is not None:
                 before.release()  # only now: the pages stay in memory
         self._held[rid] = asked_s, held

@@ -316,7 +316,7 @@ def test_ranks_load_the_same_pages_or_none(
     meeting.append(dist.HashStore())
     both(join)
     store = ranks[1].linker._served.opened
-    real, store.hold = store.hold, lambda keys: real(keys[:3])  # it finds less
+    real, store.hold = store.hold, lambda keys, waits: real(keys[:3], waits)  # it finds less
     request = [wheel.Request("s", prompt(12)) for _ in ranks]
     assert both(lambda at, tree: tree.match(request[at])) == [3, 3]
     store.hold = real
@@ -336,6 +336,30 @@ def test_ranks_load_the_same_pages_or_none(
     assert [len(tree.pages_of(one)) for tree, one in zip(ranks, request, strict=True)] == [
         PAGES
     ] * 2
+
+
+def test_the_scheduler_waits_for_the_disk_for_at_most_a_fifth_of_its_time(
+    shared_daemon: Daemon, trees: Callable[..., wheel.Tree], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many requests whose pages are on a slow disk."""
+    from kvtier_plugins.page_store import HeldPages
+
+    tree, waited = trees(shared_daemon.socket), []
+    store = tree.linker._served.opened
+
+    def hold(keys: list[str], waits: bool) -> HeldPages:
+        began = time.monotonic()
+        if waits:
+            time.sleep(0.05)
+            waited.append(time.monotonic() - began)
+        return HeldPages(keys, None, began + 10, coming=1)
+
+    monkeypatch.setattr(store, "hold", hold)
+    request, began = wheel.Request("r", prompt(16)), time.monotonic()
+    while time.monotonic() < began + 1:
+        assert tree.match(request) == 0
+    last = waited[-1]  # may have begun at the end
+    assert len(waited) >= 2 and sum(waited) - last <= 0.2 * (time.monotonic() - began)
 
 
 def test_of_ranks_with_equal_pages_one_saves_them_and_all_load_them(
