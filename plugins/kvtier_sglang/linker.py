@@ -47,7 +47,7 @@ MOST_HELD = 256  # requests
 MOST_NAMES = 1 << 16  # of which the page before is known
 
 
-class QueuedLoad(NamedTuple):
+class LinkerLoad(NamedTuple):
     """Pages to load: those that the lookup holds, if it was for them, their keys, and the places by pool."""
 
     held: HeldPages | None
@@ -150,8 +150,8 @@ class KvtierLinker(UnifiedCacheLinker):
         self._held: OrderedDict[str, tuple[float, HeldPages]] = OrderedDict()
         self._may_wait_at = 0.0
         self._before: dict[str, str] = {}  # the page before each
-        self._queued: dict[str, list[QueuedLoad]] = {}
-        self._loads: Queue[tuple[int, list[QueuedLoad], list[Any]] | None] = Queue()
+        self._queued: dict[str, list[LinkerLoad]] = {}
+        self._loads: Queue[tuple[int, list[LinkerLoad], list[Any]] | None] = Queue()
         self._offloads: Queue[tuple[list[Any], list[Any]] | None] = Queue()
         self._results: Queue[bool] = Queue()
         self._closed = False
@@ -231,7 +231,7 @@ class KvtierLinker(UnifiedCacheLinker):
             held.release()
             held = None
         places = {str(one.name): one.host_indices for one in wanted}
-        self._queued.setdefault(rid, []).append(QueuedLoad(held, keys, places))
+        self._queued.setdefault(rid, []).append(LinkerLoad(held, keys, places))
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -270,7 +270,7 @@ class KvtierLinker(UnifiedCacheLinker):
                 _release(loads)
                 self._loads.task_done()
 
-    def _is_loaded(self, load: QueuedLoad) -> bool:
+    def _is_loaded(self, load: LinkerLoad) -> bool:
         """Copy the pages that the lookup held, or those that are found again."""
         store = self._served.opened
         if store is None:
@@ -360,7 +360,7 @@ class KvtierLinker(UnifiedCacheLinker):
             self._copies.close()
 
 
-def _release(loads: list[QueuedLoad]) -> None:
+def _release(loads: list[LinkerLoad]) -> None:
     for one in loads:
         if one.held is not None:
             one.held.release()
