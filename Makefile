@@ -93,8 +93,8 @@ $(SGLANG): $(VLLM)
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 orjson gguf ipython traitlets
 	touch $@
 
-test-sglang: $(ENGINES)/.ready $(SGLANG)  ## the SGLang plugin with SGLang's own factory, host pools and controller
-	$(ENGINES)/bin/python -m pytest tests/engines/test_sglang_wheel.py
+test-sglang: $(ENGINES)/.ready $(SGLANG)  ## the SGLang plugin with SGLang's own factories, pools, controller and radix cache
+	$(ENGINES)/bin/python -m pytest tests/engines/test_sglang_wheel.py tests/engines/test_sglang_linker.py
 
 # 17 MB; none of LMCache's own dependencies is needed here.
 LMCACHE := $(ENGINES)/.lmcache-0.5.6
@@ -137,6 +137,7 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 	$(BIN)/python benchmarks/bench_control.py
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py
+	$(BIN)/python benchmarks/bench_hints.py
 	$(BIN)/python benchmarks/bench_operator.py
 	$(BIN)/python benchmarks/bench_sglang.py
 
