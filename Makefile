@@ -52,8 +52,9 @@ $(VENV)/.collected: $(VENV)/.ready $(wildcard tests/test_*.py tests/*/test_*.py 
 	@printf '%s\n' $(filter %.py,$?) | xargs -r -n 64 -P $$(nproc) $(BIN)/python -m pytest --collect-only > /dev/null || true
 	@touch $@
 
-# Tests wait more often than they compute: twice as many processes as there are processors.
-WORKERS ?= $(shell expr 2 '*' $$(nproc))
+# Tests wait more often than they compute: with twice as many processes as processors, a quarter of the time of two
+# processors was idle.
+WORKERS ?= $(shell expr 3 '*' $$(nproc))
 test: venv $(VENV)/.collected  ## the tests, with few rounds of the long ones
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS)
 
@@ -92,8 +93,8 @@ $(SGLANG): $(VLLM)
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 orjson gguf ipython traitlets
 	touch $@
 
-test-sglang: $(ENGINES)/.ready $(SGLANG)  ## the SGLang plugin with SGLang's own factory, host pools and controller
-	$(ENGINES)/bin/python -m pytest tests/engines/test_sglang_wheel.py
+test-sglang: $(ENGINES)/.ready $(SGLANG)  ## the SGLang plugin with SGLang's own factories, pools, controller and radix cache
+	$(ENGINES)/bin/python -m pytest tests/engines/test_sglang_wheel.py tests/engines/test_sglang_linker.py
 
 # 17 MB; none of LMCache's own dependencies is needed here.
 LMCACHE := $(ENGINES)/.lmcache-0.5.6
@@ -136,6 +137,7 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 	$(BIN)/python benchmarks/bench_control.py
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py
+	$(BIN)/python benchmarks/bench_hints.py
 	$(BIN)/python benchmarks/bench_operator.py
 	$(BIN)/python benchmarks/bench_sglang.py
 

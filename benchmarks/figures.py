@@ -50,6 +50,7 @@ SOURCES = {
     "remote": "python benchmarks/bench_remote.py",
     "encryption": "python benchmarks/bench_cold.py --only encryption",
     "attention": "python benchmarks/bench_attention.py",
+    "hints": "python benchmarks/bench_hints.py",
     "offload": "make bench-offload",
     "transformers": "make bench-transformers",
     "compressed": "python benchmarks/bench_compressed.py --model PATH --trace FILE",

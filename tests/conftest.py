@@ -16,20 +16,27 @@ import pytest
 from hypothesis import settings
 
 from kvtier_daemon.tiers.cold import index_process
-from support.daemons import Daemon, start_daemon, start_index
+from kvtier_daemon.tiers.remote import driver
+from support.daemons import Daemon, start_daemon, start_forked
 from support.effort import effort
 from support.fake_cuda import FakeCuda, build, toolkit
+
+# The tests and their modules stay: a garbage collection while they are collected finds nothing.
+if "PYTEST_XDIST_WORKER" in os.environ:  # the first process collects none
+    gc.disable()
 
 # Those of the developer's own daemon; they would override what a test configures.
 for _name in ("KVTIER_SOCKET", "KVTIER_STATE"):
     os.environ.pop(_name, None)
 
 # Files that take long, the longest first. The processes begin with these and share the tests of each file,
-# except for WHOLE, whose module fixtures take most of the time. One process runs all tests of any other file.
+# except for WHOLE, whose module fixtures are costly. One process runs all tests of any other file.
 WHOLE = (
     "tests/kernels/test_cuda_lanes.py",
     "tests/kernels/test_fuzz_codecs.py",
     "tests/faults/test_daemon_crash.py",
+    "tests/e2e/test_archive.py",
+    "tests/daemon/tiers/test_remote_tier.py",
 )
 LONGEST = (
     *WHOLE,
@@ -47,6 +54,10 @@ LONGEST = (
     "tests/faults/test_cap.py",
     "tests/faults/test_cold_crash.py",
     "tests/e2e/test_installed.py",
+    "tests/e2e/test_warm_up.py",
+    "tests/daemon/tiers/test_tier_cold.py",
+    "tests/gpu/test_gpu_run.py",
+    "tests/test_pages.py",
     "tests/test_bench_codec.py",
     "tests/daemon/catalog/test_policies.py",
     "tests/kernels/test_codecs.py",
@@ -59,7 +70,7 @@ LONGEST = (
 # The implementations of a codec. One process runs a test for all of them: it has the results of the model.
 LEVEL = re.compile(r"\b(scalar|avx\w+|neon|cuda)\b")
 
-index_process.start_child = start_index  # type: ignore[assignment]
+index_process.start_child = driver.start_child = start_forked  # type: ignore[assignment]
 
 # No deadline for an example: the machine may be busy.
 settings.register_profile("tests", deadline=None, max_examples=effort(40, 100, 100))
@@ -87,9 +98,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the tests and their modules out of each later garbage collection, which would take 0.2 s."""
-    gc.collect()
+    """Keep the tests and their modules out of each later garbage collection, which would take 0.2 s, as this
+    one would."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -118,8 +130,7 @@ def daemon_of(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 
     yield start
     for daemon in running:
-        daemon.stop()
-        assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
+        daemon.end()
 
 
 @pytest.fixture
@@ -135,8 +146,7 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Provide one daemon for all tests of a module; they must leave nothing in it."""
     daemon = start_daemon(tmp_path_factory.mktemp("daemon"), warm="64MiB")
     yield daemon
-    daemon.stop()
-    assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
+    daemon.end()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -194,7 +193,7 @@ def test_the_worksheet_prints_a_configuration_that_loads(tmp_path: Path) -> None
 
 
 def test_every_command_of_the_commands_page_runs(
-    daemon_of: Callable[..., Daemon], tmp_path: Path
+    daemon_of: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the document; with a daemon that has blocks, at the socket where the command looks for it."""
     page = (ROOT / "docs" / "commands.md").read_text()
@@ -207,8 +206,8 @@ def test_every_command_of_the_commands_page_runs(
     daemon = daemon_of()
     (tmp_path / "cold").mkdir()
     ColdDirectory(tmp_path / "cold", None).close()  # the state that a daemon leaves
-    environment = dict(os.environ, KVTIER_SOCKET=daemon.socket, KVTIER_WARM__SIZE="64MiB")
-    python = [sys.executable, "-m", "kvtier_daemon.cli"]
+    environment = {"KVTIER_SOCKET": daemon.socket, "KVTIER_WARM__SIZE": "64MiB"}
+    monkeypatch.chdir(tmp_path)
     with daemon.connect() as client, ThreadPoolExecutor() as pool:
         space = client.open(spec_of("documented"))
         keys = space.keys(list(range(64)))
@@ -217,10 +216,7 @@ def test_every_command_of_the_commands_page_runs(
             words = line.replace("DIRECTORY", str(tmp_path / "cold")).split()[1:]
             if line.startswith("kvtier completion"):
                 words = ["completion", "bash"]
-            run = pool.submit(
-                subprocess.run, [*python, *words], capture_output=True, text=True, env=environment,
-                timeout=60, check=False, cwd=tmp_path,
-            )  # fmt: skip
+            run = pool.submit(kvtier, *words, **environment)
             while not run.done():  # events for `monitor`
                 space.match(space.keys([9] * 16))
                 time.sleep(0.05)

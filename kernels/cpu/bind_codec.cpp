@@ -279,7 +279,7 @@ void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb:
 SharedRecipe recipe_of_grids(uint32_t codec) {
     auto recipe = std::make_shared<Recipe>();
     recipe->codec = codec_of(codec);
-    if (recipe->codec <= Codec::kR32) throw nb::value_error("codec: must be a lossy codec");
+    if (lossless(recipe->codec)) throw nb::value_error("codec: must be a lossy codec");
     return {std::move(recipe)};
 }
 

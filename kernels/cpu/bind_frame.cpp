@@ -1,5 +1,6 @@
 // The Python bindings of frames.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -177,7 +179,7 @@ void bind_frame(nb::module_& m) {
         [](uint32_t number, uint32_t element, nb::handle header, nb::handle block,
            nb::handle into) {
             const codec::Codec by = codec::codec_of(number);
-            if (by > codec::Codec::kR32) throw nb::value_error("codec: must be a lossless codec");
+            if (!codec::lossless(by)) throw nb::value_error("codec: must be a lossless codec");
             return encode(by, element, FrameMemory(header, block, "block", into));
         },
         "codec"_a, "element"_a, "header"_a, "block"_a, "into"_a);
@@ -195,8 +197,9 @@ void bind_frame(nb::module_& m) {
         "by"_a, "element"_a, "header"_a, "block"_a, "into"_a, "grids"_a, "position"_a);
     m.def(
         "decode_frame",
-        [](uint32_t element, nb::handle header, nb::handle payload, nb::bytes digest,
-           nb::handle into, const codec::SharedRecipe* lossy, const std::vector<size_t>& arrived,
+        [](uint32_t element, nb::handle header, nb::handle payload,
+           const std::optional<nb::bytes>& digest, nb::handle into,
+           const codec::SharedRecipe* lossy, const std::vector<size_t>& arrived,
            const SharedKeys* keys, nb::bytes identity) {
             HeldMemory text, bytes, to;
             text.take(header, Access::kWrite, Shape::kContiguous, "header");
@@ -206,8 +209,11 @@ void bind_frame(nb::module_& m) {
             FrameIdentity name{};
             if (keys != nullptr) name = exactly<kIdentityBytes>(identity, "identity");
             const codec::Element is = codec::element_of(element);
-            if (digest.size() != kDigestBytes) throw nb::value_error("digest: must have 16 bytes");
-            const auto* expected = reinterpret_cast<const uint8_t*>(digest.c_str());
+            if (digest && digest->size() != kDigestBytes) {
+                throw nb::value_error("digest: must have 16 bytes");
+            }
+            const auto* expected =
+                digest ? reinterpret_cast<const uint8_t*>(digest->c_str()) : nullptr;
             const codec::Recipe* const by = lossy != nullptr ? lossy->shared.get() : nullptr;
             if (!std::is_sorted(arrived.begin(), arrived.end()) ||
                 (!arrived.empty() && arrived.back() > bytes.size())) {
@@ -223,9 +229,9 @@ void bind_frame(nb::module_& m) {
             }
             return decoder.take(bytes.size());
         },
-        "element"_a, "header"_a, "payload"_a, "digest"_a, "into"_a, "lossy"_a.none() = nb::none(),
-        "arrived"_a = std::vector<size_t>(), "keys"_a.none() = nb::none(),
-        "identity"_a = nb::bytes("", 0));
+        "element"_a, "header"_a, "payload"_a, "digest"_a.none(), "into"_a,
+        "lossy"_a.none() = nb::none(), "arrived"_a = std::vector<size_t>(),
+        "keys"_a.none() = nb::none(), "identity"_a = nb::bytes("", 0));
     m.def("read_frame_parts", &read_parts, "frames"_a, "element"_a, "block_bytes"_a, "starts"_a,
           "each"_a, "into"_a, "threads"_a = 1);
     nb::class_<SharedKeys>(m, "FrameKeys", nb::is_final())

@@ -237,18 +237,30 @@ bool copy_tokens(nb::handle mappings, nb::handle packed, const std::vector<uint6
     check_targets(targets, starts.size(), wanted.size() * each);
     const uint64_t bytes = parts.end + each * (block_tokens - uint64_t{1});
     const std::vector<uint8_t*> at = places(slots, bytes, false);
-    std::vector<const uint8_t*> from(wanted.size());
-    for (size_t k = 0; k < wanted.size(); k++) {
-        if (wanted[k] < first || (wanted[k] - first) / block_tokens >= at.size()) return false;
-        const uint64_t token = wanted[k] - first;
-        from[k] = at[token / block_tokens] + token % block_tokens * each;
+    // Tokens that follow each other in memory, and in the targets.
+    struct Run {
+        const uint8_t* from;
+        size_t bytes;
+    };
+    std::vector<Run> runs;
+    runs.reserve(wanted.size());
+    for (const uint32_t one : wanted) {
+        if (one < first || (one - first) / block_tokens >= at.size()) return false;
+        const uint64_t token = one - first;
+        const uint8_t* const from = at[token / block_tokens] + token % block_tokens * each;
+        if (!runs.empty() && from == runs.back().from + runs.back().bytes) {
+            runs.back().bytes += each;
+        } else {
+            runs.push_back({from, static_cast<size_t>(each)});
+        }
     }
     const Unlocked unlocked;
     copy_blocks(starts.size(), targets.bytes(), most, 0, nullptr, [&](size_t j, const auto& sink) {
         uint8_t* to = targets.at(j);
-        for (size_t k = 0; k < from.size(); k++, to += each) {
-            const uint8_t* const next = from[k + 1 < from.size() ? k + 1 : k];
-            sink(to, from[k] + starts[j], static_cast<size_t>(each), next + starts[j]);
+        for (size_t k = 0; k < runs.size(); k++) {
+            const uint8_t* const next = runs[k + 1 < runs.size() ? k + 1 : k].from;
+            sink(to, runs[k].from + starts[j], runs[k].bytes, next + starts[j]);
+            to += runs[k].bytes;
         }
     });
     return true;

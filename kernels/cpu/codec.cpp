@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "codec/parts.h"
 
@@ -21,6 +22,61 @@ void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts) {
     for (size_t i = 0; i < 256; i++) {
         counts[255 - i] += apart[0][i] + apart[1][i] + apart[2][i] + apart[3][i];
     }
+}
+
+namespace {
+
+uint64_t deposited(uint64_t bits, uint64_t mask) {
+    uint64_t found = 0;
+    for (; mask != 0; mask &= mask - 1, bits >>= 1) {
+        if (bits & 1) found |= mask & (0 - mask);
+    }
+    return found;
+}
+
+KVTIER_NUMBER_PLANES(, deposited)
+
+}  // namespace
+
+void pack_planes_plain(PlaneWriter& to, const uint8_t* codes, size_t rows) {
+    for (size_t row = 0; row < rows; row++, codes += kRow, to.first += kFirstPlanes) {
+        uint64_t first[2] = {}, second[2] = {}, third[3] = {};
+        unsigned others = 0, rare = 0;
+        for (size_t i = 0; i < kRow; i++) {
+            const uint64_t number = to.numbers[codes[i]], least = number < 4 ? number : 3;
+            first[0] |= (least & 1) << i, first[1] |= least >> 1 << i;
+            if (number < 4) continue;
+            const uint64_t next = number < 8 ? number - 4 : 3;
+            second[0] |= (next & 1) << others, second[1] |= next >> 1 << others;
+            others++;
+            if (number < 8) continue;
+            for (size_t k = 0; k < 3; k++) third[k] |= (number >> k & 1) << rare;
+            rare++;
+            if (number == kPlaneEscape) *to.escapes++ = codes[i];
+        }
+        std::memcpy(to.first, first, sizeof first);
+        for (const uint64_t plane : second) to.second.add(plane, others);
+        for (const uint64_t plane : third) to.third.add(plane, rare);
+    }
+}
+
+bool unpack_planes_plain(PlaneReader& from, uint8_t* codes, size_t rows) {
+    for (size_t row = 0; row < rows; row++) {
+        uint64_t planes[4];
+        if (!number_planes(from, planes)) return false;
+        for (size_t i = 0; i < kRow; i++) {
+            size_t number = 0;
+            for (size_t k = 0; k < 4; k++) number |= (planes[k] >> i & 1) << k;
+            *codes = from.codes[number];
+            if (number == kPlaneEscape) {
+                if (from.escaped == 0) return false;
+                *codes = *from.escapes++;
+                from.escaped--;
+            }
+            codes++;
+        }
+    }
+    return true;
 }
 
 namespace {
@@ -141,6 +197,8 @@ constexpr Kernels plain() {
     kernels.decode = decode_plain;
     kernels.table = table_plain;
     kernels.count = count_plain;
+    kernels.pack_planes = pack_planes_plain;
+    kernels.unpack_planes = unpack_planes_plain;
     return kernels;
 }
 constexpr Kernels kPlain = plain();
@@ -657,6 +715,90 @@ class R32Reader {
     size_t failed_ = 0;
 };
 
+// --- planes --------------------------------------------------------------------------------------
+
+// After the element: the bytes of `second` and `third`, the escapes, and the codes of the numbers.
+inline constexpr size_t kSecondAt = 4, kThirdAt = 8, kEscapesAt = 12, kCodesAt = 16;
+inline constexpr size_t kPlanesHeader = kCodesAt + kPlaneNumbers;
+inline constexpr uint8_t kPlaneTop = 255;  // of the codes of exponents
+
+// The rests of a row are behind the bits, so that these can be read some bytes too far.
+static_assert(kBeyond <= kRow * 3 / 8);
+
+size_t fixed_of_planes(const Shape& shape) {
+    return kPlanesHeader + shape.rows * (kFirstPlanes + shape.sizes.rest_row) + shape.odd;
+}
+
+// The codes of the numbers, from the counts of exponents; returns the numbers of all codes.
+std::array<uint8_t, 256> plane_numbers(const uint32_t* counts, uint8_t* codes) {
+    std::array<uint8_t, 256> order, numbers;
+    size_t found = 0;
+    for (size_t code = 0; code < 256; code++) {
+        if (counts[kPlaneTop - code] != 0) order[found++] = static_cast<uint8_t>(code);
+    }
+    std::stable_sort(order.begin(), order.begin() + found, [&](uint8_t one, uint8_t other) {
+        return counts[kPlaneTop - one] > counts[kPlaneTop - other];
+    });
+    numbers.fill(kPlaneEscape);
+    std::memset(codes, 0, kPlaneNumbers);
+    for (size_t i = 0, number = 0; i < found && number < kPlaneEscape; i++, number++) {
+        if (number == 3 || number == 7) number++;
+        codes[number] = order[i];
+        numbers[order[i]] = static_cast<uint8_t>(number);
+    }
+    return numbers;
+}
+
+// Returns the encoded size, or kNoRoom if it is not smaller than the part.
+size_t encode_planes(Element is, const Encoded& part, uint8_t* out) {
+    const Shape shape(is, part.raw_bytes);
+    const size_t fixed = fixed_of_planes(shape);
+    if (shape.whole == 0 || fixed >= part.raw_bytes) return kNoRoom;
+    const RowKernels& by = kernels().rows[static_cast<size_t>(is)];
+    uint32_t counts[256];
+    count(by, part.raw, shape, kR32SampleLeast, kR32SampleOneIn, counts);
+    std::memset(out, 0, kPlanesHeader);
+    const auto numbers = plane_numbers(counts, out + kCodesAt);
+    // As much as there can be of each, and what is written beyond the last bits.
+    thread_local std::vector<uint8_t> room;
+    const size_t second_most = shape.rows * kRow * 2 / 8 + 8,
+                 third_most = shape.rows * kRow * 3 / 8 + 8;
+    const size_t rest_bytes = shape.rows * shape.sizes.rest_row;
+    room.resize(second_most + third_most + shape.rows * kRow + rest_bytes);
+    uint8_t* const second = room.data();
+    uint8_t* const third = second + second_most;
+    uint8_t* const escapes = third + third_most;
+    uint8_t* const rest = escapes + shape.rows * kRow;
+    PlaneWriter to = {numbers.data(), out + kPlanesHeader, {second}, {third}, escapes};
+    uint8_t codes[kTileRows * kRow], zeros[kTileRows * kRow];
+    for (size_t first = 0; first < shape.rows; first += kTileRows) {
+        const size_t rows = std::min(kTileRows, shape.rows - first);
+        split_rows(is, by.split, shape, part.raw, part.raw, first, rows, kRow, kPlaneTop, kPlaneTop,
+                   codes, rest + first * shape.sizes.rest_row, zeros, sizeof zeros, false);
+        kernels().pack_planes(to, codes, rows);
+    }
+    const size_t bytes[3] = {static_cast<size_t>(to.second.finish() - second),
+                             static_cast<size_t>(to.third.finish() - third),
+                             static_cast<size_t>(to.escapes - escapes)};
+    const size_t size = fixed + bytes[0] + bytes[1] + bytes[2];
+    if (size >= part.raw_bytes) return kNoRoom;
+    out[kElementAt] = static_cast<uint8_t>(is);
+    put32(out + kSecondAt, bytes[0]);
+    put32(out + kThirdAt, bytes[1]);
+    put32(out + kEscapesAt, bytes[2]);
+    uint8_t* at = out + kPlanesHeader + shape.rows * kFirstPlanes;
+    const auto put = [&](const uint8_t* from, size_t nbytes) {
+        std::memcpy(at, from, nbytes);
+        at += nbytes;
+    };
+    put(second, bytes[0]);
+    put(third, bytes[1]);
+    put(rest, rest_bytes);
+    put(escapes, bytes[2]);
+    put(part.raw + part.raw_bytes - shape.odd, shape.odd);
+    return size;
+}
+
 size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
     R32Reader reader(element, streaming);
     CalibratedReader steps(element, streaming);
@@ -674,6 +816,15 @@ size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
                 if (i + kSideBySide < parts.size()) reader.prefetch(parts[i + kSideBySide]);
                 if (!reader.add(part, i)) return reader.failed();
                 break;
+            case Codec::kPlanes:
+                if (!decode_planes(element, part,
+                                   [&, to = part.raw](auto* from, size_t nbytes) mutable {
+                                       put_bytes(to, from, nbytes, streaming);
+                                       to += nbytes;
+                                   })) {
+                    return i;
+                }
+                break;
             case Codec::kEcsq:
             case Codec::kCachegen:
                 if (!steps.add(part, i)) return steps.failed();
@@ -689,6 +840,43 @@ size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
 }
 
 }  // namespace
+
+bool decode_planes(Element is, const Decoded& part, const Emit& emit) {
+    static constexpr uint8_t kZeros[kTileRows * kRow] = {};  // the exponents of the code 255
+    const Shape shape(is, part.raw_bytes);
+    const size_t fixed = fixed_of_planes(shape);
+    if (part.bytes < fixed || part.from[kElementAt] != static_cast<uint8_t>(is)) return false;
+    const uint64_t second = get32(part.from + kSecondAt), third = get32(part.from + kThirdAt);
+    const uint64_t escaped = get32(part.from + kEscapesAt);
+    if (second + third + escaped != part.bytes - fixed) return false;
+    const uint8_t* const bits = part.from + kPlanesHeader + shape.rows * kFirstPlanes;
+    const uint8_t* rest = bits + second + third;
+    PlaneReader from = {{},
+                        part.from + kPlanesHeader,
+                        {bits, 0, 8 * second},
+                        {bits + second, 0, 8 * third},
+                        rest + shape.rows * shape.sizes.rest_row,
+                        escaped,
+                        part.from + part.bytes,  // where the next part begins
+                        part.bytes / std::max<size_t>(1, shape.rows)};
+    std::memcpy(from.codes, part.from + kCodesAt, kPlaneNumbers);
+    const Kernels& by = kernels();
+    uint8_t codes[kTileRows * kRow];
+    alignas(64) uint8_t tile[kTileRows * kRowMost];
+    size_t left = shape.elements * shape.sizes.bytes;
+    for (size_t first = 0; first < shape.rows; first += kTileRows) {
+        const size_t rows = std::min(kTileRows, shape.rows - first);
+        if (!by.unpack_planes(from, codes, rows)) return false;
+        by.rows[static_cast<size_t>(is)].join(codes, rest, kZeros, sizeof kZeros, kPlaneTop,
+                                              kPlaneTop, rows, tile, false);
+        const size_t some = std::min(left, rows * shape.row_bytes());
+        emit(tile, some);
+        left -= some, rest += rows * shape.sizes.rest_row;
+    }
+    emit(part.from + part.bytes - shape.odd, shape.odd);
+    const bool is_over = from.second.end - from.second.at < 8 && from.third.end - from.third.at < 8;
+    return is_over && from.escaped == 0;
+}
 
 const Kernels& kernels() { return KVTIER_LEVELS(kPlain, kKernelsAvx2, kKernelsVbmi); }
 
@@ -725,6 +913,8 @@ size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* o
             if (codec == Codec::kFix4) {
                 size = encode_fix4(element, part.raw, part.raw_bytes, ahead(parts, i, 1), streaming,
                                    at);
+            } else if (codec == Codec::kPlanes) {
+                size = encode_planes(element, part, at);
             } else if (codec != Codec::kRaw) {
                 size = encode_quantized(codec, element, part, streaming, at);
             }

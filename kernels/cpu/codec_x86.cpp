@@ -510,6 +510,73 @@ KVTIER_VBMI void count512(const uint8_t* codes, size_t rows, uint32_t* counts) {
     }
 }
 
+KVTIER_NUMBER_PLANES(WIDE, _pdep_u64)
+
+KVTIER_VBMI bool unpack_planes512(PlaneReader& from, uint8_t* codes, size_t rows) {
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(from.codes)));
+    __m512i one = _mm512_set1_epi8(1), two = _mm512_set1_epi8(2);
+    __m512i four = _mm512_set1_epi8(4), eight = _mm512_set1_epi8(8);
+    // Otherwise the compiler makes them again for each row.
+    __asm__("" : "+v"(one), "+v"(two), "+v"(four), "+v"(eight));
+    PlaneReader in = from;
+    for (size_t row = 0; row < rows; row++, codes += kRow) {
+        fetch(in.next, 64);
+        fetch(in.next, in.next_step - 64);
+        uint64_t planes[4];
+        if (!number_planes(in, planes)) return false;
+        __m512i numbers = _mm512_maskz_mov_epi8(planes[0], one);
+        numbers = _mm512_mask_add_epi8(numbers, planes[1], numbers, two);
+        numbers = _mm512_mask_add_epi8(numbers, planes[2], numbers, four);
+        numbers = _mm512_mask_add_epi8(numbers, planes[3], numbers, eight);
+        __m512i found = _mm512_shuffle_epi8(table, numbers);
+        const uint64_t escaped = planes[0] & planes[1] & planes[2] & planes[3];
+        if (escaped != 0) {
+            const auto count = static_cast<size_t>(std::popcount(escaped));
+            if (count > in.escaped) return false;
+            const __m512i here =
+                _mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, static_cast<unsigned>(count)), in.escapes);
+            found = _mm512_mask_expand_epi8(found, escaped, here);
+            in.escapes += count, in.escaped -= count;
+        }
+        _mm512_storeu_si512(codes, found);
+    }
+    from = in;
+    return true;
+}
+
+KVTIER_VBMI void pack_planes512(PlaneWriter& to, const uint8_t* codes, size_t rows) {
+    __m512i table[4];
+    for (int k = 0; k < 4; k++) table[k] = line(to.numbers + 64 * k);
+    PlaneWriter out = to;
+    for (size_t row = 0; row < rows; row++, codes += kRow, out.first += kFirstPlanes) {
+        const __m512i code = line(codes);
+        const __m512i numbers = _mm512_mask_blend_epi8(
+            _mm512_movepi8_mask(code), _mm512_permutex2var_epi8(table[0], code, table[1]),
+            _mm512_permutex2var_epi8(table[2], code, table[3]));
+        uint64_t planes[4];
+        for (int k = 0; k < 4; k++) {
+            planes[k] = _mm512_test_epi8_mask(numbers, _mm512_set1_epi8(static_cast<char>(1 << k)));
+        }
+        const uint64_t rare = planes[3], other = planes[2] | rare;
+        const uint64_t first[2] = {planes[0] | other, planes[1] | other};
+        std::memcpy(out.first, first, sizeof first);
+        const auto n = static_cast<unsigned>(std::popcount(other));
+        out.second.add(_pext_u64(planes[0] | rare, other), n);
+        out.second.add(_pext_u64(planes[1] | rare, other), n);
+        const auto m = static_cast<unsigned>(std::popcount(rare));
+        for (int k = 0; k < 3; k++) out.third.add(_pext_u64(planes[k], rare), m);
+        const uint64_t escaped = planes[0] & planes[1] & planes[2] & rare;
+        if (escaped != 0) {
+            const auto count = static_cast<unsigned>(std::popcount(escaped));
+            _mm512_mask_storeu_epi8(out.escapes, _bzhi_u64(~0ull, count),
+                                    _mm512_maskz_compress_epi8(escaped, code));
+            out.escapes += count;
+        }
+    }
+    to = out;
+}
+
 // --- AVX2 ----------------------------------------------------------------------------------------
 
 struct Two {
@@ -1017,7 +1084,9 @@ const Kernels kKernelsVbmi = {
         decode512<1>(streams, rows);
     },
     table512,
-    count512};
+    count512,
+    pack_planes512,
+    unpack_planes512};
 
 const Kernels kKernelsAvx2 = {
     {kRows256<Element::kBf16>, kRows256<Element::kFp16>, kRows256<Element::kFp32>,
@@ -1029,7 +1098,9 @@ const Kernels kKernelsAvx2 = {
         decode256<1>(streams, rows);
     },
     table256,
-    count_plain};
+    count_plain,
+    pack_planes_plain,
+    unpack_planes_plain};
 
 }  // namespace kvtier::codec
 #endif

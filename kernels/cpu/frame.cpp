@@ -305,7 +305,7 @@ bool is_of(const FramePlace& frame, uint8_t* header, size_t block_bytes) {
            field<uint64_t>(header + kEpochAt) == frame.epoch &&
            std::memcmp(header + kPayloadDigestAt, frame.digest.data(), kDigestBytes) == 0 &&
            identity_of(header) == frame.identity && is_sound(header, frame.header_bytes) &&
-           (frame.codec <= Codec::kR32 || header[kGenerationAt] == kOnce);
+           (codec::lossless(frame.codec) || header[kGenerationAt] == kOnce);
 }
 
 struct NeededEntry {
@@ -478,7 +478,8 @@ bool FrameDecoder::open() {
         (field<uint32_t>(header_ + kFlagsAt) & ~kFlags) != 0 ||
         field<uint32_t>(header_ + kHeaderBytesAt) != header_bytes_ ||
         field<uint64_t>(header_ + kRawBytesAt) != block_bytes_ ||
-        std::memcmp(header_ + kPayloadDigestAt, digest_, kDigestBytes) != 0 ||
+        (digest_ != nullptr &&
+         std::memcmp(header_ + kPayloadDigestAt, digest_, kDigestBytes) != 0) ||
         !is_sound(header_, header_bytes_)) {
         return false;
     }
@@ -501,7 +502,8 @@ bool FrameDecoder::open() {
             header_[kGenerationAt] != kOnce) {
             return false;
         }
-    } else if (number <= static_cast<uint16_t>(Codec::kR32)) {
+    } else if (number <= static_cast<uint16_t>(Codec::kR32) ||
+               (digest_ == nullptr && number == static_cast<uint16_t>(Codec::kPlanes))) {
         lossy_ = nullptr;
     } else {
         return false;
@@ -535,21 +537,32 @@ const codec::Order* FrameDecoder::order() const {
 // Decodes a run to its place in the block, and adds it to the block's digest.
 bool FrameDecoder::decode(const FrameRun& run) {
     const std::span<codec::Decoded> parts(parts_.data() + run.first, run.count);
-    if (order() == nullptr &&
+    const bool in_planes = frame_codec(header_) == static_cast<uint16_t>(Codec::kPlanes);
+    if (order() == nullptr && !in_planes &&
         run.bytes >= codec::kStreamingLeast) {  // bypasses the caches in every case
         if (!decode_to(element_, parts, block_)) return false;
         block_digest_.add(nullptr, block_, run.bytes);
         block_ += run.bytes;
         return true;
     }
-    return decode_run(order(), element_, parts, run.bytes, [&](const uint8_t* from, size_t bytes) {
+    const auto emit = [&](const uint8_t* from, size_t bytes) {
         for (size_t at = 0; at < bytes;) {
             const size_t some = std::min(codec::kPage, bytes - at);
             if (streaming_) codec::prefetch_pages(block_ + codec::kPagesAhead, some);
             block_digest_.add(block_, from + at, some);
             block_ += some, at += some;
         }
-    });
+    };
+    if (!in_planes) return decode_run(order(), element_, parts, run.bytes, emit);
+    for (const codec::Decoded& part : parts) {
+        if (part.codec == Codec::kRaw) {
+            if (part.bytes != part.raw_bytes) return false;
+            emit(part.from, part.bytes);
+        } else if (!codec::decode_planes(element_, part, emit)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 bool FrameDecoder::take(size_t arrived) {
@@ -558,10 +571,12 @@ bool FrameDecoder::take(size_t arrived) {
     if (decryption_) {
         if (!decrypt(arrived)) return false;
     } else {
-        payload_digest_.add(nullptr, payload_ + arrived_, arrived - arrived_);
+        if (digest_ != nullptr) {
+            payload_digest_.add(nullptr, payload_ + arrived_, arrived - arrived_);
+        }
         arrived_ = arrived;
         uint8_t found[kDigestBytes];
-        if (arrived_ == payload_bytes_) {
+        if (digest_ != nullptr && arrived_ == payload_bytes_) {
             payload_digest_.finish(found);
             if (std::memcmp(found, digest_, kDigestBytes) != 0) return false;
         }

@@ -114,6 +114,7 @@ std::uint32_t Replay::play(std::size_t request) {
 // As the catalog: blocks without any importance are evicted first, the end of a chain before its
 // head.
 void Replay::hint(std::size_t request) {
+    if (trace_.hint(request) > 1) return;  // an announcement: one tier reads nothing
     for (std::uint32_t node : trace_.nodes(request)) {
         if (id_of_[node] == none) continue;
         present_.push_back(id_of_[node]);

@@ -101,9 +101,11 @@ struct FrameRun {
 // arguments must stay valid until it is done. Not thread-safe.
 class FrameDecoder {
  public:
-    // `digest` is the payload's; `block` has room for everything that the frame decodes to. `lossy`
-    // is the recipe of the only lossy codec that the frame may have, or null. With `keys` the frame
-    // must be an encrypted one of this identity; its payload is then overwritten.
+    // `digest` is the payload's. If it is null, the frame was never on a disk: it may be in planes,
+    // and the digest of the decoded block alone decides. `block` has room for everything that the
+    // frame decodes to. `lossy` is the recipe of the only lossy codec that the frame may have, or
+    // null. With `keys` the frame must be an encrypted one of this identity; its payload is then
+    // overwritten.
     FrameDecoder(const codec::Recipe* lossy, codec::Element element, uint8_t* header,
                  size_t header_bytes, uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
                  uint8_t* block, size_t block_bytes, const FrameKeys* keys = nullptr,

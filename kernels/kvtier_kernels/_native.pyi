@@ -296,7 +296,7 @@ def decode_frame(
     element: int,
     header: _Memory,
     payload: _Memory,
-    digest: bytes,
+    digest: bytes | None,
     into: _Memory,
     lossy: Recipe | None = None,
     arrived: Sequence[int] = (),
@@ -305,10 +305,11 @@ def decode_frame(
 ) -> bool:
     """Writes the block of an encoded frame to `into`, which has its size; `digest` is the
     payload's. Returns False if a bit of header, payload or block is wrong, or if the codec is a
-    lossy one other than `lossy`; then `into` is undefined. `arrived` are ascending amounts of the
-    payload that have arrived: decodes after each, like a disk worker during a read. With `keys` the
-    frame must be an encrypted one of this identity; the payload, which must be writable, is then
-    undefined."""
+    lossy one other than `lossy`; then `into` is undefined. Without a digest the frame may be in
+    `planes`, and its payload is right if it decodes to the block. `arrived` are ascending amounts
+    of the payload that have arrived: decodes after each, like a disk worker during a read. With
+    `keys` the frame must be an encrypted one of this identity; the payload, which must be
+    writable, is then undefined."""
 
 def read_frame_parts(
     frames: Sequence[tuple[int, int, int, int, int, int, bytes, bytes]],

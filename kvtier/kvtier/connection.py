@@ -75,6 +75,7 @@ class Connection:
         self._fds: deque[int] = deque()
         self._replies: dict[int, wire.Reply] = {}
         self._expected: set[int] = set()
+        self._delayed: set[int] = set()  # requests whose answers `poll` leaves to `look_for`
         self._rests = self._next_rests = 0  # requests that sleep at once
         self.broken: str = ""
         self.is_lost = False  # broken by the daemon's end, or because it did not answer
@@ -223,6 +224,8 @@ class Connection:
             self.give_up("polling for answers was interrupted")
             raise
         replies, self._replies = self._replies, {}
+        for request_id in self._delayed & replies.keys():
+            self._replies[request_id] = replies.pop(request_id)
         return replies
 
     def _receive(self, flags: int) -> bool:
@@ -359,6 +362,27 @@ def _came_soon(connection: Connection, request_id: int) -> bool:
             return False
     connection._next_rests = 0
     return True
+
+
+def begin_delayed(connection: Connection, message: wire.Message) -> select.poll:
+    """Send one request, whose answer only `look_for` returns. What this returns becomes readable when the
+    answer may have arrived; a thread without the lock may use it."""
+    connection._delayed.add(connection.send(message))
+    return _poll_of(connection._sock, select.POLLIN)
+
+
+def look_for(connection: Connection, request_id: int) -> wire.Reply | None:
+    """Return the answer to a request of `begin_delayed`, if it has arrived. Never blocks. Raises Refused if
+    the daemon refuses the request."""
+    connection._check_usable()
+    while request_id not in connection._replies and connection._receive(DONT_WAIT):
+        pass
+    reply = connection._replies.pop(request_id, None)
+    if reply is not None:
+        connection._delayed.discard(request_id)
+    if isinstance(reply, wire.Failed):
+        raise Refused(reply.code, reply.text)
+    return reply
 
 
 def connect(path: str, timeout_s: float, clock: Clock) -> socket.socket:

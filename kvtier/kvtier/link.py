@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 import weakref
@@ -20,7 +21,14 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from kvtier import wire
 from kvtier.arena import Arena
-from kvtier.connection import Clock, Connection, checked_frame, connect
+from kvtier.connection import (
+    Clock,
+    Connection,
+    begin_delayed,
+    checked_frame,
+    connect,
+    look_for,
+)
 from kvtier.errors import ProtocolError, Refused, Unavailable
 from kvtier.layout import KvSpec
 from kvtier_kernels import Mapping
@@ -28,6 +36,7 @@ from kvtier_kernels import Mapping
 LIMIT_DEFERRED = 4096
 GROWTH_TURN_MS = 100  # how long one Grow request occupies the connection
 GROWTH_PAUSE_S = 0.001
+DELAYED_LOOK_MS = 1  # between two looks for a delayed answer
 RETRY_S = 0.005  # between attempts to connect again
 AWAY_S = 0.25  # for one attempt, once no daemon has come back in time
 PAUSES = 4  # after such an attempt, in times that it took
@@ -432,6 +441,48 @@ class Link:
             )
             self._reconnecting.start()
         return not self._away
+
+
+def ask_delayed(
+    link: Link,
+    request: wire.Message | Make,
+    expected: type[ReplyT],
+    take: Callable[[ReplyT, BothMappings], object],
+) -> None:
+    """As `Link.ask`, for an answer that the daemon delays: other threads use the connection meanwhile."""
+    link.connection.check_process()
+    until = link.connection.clock() + link.connection.timeout_s
+    asked: tuple[Connection, wire.Message, select.poll] | None = None
+    try:
+        while True:
+            with link.lock:
+                try:
+                    connection, mappings = link.connection, link.mappings
+                    if asked is None or asked[0] is not connection:
+                        link._send_deferred()
+                        message = (
+                            request if isinstance(request, wire.Message) else request(link.new_id())
+                        )
+                        asked = connection, message, begin_delayed(connection, message)
+                    try:
+                        reply = look_for(connection, asked[1].id)
+                    finally:
+                        _map_extents(connection, link.arena)
+                    if reply is not None:
+                        take(_expected(asked[1], reply, expected), mappings)
+                        return
+                    if connection.clock() >= until:
+                        text = f"the daemon did not answer within {connection.timeout_s} s"
+                        raise connection.give_up(text, lost=True)
+                except Unavailable:
+                    if not link._reconnected(until):
+                        raise
+            # Another thread may receive the answer, so this one looks from time to time.
+            if asked is not None:
+                asked[2].poll(DELAYED_LOOK_MS)
+    finally:
+        if link._deferred and not link.connection.broken:
+            link._flush()
 
 
 def _map_extents(connection: Connection, arena: Arena) -> None:

@@ -10,6 +10,7 @@ from kvtier import wire
 from kvtier.arena import same_slots
 from kvtier.arguments import WRONG, Checking
 from kvtier.errors import InvalidArgument, SpoiltBlocks, StaleLease, Unavailable, ViewsInUse
+from kvtier.link import ask_delayed
 from kvtier_kernels import (
     Buffers,
     Pieces,
@@ -71,14 +72,23 @@ class Lease:
             link.leases.keep(self)
 
     @classmethod
-    def of(cls, link: Link, request: wire.Message | Make, again: Make | None = None) -> Lease:
-        """Ask for a lease, and return it."""
+    def of(
+        cls,
+        link: Link,
+        request: wire.Message | Make,
+        again: Make | None = None,
+        delayed: bool = False,
+    ) -> Lease:
+        """Ask for a lease, and return it. `delayed`: the daemon may delay the answer."""
         taken: list[Lease] = []
-        link.ask(
-            request,
-            wire.Loaded,
-            lambda reply, mappings: taken.append(cls(link, mappings, reply, again=again)),
-        )
+
+        def take(reply: wire.Loaded, mappings: BothMappings) -> None:
+            taken.append(cls(link, mappings, reply, again=again))
+
+        if delayed:
+            ask_delayed(link, request, wire.Loaded, take)
+        else:
+            link.ask(request, wire.Loaded, take)
         return taken[0]
 
     def again(self, request_id: int) -> wire.Message | None:

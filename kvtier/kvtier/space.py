@@ -374,18 +374,36 @@ class Space:
     ) -> Lease:
         """Look up the prefix and hold its ready blocks in all groups and shards, for `deadline_ms`. The lease
         contains the slots of `shards`. It first waits for blocks from disk, for at most `wait_ms`."""
-        waits = next(WAITS) if whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS) else 0
-        try:
-            if waits:
-                self.wait(keys, wait_ms, request=waits)
-            return Lease.of(
-                self.link,
-                _lease_request(self, keys, deadline_ms, shards),
-                lambda id_: _lease_request(self, keys, deadline_ms, shards, bring=False)(id_),
+        link, clock = self.link, self.link.connection.clock
+
+        def ask(request: int = 0, wait_ms: int = 0, bring: bool = True) -> Make:
+            within_ms = given_ms if request else 0
+            return _lease_request(
+                self, keys, deadline_ms, shards, request, within_ms, wait_ms=wait_ms, bring=bring
             )
+
+        def again(id_: int) -> wire.Message:
+            return ask(bring=False)(id_)
+
+        given_ms = whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
+        if not given_ms:
+            return Lease.of(link, ask(), again)
+        number, until = next(WAITS), clock() + given_ms / 1000
+        try:
+            lease = Lease.of(link, ask(number), again)
+            while lease.coming and (left_s := until - clock()) > 0:
+                # An answer must arrive within the deadline of a request.
+                turn_s = min(left_s, link.connection.timeout_s / 2)
+                before, began = lease, clock()
+                try:
+                    lease = Lease.of(link, ask(number, max(1, int(turn_s * 1000))), again, True)
+                finally:
+                    before.release()
+                if lease.coming:  # not of reads of this daemon, whose end it waits for
+                    time.sleep(max(0.0, min(left_s, LOOK_S) - (clock() - began)))
         finally:
-            if waits:
-                self.cancel(waits)  # only now: until then the daemon holds what it has read
+            self.cancel(number)  # only now: until then the daemon holds what it has read
+        return lease
 
     def most_keys(self, shards: int = 1) -> int:
         """Return the largest number of keys of one lease that returns the slots of `shards` shards. The

@@ -15,15 +15,24 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvtier import Keys, KvSpec, KvtierError, ProtocolError, Unavailable
 from kvtier.client import Client
 from kvtier.errors import SpoiltBlocks
-from kvtier.loading import Lease
+from kvtier.loading import Lease, Reader
+from kvtier.saving import Saving
 from kvtier.space import Space
-from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_RESERVED, OUTCOMES, PRESENT
+from kvtier.wire import (
+    DIGEST_BYTES,
+    GRANTED,
+    IN_PROGRESS,
+    LIMIT_RESERVED,
+    OUTCOMES,
+    PRESENT,
+    SLOT_BYTES,
+)  # fmt: skip
 from kvtier_kernels import Pieces
 from kvtier_plugins.keeper import TIMEOUT_S, SpaceKeeper
 
@@ -45,11 +54,54 @@ class Moved(NamedTuple):
 
 
 class PagePool(Protocol):
-    """Pages of an engine. `numbers` returns those at these indices, of which there are `count`."""
+    """Pages of an engine. `numbers` returns those at these indices, of which there are `count`. `scatter`
+    copies slots into pages, and returns how many leading slots were not reused; `gather` copies pages into
+    the granted slots. Both return when that has ended."""
 
     @property
-    def pieces(self) -> Pieces: ...
+    def block_bytes(self) -> int: ...
     def numbers(self, indices: Any, count: int) -> Sequence[int]: ...
+    def scatter(
+        self, reader: Reader, slots: bytes, numbers: Sequence[int], threads: int, digests: bytes
+    ) -> int: ...
+    def gather(self, saving: Saving, numbers: Sequence[int]) -> None: ...
+
+
+class HostPages:
+    """The copies of a pool in the host's memory."""
+
+    __slots__ = ()
+    pieces: Pieces
+
+    @property
+    def block_bytes(self) -> int:
+        return self.pieces.block_bytes
+
+    def scatter(
+        self, reader: Reader, slots: bytes, numbers: Sequence[int], threads: int, digests: bytes
+    ) -> int:
+        return reader.scatter(slots, self.pieces, numbers, threads, digests=digests)
+
+    def gather(self, saving: Saving, numbers: Sequence[int]) -> None:
+        saving.gather(self.pieces, numbers, nice=NICE)
+
+
+@dataclass(slots=True)
+class HeldPages:
+    """The leading pages of `keys` that are in memory, `ready` of them, held by leases until `until`, in
+    monotonic seconds. `coming`: as many more are being read from disk."""
+
+    keys: Sequence[str]
+    space: Space | None
+    until: float
+    leases: list[Lease] = field(default_factory=list)
+    ready: int = 0
+    coming: int = 0
+
+    def release(self) -> None:
+        leases, self.leases, self.ready = self.leases, [], 0
+        for lease in leases:
+            lease.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +211,58 @@ class PageStore:
             self._failed("load", error)
         return [True] * good + [False] * (len(keys) - good)
 
+    def hold(self, keys: Sequence[str], waits: bool = True) -> HeldPages:
+        """Hold the leading pages that are in memory, in all pools and by all ranks, for LEASE_MS. If it
+        `waits`, then first for pages from disk, at most for the patience."""
+        space = self.keeper.space
+        held = HeldPages(keys, space, time.monotonic() + LEASE_MS / 1000)
+        try:
+            while space is not None and held.ready < len(keys):
+                piece = keys[held.ready : held.ready + space.most_keys()]
+                lease = self._lease(space, self._keys(space, piece), waits)
+                held.leases.append(lease)
+                held.ready += lease.ready
+                held.coming = lease.coming
+                if lease.ready < len(piece):
+                    break
+        except Exception as error:  # noqa: BLE001  # becomes a cache miss
+            self._failed("find", error)
+        self._count("found", held.ready)
+        self._count("away", 0 if space is not None else len(keys))
+        return held
+
+    def load_held(self, held: HeldPages, indices: Mapping[str, Any], count: int) -> bool:
+        """Copy the first `count` of these pages to the places in each pool, and release them. Return whether
+        they are all there."""
+        done, shard, space = 0, self._cache.shard, held.space
+        try:
+            numbers = {
+                pool: self._cache.pools[pool].numbers(at, count) for pool, at in indices.items()
+            }
+            for lease in held.leases:
+                some, good = min(lease.ready, count - done), count
+                try:
+                    for pool, places in numbers.items():
+                        good = min(good, self._copy(lease, pool, places[done : done + some]))
+                except SpoiltBlocks:
+                    lease.recheck()
+                    raise
+                if good < some:
+                    break
+                if space is not None:
+                    used = [space.used(self._groups[pool], shard, some, some) for pool in numbers]
+                    lease.release(sum(one for one, _ in used), sum(one for _, one in used))
+                done += some
+        except SpoiltBlocks:
+            self._count("spoilt", count)
+        except Exception as error:  # noqa: BLE001  # the pages are not there
+            self._failed("load", error)
+        finally:
+            held.release()
+        self._count("loaded", done)
+        self._count("load_missing", count - done)
+        return done == count
+
     def save(self, pool: str, keys: Sequence[str], indices: Any, before: str = "") -> list[bool]:
         """Save these pages of a pool. `before`: the key of the page before the first one, if it is known. For
         each page: whether it is stored, or is being stored by another rank or server."""
@@ -198,20 +302,10 @@ class PageStore:
         return keys_alone(space, [(bytes.fromhex(key), self._generation) for key in keys])
 
     def _load(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> int:
-        shard, group = self._cache.shard, self._groups[pool]
-        pages, good = self._cache.pools[pool], 0
+        shard, group, good = self._cache.shard, self._groups[pool], 0
         lease = self._lease(space, keys)
         try:
-            if lease.ready:
-                part, began = lease.part(group, shard), time.monotonic()
-                nbytes = lease.ready * pages.pieces.block_bytes
-                threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
-                good = lease.reader().scatter(
-                    part.slots, pages.pieces, numbers[: lease.ready],
-                    min(threads, len(os.sched_getaffinity(0))), digests=part.digests,
-                )  # fmt: skip
-                nbytes = good * pages.pieces.block_bytes
-                self.loads.append(Moved(good, nbytes, time.monotonic() - began))
+            good = self._copy(lease, pool, numbers[: lease.ready])
         except SpoiltBlocks:
             lease.recheck()
             raise
@@ -221,11 +315,28 @@ class PageStore:
         self._count("load_missing", len(keys) - good)
         return good
 
-    def _lease(self, space: Space, keys: Keys) -> Lease:
-        """Lease the leading pages in memory. Waits for those that are coming from disk, at most for the
-        patience."""
+    def _copy(self, lease: Lease, pool: str, numbers: Sequence[int]) -> int:
+        """Copy the first slots of a lease into these pages. Return how many leading ones are there."""
+        if not numbers:
+            return 0
+        pages, count = self._cache.pools[pool], len(numbers)
+        group, shard = self._groups[pool], self._cache.shard
+        part, began = lease.part(group, shard), time.monotonic()
+        threads = 1
+        if count * pages.block_bytes >= LARGE_COPY_BYTES:
+            threads = min(self._options.copy_threads, len(os.sched_getaffinity(0)))
+        good = pages.scatter(
+            lease.reader(), part.slots[: count * SLOT_BYTES], numbers, threads,
+            part.digests[: count * DIGEST_BYTES],
+        )  # fmt: skip
+        self.loads.append(Moved(good, good * pages.block_bytes, time.monotonic() - began))
+        return good
+
+    def _lease(self, space: Space, keys: Keys, waits: bool = True) -> Lease:
+        """Lease the leading pages in memory. If it `waits`, then for those that are coming from disk, at most
+        for the patience."""
         last = space.lease(keys, LEASE_MS, [self._cache.shard])
-        if not last.coming:
+        if not (last.coming and waits):
             return last
         client, number = self.keeper.client, next(self._requests)
         if client is None:
@@ -270,9 +381,9 @@ class PageStore:
         ) as saving:  # fmt: skip
             if saving.slots:
                 began = time.monotonic()
-                saving.gather(pages.pieces, numbers, nice=NICE)
+                pages.gather(saving, numbers)
                 saving.commit(len(saving))
-                nbytes = len(saving) * pages.pieces.block_bytes
+                nbytes = len(saving) * pages.block_bytes
                 self.saves.append(Moved(len(saving), nbytes, time.monotonic() - began))
         return saving.outcomes
 

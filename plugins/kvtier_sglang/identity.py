@@ -14,7 +14,7 @@ from kvtier import Group, KvSpec
 from kvtier.layout import DTYPE_BYTES, LIMIT_SHARDS
 from kvtier_plugins import Unsupported
 from kvtier_plugins.weights import cached_file, model_weights
-from kvtier_sglang.pages import PoolPages
+from kvtier_sglang.pages import ServedPool
 
 KV = "kv"
 INDEXER = "indexer"
@@ -88,7 +88,7 @@ class RankPlace:
 
 
 def describe(
-    facts: ModelFacts, pools: Mapping[str, PoolPages], place: RankPlace, weights: str = ""
+    facts: ModelFacts, pools: Mapping[str, ServedPool], place: RankPlace, weights: str = ""
 ) -> KvSpec:
     """The KvSpec of this rank's pipeline stage. The pools are in the order of GROUPS."""
     if facts.hosts > 1:
@@ -96,7 +96,7 @@ def describe(
     kv = pools[KV]
     return KvSpec.groups(
         [
-            Group(layers=one.layers, opaque_bytes=one.pieces.block_bytes, shards=place.shards)
+            Group(layers=one.layers, opaque_bytes=one.block_bytes, shards=place.shards)
             for one in pools.values()
         ],
         model=Path(facts.path).name,

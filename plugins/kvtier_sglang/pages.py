@@ -7,10 +7,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvtier_kernels import Pieces
 from kvtier_plugins import Unsupported
+from kvtier_plugins.page_store import HostPages, PagePool
 
 # What determines the order of the bytes in a page, as far as a pool has it.
 SHAPE = (
@@ -28,8 +29,36 @@ class _Indices(list[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPages:
-    """The pages of one pool. `pieces` keeps their memory; `digest` is that of the order of their bytes."""
+class PagePlaces:
+    """Where the pages of a pool are: of each piece of a page the memory that contains it, as its address, its
+    size and its bytes, the address of the first page's piece, the distance between pages, and its size."""
+
+    memories: list[tuple[int, int, Any]]
+    starts: list[int]
+    strides: list[int]
+    sizes: list[int]
+
+    @property
+    def offsets(self) -> list[int]:
+        return [start - memory[0] for start, memory in zip(self.starts, self.memories, strict=True)]
+
+
+class ServedPool(PagePool, Protocol):
+    """The pages of one pool; `digest` is that of the order of their bytes."""
+
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPages(HostPages):
+    """The pages of one pool in the host's memory, which `pieces` keeps."""
 
     pieces: Pieces
     page_tokens: int
@@ -38,19 +67,46 @@ class PoolPages:
     digest: str
 
     def numbers(self, indices: Any, count: int) -> list[int]:
-        """The pages of these token indices, of which each page has `page_tokens` consecutive ones."""
-        size = self.page_tokens
-        if len(indices) != count * size:
-            raise ValueError(f"{len(indices)} indices for {count} pages of {size} tokens")
-        firsts = indices[::size].tolist()
-        if any(first % size for first in firsts):
-            raise ValueError("a page does not start at a multiple of its size")
-        return [first // size for first in firsts]
+        return page_numbers(indices, count, self.page_tokens)
+
+
+def page_numbers(indices: Any, count: int, size: int) -> list[int]:
+    """The pages of these token indices, of which each page has `size` consecutive ones."""
+    if len(indices) != count * size:
+        raise ValueError(f"{len(indices)} indices for {count} pages of {size} tokens")
+    firsts = indices[::size].tolist()
+    if any(first % size for first in firsts):
+        raise ValueError("a page does not start at a multiple of its size")
+    return [first // size for first in firsts]
 
 
 def find_pages(pool: Any) -> PoolPages:
+    """The pages of a pool in the host's memory. Raises Unsupported."""
+    places = find_places(pool)
+    pieces = Pieces(
+        [memory for _, _, memory in places.memories], places.offsets, places.strides, places.sizes
+    )
+    size, layers, dtype, digest = described(pool, places)
+    return PoolPages(pieces, size, layers, dtype, digest)
+
+
+def described(pool: Any, places: PagePlaces) -> tuple[int, int, str, str]:
+    """The tokens of a page, the layers, the type of the values, and the digest of the order of their
+    bytes."""
+    size = int(getattr(pool, "page_size", 1))
+    shape = {key: str(getattr(pool, key)) for key in SHAPE if hasattr(pool, key)}
+    text = json.dumps([type(pool).__name__, size, places.sizes, shape])
+    return (
+        size,
+        max(1, int(getattr(pool, "layer_num", 1))),
+        str(getattr(pool, "dtype", "uint8")).removeprefix("torch."),
+        hashlib.sha256(text.encode()).hexdigest()[:32],
+    )
+
+
+def find_places(pool: Any) -> PagePlaces:
     """Find the pieces of the pages from the addresses that the pool reports for its first, second and last
-    page. Unsupported if its pages have no addresses, or no constant distance."""
+    page. Raises Unsupported if its pages have no addresses, or no constant distance."""
     size, name = int(getattr(pool, "page_size", 1)), type(pool).__name__
     last = int(getattr(pool, "size", 0)) // size - 1
     try:
@@ -71,7 +127,7 @@ def find_pages(pool: Any) -> PoolPages:
     strides = [there - here for here, there in zip(first, second, strict=True)]
     if end != [here + last * stride for here, stride in zip(first, strides, strict=True)]:
         raise Unsupported(f"{name}: the distance between its pages is not constant")
-    arrays, offsets = [], []
+    found = []
     for start, stride, nbytes in zip(first, strides, sizes, strict=True):
         memory = next(
             (one for one in memories if one[0] <= start and start + last * stride + nbytes <= sum(one[:2])),
@@ -79,15 +135,8 @@ def find_pages(pool: Any) -> PoolPages:
         )  # fmt: skip
         if memory is None:
             raise Unsupported(f"{name}: a page is not in the memory of the pool")
-        arrays.append(memory[2])
-        offsets.append(start - memory[0])
-    shape = {key: str(getattr(pool, key)) for key in SHAPE if hasattr(pool, key)}
-    text = json.dumps([name, size, sizes, shape])
-    return PoolPages(
-        Pieces(arrays, offsets, strides, sizes), size, max(1, int(getattr(pool, "layer_num", 1))),
-        str(getattr(pool, "dtype", "uint8")).removeprefix("torch."),
-        hashlib.sha256(text.encode()).hexdigest()[:32],
-    )  # fmt: skip
+        found.append(memory)
+    return PagePlaces(found, first, strides, sizes)
 
 
 def _addresses(pool: Any, index: int, size: int) -> tuple[list[int], list[int]]:

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sglang
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import (
-    get_device,
-    get_exec,
-    get_lora,
-    get_model,
-    get_parallel,
-    get_serving,
-)
 
 from kvtier_plugins import Unsupported
-from kvtier_plugins.page_store import Moved, PageStore, RankCache
-from kvtier_sglang.identity import GROUPS, KV, ModelFacts, RankPlace, describe, server_run
+from kvtier_plugins.page_store import Moved
+from kvtier_sglang.identity import GROUPS, KV, RankPlace, server_run
 from kvtier_sglang.options import read_options
-from kvtier_sglang.pages import find_pages
-
-log = logging.getLogger("sglang.kvtier")
-
-SETTINGS = (
-    "dtype", "quantization", "kv_cache_dtype", "quantization_param_path", "json_model_override_args",
-    "model_impl",
-)  # fmt: skip
-
-
-def model_facts() -> ModelFacts:
-    """What this process serves."""
-    model = get_model()
-    texts = {name: str(getattr(model, name, "")) for name in SETTINGS}
-    texts["attention_backend"] = str(getattr(get_exec().kernel, "attention_backend", ""))
-    return ModelFacts(
-        path=str(model.model_path), revision=model.revision, load_format=str(model.load_format),
-        seed=int(get_device().random_seed or 0), hosts=int(get_parallel().nnodes or 1),
-        version=str(get_serving().weight_version), engine=sglang.__version__, texts=texts,
-        adapters=tuple(str(getattr(one, "lora_path", one)) for one in get_lora().lora_paths or ()),
-    )  # fmt: skip
+from kvtier_sglang.pages import ServedPool, find_pages
+from kvtier_sglang.server import ServedPages
 
 
 class KvtierStorage(HiCacheStorage):
@@ -53,56 +24,36 @@ class KvtierStorage(HiCacheStorage):
         self._config = storage_config
         self._options = read_options(storage_config.extra_config or {})
         self._pools: dict[str, Any] = {}
-        self._store: PageStore | None = None
-        self._facts: ModelFacts | None = None
+        self._served = ServedPages()
 
     # --- pools ---------------------------------------------------------------------------------
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         self._pools[str(host_pool_name)] = host_pool
-        if self._store is not None and str(host_pool_name) not in GROUPS:
-            self._decline(f"the pool {host_pool_name} cannot be kept")
+        if self._served.opened is not None and str(host_pool_name) not in GROUPS:
+            self._served.decline(f"the pool {host_pool_name} cannot be kept")
 
     def on_host_pools_registered(self) -> None:
         """All pools are known: describe them, and connect."""
         self._pools[KV] = self.mem_pool_host
-        try:
-            if others := sorted(self._pools.keys() - set(GROUPS)):
-                raise Unsupported(f"pools that cannot be kept: {', '.join(others)}")
-            pools = {name: find_pages(self._pools[name]) for name in GROUPS if name in self._pools}
-            facts, place = model_facts(), RankPlace.of(self._config)
-            spec = describe(facts, pools, place, self._options.weights)
-        except (ValueError, OSError) as error:
-            self._decline(str(error))
-            return
-        self._facts = facts
-        cache = RankCache(spec, pools, "sglang", log, place.shard, place.writes)
-        self._store = PageStore(cache, self._options)
+        self._served.open(self._find, self._options)
 
-    def _decline(self, why: str) -> None:
-        log.warning("kvtier: this server works without kvtier: %s", why)
-        self.close()
-
-    def _usable(self) -> PageStore | None:
-        """The store, unless the weights were updated in place: pages of both weights would have one name."""
-        if self._store is not None and self._facts is not None:
-            version, path = str(get_serving().weight_version), str(get_model().model_path)
-            if (version, path) != (self._facts.version, self._facts.path):
-                self._decline(
-                    "its weights were updated in place; it uses kvtier again after a restart"
-                )
-        return self._store
+    def _find(self) -> tuple[Mapping[str, ServedPool], RankPlace]:
+        if others := sorted(self._pools.keys() - set(GROUPS)):
+            raise Unsupported(f"pools that cannot be kept: {', '.join(others)}")
+        pools = {name: find_pages(self._pools[name]) for name in GROUPS if name in self._pools}
+        return pools, RankPlace.of(self._config)
 
     # --- pages ---------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        store = self._usable()
+        store = self._served.usable()
         return store.exists(keys) if store is not None else 0
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        store = self._usable()
+        store = self._served.usable()
         return store.load(KV, keys, host_indices) if store is not None else [False] * len(keys)
 
     def batch_set_v1(
@@ -122,7 +73,7 @@ class KvtierStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[str, list[bool]]:
-        store, results = self._usable(), {}
+        store, results = self._served.usable(), {}
         for one in transfers:
             keys = one.keys or []
             there = store.load(str(one.name), keys, one.host_indices) if store is not None else []
@@ -138,7 +89,7 @@ class KvtierStorage(HiCacheStorage):
         }
 
     def _save(self, pool: str, keys: list[str], indices: Any, extra_info: Any) -> list[bool]:
-        store = self._usable()
+        store = self._served.usable()
         if store is None:
             return [False] * len(keys)
         before = (extra_info.prefix_keys if extra_info is not None else None) or [""]
@@ -174,12 +125,12 @@ class KvtierStorage(HiCacheStorage):
     # --- the rest ------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        if self._store is not None:
-            self._store.clear(server_run())
+        if (store := self._served.opened) is not None:
+            store.clear(server_run())
 
     def get_stats(self) -> StorageMetrics | None:
         """The copies since the last call, if the server has metrics."""
-        store = self._store
+        store = self._served.opened
         if store is None or not self._config.enable_storage_metrics:
             return None
         metrics = StorageMetrics()
@@ -194,6 +145,4 @@ class KvtierStorage(HiCacheStorage):
         return metrics
 
     def close(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        self._served.close()

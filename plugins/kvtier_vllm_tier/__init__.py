@@ -23,7 +23,7 @@ from vllm.version import __version__ as VLLM_VERSION  # noqa: N812
 
 from kvtier import Group, KvSpec
 from kvtier_kernels import Pieces
-from kvtier_plugins.page_store import PageStore, RankCache
+from kvtier_plugins.page_store import HostPages, PageStore, RankCache
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -44,7 +44,7 @@ class TierOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class Chunks(HostPages):
     """The chunks in vLLM's memory, by their numbers."""
 
     pieces: Pieces

@@ -4,7 +4,6 @@ even by reopening the memory that it was given."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 import pytest
 
 from kvtier import wire
-from support.daemons import Daemon
+from support.daemons import Daemon, server
 from support.raw import Raw
 from support.specs import pattern, spec_of
 
@@ -55,17 +54,8 @@ exec(code)
 
 
 def as_user(daemon: Daemon, uid: int, code: str, groups: str = "") -> str:
-    command = [
-        sys.executable,
-        "-c",
-        OTHER,
-        daemon.socket,
-        ":".join(sys.path),
-        str(uid),
-        groups,
-        code,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    words = [daemon.socket, ":".join(sys.path), str(uid), groups, code]
+    done = server().run(words, program=OTHER)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

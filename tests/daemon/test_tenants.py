@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier import Client
-from support.daemons import Daemon
+from support.daemons import Daemon, server
 from support.specs import pattern, spec_of
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root to be two users")
@@ -47,10 +46,8 @@ space = client.open(spec)
 
 
 def as_nobody(daemon: Daemon, code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", OTHER + code, daemon.socket, ":".join(sys.path), str(NOBODY)]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    words = [daemon.socket, ":".join(sys.path), str(NOBODY), *arguments]
+    done = server().run(words, program=OTHER + code)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -198,6 +195,5 @@ print(*outcome)
 
 def test_a_user_without_a_tenant_is_refused(daemon: Daemon) -> None:
     other = OTHER.replace("os.setuid(int(sys.argv[3]))", "os.setuid(12345)")
-    command = [sys.executable, "-c", other, daemon.socket, ":".join(sys.path), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = server().run([daemon.socket, ":".join(sys.path), "0"], program=other)
     assert "no tenant is configured for uid 12345" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +237,13 @@ def test_what_was_purged_or_forgotten_after_it_left_the_disk_is_not_warmed_up(
                 assert space.match(keys).ready == PROMPT
 
         def objects_with(folder: str, text: bytes) -> list[Path]:
-            paths = (store.folder / "data" / BUCKET / f"of-{how}" / folder).rglob("*")
-            files = [path for path in paths if path.is_file()]
-            return [path for path in files if text in path.read_bytes() + path.name.encode()]
+            found = []
+            for path in (store.folder / "data" / BUCKET / f"of-{how}" / folder).rglob("*"):
+                # The server may rename or remove it meanwhile.
+                with suppress(FileNotFoundError, IsADirectoryError):
+                    if text in path.read_bytes() + path.name.encode():
+                        found.append(path)
+            return found
 
         a.wait_for(lambda _: bool(objects_with("wanted", bytes(keys[0]))))
         if how == "forget":

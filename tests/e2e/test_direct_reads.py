@@ -19,6 +19,7 @@ from kvtier.frame import ENCRYPTED, PAGE, RAW
 from kvtier.read_file import LIMIT_READ_FILES, ReadFile, ReadFiles
 from kvtier_kernels import xxh3_128
 from support.daemons import Daemon, kvtier
+from support.filled import filled
 from support.specs import pattern, spec_of
 
 SPEC = spec_of("direct", kv_heads=1)  # blocks of 16 KiB
@@ -58,7 +59,13 @@ def disk(tmp_path: Path) -> Path:
 @pytest.fixture
 def daemon(daemon_of: DaemonOf, tmp_path: Path, disk: Path) -> Daemon:
     """A daemon whose blocks of chains 0 and 1 are only on disk."""
-    first = direct_daemon(daemon_of, tmp_path / "one", disk)
+    filled(tmp_path, "two chains", fill)
+    return restarted(daemon_of, tmp_path, disk)
+
+
+def fill(folder: Path, start: DaemonOf) -> None:
+    (folder / "disk").mkdir(parents=True)
+    first = direct_daemon(start, folder / "one", folder / "disk")
     with first.connect() as client:
         space = client.open(SPEC)
         for chain in range(2):
@@ -66,11 +73,9 @@ def daemon(daemon_of: DaemonOf, tmp_path: Path, disk: Path) -> Daemon:
             assert (
                 space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys]).stored == CHAIN
             )
-    return restarted(first, daemon_of, tmp_path, disk)
 
 
-def restarted(daemon: Daemon, daemon_of: DaemonOf, tmp_path: Path, disk: Path) -> Daemon:
-    daemon.stop()
+def restarted(daemon_of: DaemonOf, tmp_path: Path, disk: Path) -> Daemon:
     again = direct_daemon(daemon_of, tmp_path / "one", disk)
     again.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 2 * CHAIN)
     return again
@@ -379,6 +384,7 @@ def test_descriptors_of_a_daemon_that_ended_are_misses(
 ) -> None:
     with daemon.connect(reconnect_s=60.0) as client:
         lease = asked(client)
-        restarted(daemon, daemon_of, tmp_path, disk)
+        daemon.stop()
+        restarted(daemon_of, tmp_path, disk)
         assert not any(lease.end([True] * CHAIN))
         assert asked(client).frames

@@ -20,6 +20,7 @@ from kvtier.frame import PAGE, decode
 from kvtier.space import Space
 from kvtier_daemon.codec.table import BY_NAME
 from support.daemons import Daemon
+from support.filled import filled
 from support.specs import spec_of
 
 BLOCKS = 8
@@ -83,18 +84,20 @@ class OnDisk:
         permits: str = "true",
     ) -> None:  # fmt: skip
         self.spec, self.blocks = spec, {}
-        daemon, total = started(daemon_of, folder, codec, permits), 0
-        with daemon.connect() as client:
-            space = client.open(spec)
-            keys = space.keys(list(range(BLOCKS * spec.block_tokens)))
-            for group, kind in enumerate(spec.cache_groups):
-                for shard in range(kind.shards):
-                    blocks = values(spec, group, BLOCKS, 10 * group + shard)
-                    self.blocks[group, shard] = blocks
+        for group, kind in enumerate(spec.cache_groups):
+            for shard in range(kind.shards):
+                self.blocks[group, shard] = values(spec, group, BLOCKS, 10 * group + shard)
+        total = BLOCKS * len(self.blocks)
+
+        def fill(source: Path, start: Callable[..., Daemon]) -> None:
+            daemon = started(start, source, codec, permits)
+            with daemon.connect() as client:
+                space, keys = self.open(client)
+                for (group, shard), blocks in self.blocks.items():
                     assert space.save(keys, blocks, group, shard).stored == BLOCKS
-                    total += BLOCKS
-            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == total)
-        daemon.stop()
+                daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == total)
+
+        filled(folder, (codec, spec, permits), fill)
         self.daemon = started(daemon_of, folder, codec, permits)
         self.daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == total)
 

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvtier import Lease, StaleLease, Unavailable, wire
+from kvtier.link import ask_delayed
 from kvtier.space import Changes
 from support.daemons import start_daemon
 from support.effort import effort
@@ -193,6 +195,31 @@ def test_leases_and_begun_requests_go_on(folder: Path) -> None:
         lease.release()
         client.ping()
         assert daemon.stats()["tenants"]["default"]["leases"] == 0
+    daemon.stop()
+
+
+def test_a_request_whose_answer_is_delayed_is_sent_again(folder: Path) -> None:
+    daemon = start(folder)
+    with daemon.connect(reconnect_s=WAIT_S, timeout_s=WAIT_S) as client:
+        space, link, found = client.open(spec_of()), client.link, list[wire.Matched]()
+        blocks = save(client)
+        packed = space.keys(tokens(space, 0, len(blocks))).packed
+        daemon.process.send_signal(signal.SIGSTOP)
+
+        def ask() -> None:
+            asked = lambda id_: wire.MatchPrefix(id_, space.index, packed)  # noqa: E731
+            ask_delayed(link, asked, wire.Matched, lambda reply, _: found.append(reply))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        deadline = time.monotonic() + WAIT_S
+        while not link.connection._delayed:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        end(daemon, signal.SIGKILL)
+        daemon = start(folder)
+        asking.join(WAIT_S)
+        assert [one.ready for one in found] == [len(blocks)]
     daemon.stop()
 
 

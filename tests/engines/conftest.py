@@ -161,6 +161,19 @@ class Engine:
         self.process.stdout.close()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in one thread, and transformers logs errors alone."""
+    import torch
+    import transformers
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     made = Forks(os.environ | ENVIRONMENT)

@@ -84,7 +84,8 @@ def test_sglang_accepts_the_printed_command(
     """SGLang's own parser; and a page is stored with the options of the backend as the page prints them."""
     from sglang.srt.server_args import ServerArgs
 
-    printed, begins = Path(__file__).parents[2] / "docs/sglang.md", "python -m sglang.launch_server"
+    printed = Path(__file__).parents[2] / "docs/sglang.md"
+    begins = "python -m sglang.launch_server --model-path MODEL --page-size 64 \\\n"
     (text,) = [one.text for one in blocks(printed) if begins in one.text]
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from engines.tiny import WINDOW, prompt, tiny_model  # noqa: E402
 from kvtier import Client, InvalidArgument, wire  # noqa: E402
@@ -25,17 +25,9 @@ from kvtier_transformers.layers import ROOM_TOKENS  # noqa: E402
 from support.daemons import Daemon  # noqa: E402
 from support.tiny_models import save_model  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 16
 ERROR = 1e-4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from engines.tiny import KINDS, prompt, tiny_model  # noqa: E402
 from kvtier_transformers import attach  # noqa: E402
 from support.daemons import Daemon, start_daemon  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 16
 ERROR = 1e-4
 DECLINED = {
@@ -38,15 +38,6 @@ FAST = (
 SERVED = [kind for kind in KINDS if kind not in DECLINED]
 STATES = ("qwen3_next", "falcon_h1", "lfm2", "granite_hybrid")
 kinds = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(before)
 
 
 def generated(model: Any, ids: Any, tokens: int = 20) -> Any:

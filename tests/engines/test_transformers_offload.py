@@ -34,6 +34,7 @@ from kvtier_transformers import (  # noqa: E402
 from support.daemons import Daemon  # noqa: E402
 from support.tensors import tensor_bytes  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK, TOKENS, NEW = 16, 300, 40
 ERROR = 1e-4
 LAYERS = {
@@ -44,15 +45,10 @@ KINDS = ("llama", "gpt2", "falcon", "deepseek3", "qwen3")
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are computed in several steps, and the room of the buffers grows several times."""
     monkeypatch.setattr(offload, "PREFILL_TOKENS", 64)
     monkeypatch.setattr(offload, "ROOM_TOKENS", 8)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
@@ -54,11 +54,11 @@ class Served:
     """A daemon with a cold tier, and a client that compares every block."""
 
     def __init__(
-        self, folder: Path, disk: Path | list[Path], engine: str, env: Mapping[str, str] | None,
-        codec: str, **haste: float,
+        self, folder: Path, disk: Path | list[Path], engine: str, shim: Shim | None, codec: str,
+        **haste: float,
     ) -> None:  # fmt: skip
-        self._folder, self._disks, self._engine, self._env = (
-            folder, [disk] if isinstance(disk, Path) else disk, engine, env,
+        self._folder, self._disks, self._engine, self._shim = (
+            folder, [disk] if isinstance(disk, Path) else disk, engine, shim,
         )  # fmt: skip
         self._codec = codec
         self._content: Content = numbers if codec != "raw" else pattern
@@ -77,7 +77,12 @@ class Served:
         )
         # Wait for an existing directory, even on a busy machine.
         haste = self._haste | {"OPEN_S": 60.0} if is_there else self._haste
-        return start_daemon(self._folder, config=config, haste=haste, env=self._env)
+        if self._shim is None:
+            return start_daemon(self._folder, config=config, haste=haste)
+        return start_daemon(
+            self._folder, config=config, haste=haste, env=self._shim.env, own_children=True,
+            forks=self._shim.server,
+        )  # fmt: skip
 
     def start(self, is_there: bool = True) -> None:
         self.client.close()
@@ -209,12 +214,12 @@ def serving(tmp_path: Path) -> Iterator[Serve]:
     def start(
         disk: Path | list[Path],
         engine: str = "auto",
-        env: Mapping[str, str] | None = None,
+        shim: Shim | None = None,
         codec: str = "raw",
         **haste: float,
     ) -> Served:
         folder = tmp_path / f"daemon-{len(running)}"
-        running.append(Served(folder, disk, engine, env, codec, **haste))
+        running.append(Served(folder, disk, engine, shim, codec, **haste))
         return running[-1]
 
     yield start
@@ -287,7 +292,7 @@ def test_a_file_system_that_became_read_only_is_still_read(ext4: Mounted, serve:
 def test_failing_writes_are_reported_and_resumed(
     shim: Shim, serve: Serve, code: int, calls: tuple[str, ...]
 ) -> None:
-    one = serve(shim.path, "threads", shim.env)
+    one = serve(shim.path, "threads", shim)
     one.save(0, 1, 2, 3, 4)
     written = one.cold["states"]["written"]
     with shim.failing(code, *calls):
@@ -333,7 +338,7 @@ def fails_to_read(one: Served, failing: Callable[[], AbstractContextManager[None
 
 @pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
 def test_failing_reads_are_misses_and_resumed(shim: Shim, serve: Serve, codec: str) -> None:
-    one = serve(shim.path, "threads", shim.env, codec)
+    one = serve(shim.path, "threads", shim, codec)
     fails_to_read(one, lambda: shim.failing(errno.EIO, "read"))
     assert shim.struck("read") >= FAULTS_TO_OFF
 
@@ -430,7 +435,7 @@ def hangs(one: Served, hanging: AbstractContextManager[None], memory: int) -> No
 
 @pytest.mark.parametrize("codec", ["raw", "r32"])
 def test_reads_that_hang_are_misses(shim: Shim, serve: Serve, codec: str) -> None:
-    one = serve(shim.path, "threads", shim.env, codec)
+    one = serve(shim.path, "threads", shim, codec)
     one.save(0, 1, 2, 3, 4, 5)
     hangs(one, shim.failing(HANGS, "read"), 5)
     assert shim.struck("read")
@@ -447,7 +452,7 @@ def test_a_block_device_that_hangs_is_a_miss(device: PoweredDisk, serve: Serve) 
 def test_a_daemon_ends_although_its_disk_hangs(
     shim: Shim, serve: Serve, calls: tuple[str, ...]
 ) -> None:
-    one = serve(shim.path, "threads", shim.env)
+    one = serve(shim.path, "threads", shim)
     one.save(0, 1, 2, 3, 4, 5)
     with shim.failing(HANGS, *calls):
         save(one.client, 20)
@@ -463,7 +468,7 @@ def test_a_daemon_ends_although_its_disk_hangs(
 def test_a_disk_that_hangs_when_it_is_switched_on_delays_neither_clients_nor_the_stop(
     shim: Shim, serve: Serve
 ) -> None:
-    one = serve(shim.path, "threads", shim.env, END_S=2.0)
+    one = serve(shim.path, "threads", shim, END_S=2.0)
     one.save(0, 1)
     with one.daemon.connect(timeout_s=ANSWER_S) as asks:
         asks.tier("cold", "off")
@@ -505,7 +510,7 @@ def test_a_daemon_that_can_not_open_its_disk_yet_can_be_stopped(shim: Shim, tmp_
 
 
 def test_a_daemon_ends_in_every_state_of_waiting(shim: Shim, serve: Serve) -> None:
-    one = serve(shim.path, "threads", shim.env, END_S=1000.0, STOP_S=2.0)
+    one = serve(shim.path, "threads", shim, END_S=1000.0, STOP_S=2.0)
     one.save(0, 1)
     with shim.failing(HANGS, *WRITES):
         save(one.client, 20)
@@ -521,7 +526,7 @@ def test_a_daemon_ends_in_every_state_of_waiting(shim: Shim, serve: Serve) -> No
 def test_a_tier_whose_disk_hangs_is_switched_off_and_the_daemon_serves_and_ends(
     shim: Shim, serve: Serve, ends: str
 ) -> None:
-    one = serve(shim.path, "threads", shim.env, CLOSE_S=3.0)
+    one = serve(shim.path, "threads", shim, CLOSE_S=3.0)
     one.save(0, 1, 2, 3)
     with shim.failing(HANGS, *WRITES), one.daemon.connect(timeout_s=ANSWER_S) as asks:
         save(one.client, 20)
@@ -628,7 +633,7 @@ def test_forgets_need_no_room_in_the_index(tmp_path: Path, serve: Serve) -> None
 
 
 def test_a_disk_without_space_at_the_start_is_read(shim: Shim, serve: Serve) -> None:
-    one = serve(shim.path, "threads", shim.env)
+    one = serve(shim.path, "threads", shim)
     one.save(0)
     assert one.end() == 0
     with shim.failing(errno.ENOSPC, "write"):
@@ -692,7 +697,7 @@ def test_a_damaged_index_loses_no_block_that_a_footer_lists(
 
 
 def test_a_forget_that_can_not_be_written_is_an_error(shim: Shim, serve: Serve) -> None:
-    one = serve(shim.path, "threads", shim.env)
+    one = serve(shim.path, "threads", shim)
     one.save(0, 1, 2, 3)
     with shim.failing(errno.ENOSPC, "write", "sync"), pytest.raises(Refused) as reply:
         one.forget(0)

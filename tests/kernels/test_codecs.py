@@ -11,10 +11,18 @@ import pytest
 
 import kvtier_kernels as kernels
 from models import kernels as reference
-from models.kernels.codec import FIX4, FORMS, R32, RAW, frequencies
+from models.kernels.codec import FIX4, FORMS, PLANES, R32, RAW, frequencies
+from support.cuda_codecs import DEVICE
 from support.effort import effort
 
-CODECS = [FIX4, R32]
+CODECS = [FIX4, R32, PLANES]
+
+
+def codecs_of(level: str) -> list[int]:
+    """Frames in planes never leave the memory of a host."""
+    return CODECS[:2] if level == DEVICE else CODECS
+
+
 ELEMENTS = range(5)
 BF16, FP16, FP32, E4M3, E5M2 = ELEMENTS
 ITEM = [2, 2, 4, 1, 1]
@@ -130,6 +138,8 @@ def places(found: list[tuple[int, int]], parts: list[bytes]) -> list[tuple[int, 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_encoded_bytes_equal_those_of_the_model_and_are_decoded(level, codec, element):
+    if codec not in codecs_of(level):
+        return
     for kind in KINDS:
         for count in COUNTS if kind is normal else COUNTS[:12]:
             parts = [kind(element, count) if count else b""]
@@ -159,6 +169,8 @@ def test_a_state_that_is_just_full_writes_its_word_at_once(level, lane):
 @pytest.mark.parametrize("codec", CODECS)
 def test_each_part_of_a_block_can_be_decoded_alone_for_any_size(level, codec, element):
     """The decoder processes streams of different parts together, in groups of four and in the remainder."""
+    if codec not in codecs_of(level):
+        return
     chance = random.Random(7)
     for _ in range(12):
         parts = []
@@ -182,7 +194,7 @@ def test_each_part_of_a_block_can_be_decoded_alone_for_any_size(level, codec, el
 def test_every_bf16_value_is_restored(level):
     words = np.arange(1 << 16).astype("<u2")
     parts = [np.tile(words[(words >> 10 & 31) == eight], 4).tobytes() for eight in range(32)]
-    for codec in CODECS:
+    for codec in codecs_of(level):
         found, payload = encoded(codec, BF16, parts)
         assert {taken for taken, _ in found} == {codec}
         back = bytearray(4 << 17)
@@ -193,9 +205,11 @@ def test_every_bf16_value_is_restored(level):
 def test_compression_ratios_are_as_expected(level):
     part = normal(BF16, 32768)
     for codec, element, least in (
-        (FIX4, BF16, 1.33), (FIX4, FP16, 1.05), (FIX4, FP32, 1.13), (R32, BF16, 1.48),
+        (FIX4, BF16, 1.33), (FIX4, FP16, 1.05), (FIX4, FP32, 1.13), (R32, BF16, 1.48), (PLANES, BF16, 1.48),
         (R32, FP16, 1.15), (R32, FP32, 1.19), (R32, E4M3, 1.1), (R32, E5M2, 1.3),
     ):  # fmt: skip
+        if codec not in codecs_of(level):
+            continue
         part = normal(element, 32768)
         [(taken, size)], _ = encoded(codec, element, [part])
         assert taken == codec and len(part) / size >= least, (codec, element, len(part) / size)
@@ -212,7 +226,7 @@ def test_heads_of_different_sizes_are_all_counted(level):
 
 
 def test_incompressible_parts_are_stored_raw_within_their_size(level, guarded):
-    for codec in CODECS:
+    for codec in codecs_of(level):
         for element in ELEMENTS:
             part = noise(element, 9999)
             target = guarded(len(part), 5)
@@ -222,7 +236,7 @@ def test_incompressible_parts_are_stored_raw_within_their_size(level, guarded):
 
 
 def test_encoding_and_decoding_stay_within_their_buffers(level, guarded):
-    for codec in CODECS:
+    for codec in codecs_of(level):
         for element in ELEMENTS:
             for count in (64, 65, 127, 1000, 8191, 33001):
                 part = normal(element, count) + b"odd"[: ITEM[element] - 1]
@@ -243,6 +257,8 @@ def test_encoding_and_decoding_stay_within_their_buffers(level, guarded):
 @pytest.mark.parametrize("codec", CODECS)
 def test_large_blocks_written_past_the_caches_are_the_same(level, guarded, codec, element):
     """Whole cache lines are written, at any alignment. Both ends have special cases."""
+    if codec not in codecs_of(level):
+        return
     counts = [33000, 64, 65, 32768, 100, 128 * 64 + 1]
     parts = [normal(element, count, seed) for seed, count in enumerate(counts)]
     parts.append(noise(element, 500))
@@ -297,7 +313,7 @@ def test_damaged_parts_are_an_error_or_bytes_and_touch_no_other_memory(level, gu
     rounds = int(os.environ.get("KVTIER_CODEC_ROUNDS", effort(120, 300, 300)))
     refused = 0
     for number in range(rounds):
-        codec, element = chance.choice(CODECS), chance.choice(ELEMENTS)
+        codec, element = chance.choice(codecs_of(level)), chance.choice(ELEMENTS)
         count = chance.choice([64, 65, 500, 4000, 33000])
         part = chance.choice([normal, specials])(element, count)
         found, payload = encoded(codec, element, [part])
@@ -313,7 +329,7 @@ def test_damaged_parts_are_an_error_or_bytes_and_touch_no_other_memory(level, gu
 
 def test_a_damaged_part_among_valid_ones_is_named(level):
     parts = [normal(BF16, 5000, seed) for seed in range(9)]
-    for codec in CODECS:
+    for codec in codecs_of(level):
         found, payload = encoded(codec, BF16, parts)
         where = places(found, parts)
         for number, (_, at, size, _) in enumerate(where):
@@ -340,7 +356,7 @@ def test_a_stream_whose_final_state_is_wrong_is_refused(level):
 
 def test_wrong_headers_of_otherwise_valid_parts_are_refused(level):
     part = constant(BF16, 4096)
-    for codec in CODECS:
+    for codec in codecs_of(level):
         [(taken, size)], payload = encoded(codec, BF16, [part])
         where, back = [(taken, 0, size, len(part))], bytearray(len(part))
         assert kernels.decode_parts(BF16, payload, where, back) == 1
@@ -354,7 +370,7 @@ def test_wrong_headers_of_otherwise_valid_parts_are_refused(level):
             for at, value in lie.items():
                 text[at] = value
             assert kernels.decode_parts(BF16, text, where, back) == 0, (codec, lie)
-        count = 4 if codec == FIX4 else 44
+        count = {FIX4: 4, R32: 44, PLANES: 12}[codec]
         more = bytearray(payload + b"x")  # an escape without a use
         more[count] += 1
         assert kernels.decode_parts(BF16, more, [(taken, 0, size + 1, len(part))], back) == 0
@@ -387,3 +403,23 @@ def test_frequencies_always_sum_to_256():
             counts[chance.randrange(256)] = chance.choice([1, 2, 50, 10_000])
         _, shares = frequencies(counts)
         assert sum(shares) == 256 and min(shares) >= 1 and 2 <= len(shares) <= 32
+
+
+@pytest.mark.parametrize("plane", range(3))
+def test_planes_that_end_early_are_damaged_on_every_level(plane: int) -> None:
+    """The sizes of the planes in the header change, but not their sum."""
+    part = b"".join(normal(BF16, 60, n) + random.Random(n).randbytes(8) for n in range(64))
+    ((codec, size),), text = encoded(PLANES, BF16, [part])
+    assert codec == PLANES
+    sizes = list(struct.unpack_from("<3I", text, 4))
+    assert all(each >= 8 for each in sizes)
+    sizes[plane] -= 8
+    sizes[(plane + 1) % 3] += 8
+    odd = text[:4] + struct.pack("<3I", *sizes) + text[16:]
+    try:
+        for level in kernels.implementations("codec"):
+            kernels.force("codec", level)
+            back = bytearray(len(part))
+            assert kernels.decode_parts(BF16, odd, [(PLANES, 0, size, len(part))], back) == 0
+    finally:
+        kernels.force("codec", "auto")

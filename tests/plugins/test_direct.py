@@ -22,6 +22,7 @@ from kvtier_plugins.direct import DirectReader, codecs_for, open_source
 from kvtier_plugins.payload_reads import DirectReadsError, PinnedReads, direct_reads_fail
 from support.daemons import Daemon
 from support.direct_engine import UNTOUCHED, DirectEngine
+from support.filled import filled
 from support.losses_by_twins import profile_of
 from support.specs import spec_of
 
@@ -64,14 +65,17 @@ def values(spec: KvSpec, key: bytes) -> bytes:
 
 def stored(daemon_of: DaemonOf, folder: Path, spec: KvSpec, codec: str, chains: int = 1) -> Daemon:
     """A daemon whose blocks of these chains are only on disk, encoded by this codec."""
-    first = daemon_with(daemon_of, folder, codec)
-    first.wait_for_disks()
-    with first.connect() as client:
-        space = client.open(spec)
-        for chain in range(chains):
-            keys = space.keys(tokens(chain))
-            assert space.save(keys, [values(spec, key) for key in keys]).stored == CHAIN
-    first.stop()
+
+    def fill(source: Path, start: DaemonOf) -> None:
+        first = daemon_with(start, source, codec)
+        first.wait_for_disks()
+        with first.connect() as client:
+            space = client.open(spec)
+            for chain in range(chains):
+                keys = space.keys(tokens(chain))
+                assert space.save(keys, [values(spec, key) for key in keys]).stored == CHAIN
+
+    filled(folder, (spec, codec, chains), fill)
     again = daemon_with(daemon_of, folder, codec)
     again.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == chains * CHAIN)
     return again

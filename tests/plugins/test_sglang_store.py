@@ -279,8 +279,9 @@ def test_a_daemon_that_ends_or_hangs_costs_one_deadline_and_is_used_again(
     assert pool.read([2, 3]) == content
 
 
+@pytest.mark.parametrize("held", [False, True])
 def test_a_load_waits_for_pages_on_disk(
-    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path
+    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path, held: bool
 ) -> None:
     (tmp_path / "disk").mkdir()
     cold = f'[cold]\ndirectories = ["{tmp_path / "disk"}"]\nsize = "96MiB"\nsegment = "1MiB"\n'
@@ -298,7 +299,10 @@ def test_a_load_waits_for_pages_on_disk(
     daemon.wait_for_disks()
     until(lambda: store.keeper.space is not None)
     until(lambda: space.kept() == (0, 4))
-    assert store.load(KV, keys, indices_of([8, 9, 10, 11])) == [True] * 4
+    if held:
+        assert store.load_held(store.hold(keys), {KV: indices_of([8, 9, 10, 11])}, 4)
+    else:
+        assert store.load(KV, keys, indices_of([8, 9, 10, 11])) == [True] * 4
     assert pool.read([8, 9, 10, 11]) == content
 
 
@@ -321,3 +325,45 @@ def test_with_verify_an_overwritten_page_is_not_loaded(
     assert store.counts["spoilt"] == 3
     until(lambda: store.exists(keys) == 1)  # the daemon has forgotten it
     assert store.load(KV, keys, indices_of([3, 4, 5])) == [True, False, False]
+
+
+def test_held_pages_stay_in_memory_and_are_loaded_after_the_daemon_has_ended(
+    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = daemon_of(folder=tmp_path, warm="1MiB")
+    pool, keys = HostPool(), hashes(4, "held")
+    content = pool.fill([0, 1, 2, 3], 8)
+    store = store_of(daemon.socket, {KV: pool})
+    assert store.save(KV, keys, indices_of([0, 1, 2, 3])) == [True] * 4
+    held = store.hold([*keys, *hashes(2, "never saved")])
+    assert (held.ready, held.coming) == (4, 0)
+    for number in range(100):  # more than the memory has
+        store.save(KV, hashes(16, f"others {number}"), indices_of(range(16)))
+    assert store.exists(keys) == 4
+    daemon.process.kill()
+    daemon.process.wait()
+    assert store.load_held(held, {KV: indices_of([9, 8])}, 2)
+    assert pool.read([9, 8]) == content[:2]
+    assert held.ready == 0 and not store.load_held(held, {KV: indices_of([9, 8])}, 2)
+    assert store.hold(keys).ready == 0  # no daemon
+    assert store.counts["failed:load"] == 0
+
+
+def test_pages_that_are_held_no_longer_are_not_loaded_as_others(
+    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """After the deadline their slots contain other pages."""
+    daemon = daemon_of(folder=tmp_path, warm="1MiB")
+    pool, keys = HostPool(), hashes(4, "late")
+    store = store_of(daemon.socket, {KV: pool})
+    assert store.save(KV, keys, indices_of([0, 1, 2, 3])) == [True] * 4
+    monkeypatch.setattr(store_module, "LEASE_MS", 1)
+    held = store.hold(keys)
+    assert held.ready == 4
+    time.sleep(0.1)
+    for number in range(100):
+        store.save(KV, hashes(16, f"later {number}"), indices_of(range(16)))
+    assert store.exists(keys) == 0
+    assert not store.load_held(held, {KV: indices_of([4, 5, 6, 7])}, 4)
+    assert store.counts["load_missing"] == 4

@@ -19,6 +19,7 @@ from kvtier import Client, Unavailable
 from kvtier_daemon.observing.metrics import SERIES
 from kvtier_daemon.tiers.child_process import start_child
 from kvtier_daemon.tiers.cold.index_process import COMMAND as INDEX_COMMAND
+from kvtier_daemon.tiers.remote.driver import COMMAND as STORE_COMMAND
 from support import forked, hasty
 
 START_S = 60.0  # on a busy machine
@@ -28,9 +29,10 @@ TESTS = str(Path(__file__).parents[1])
 server = cache(forked.started)
 
 
-def start_index(command: tuple[str, ...]) -> Any:
-    """Start the process of an index of this process: a fork, unless a test has its own command."""
-    return server().start_index({}) if command == INDEX_COMMAND else start_child(command)
+def start_forked(command: tuple[str, ...], *fds: int) -> Any:
+    """Start a process of a tier of this process: a fork, unless a test has its own command."""
+    which = {INDEX_COMMAND: forked.INDEX, STORE_COMMAND: forked.STORE}.get(command)
+    return server().start_child(which, {}, *fds) if which else start_child(command, *fds)
 
 
 def checked(stats: dict[str, Any]) -> dict[str, Any]:
@@ -116,16 +118,21 @@ class Daemon:
             assert time.monotonic() < deadline, f"{self.open_files()} files open, not {count}"
             time.sleep(0.02)
 
-    def stop(self) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
-            self.process.terminate()
+            self.process.send_signal(how)
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(
                 f"not gone after {STOP_S} s: {self.log.read_text()[-3000:]}"
             ) from None
+
+    def end(self) -> None:
+        """Stop as Ctrl-C does, without writing to disk what is only in memory: nothing reads it later."""
+        self.stop(signal.SIGINT)
+        assert "Traceback" not in self.log.read_text(), self.log.read_text()
 
 
 def hasty_command(haste: Mapping[str, float]) -> tuple[str, ...]:
@@ -143,10 +150,12 @@ def start_daemon(
     keep_s: int | None = 0,
     haste: Mapping[str, float] | None = None,
     own_children: bool = False,
+    forks: forked.Server | None = None,
 ) -> Daemon:
     """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete. A
     keeper process holds its memory for `keep_s` after its end, or for the default with None. `haste`: values
-    of the daemon's constants. `own_children`: the processes of its indexes are its children."""
+    of the daemon's constants. `own_children`: its processes are its children. `forks`: starts it, in place of
+    the usual one or of an exec with `env`."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:
@@ -158,11 +167,11 @@ def start_daemon(
     log = folder / "daemon.log"
     with log.open("ab") as sink:
         process: subprocess.Popen[bytes] | forked.Process
-        if command is SERVE and env is None:
-            words = ["serve", "--config", str(path)]
-            process = server().start(
-                words, 1, sink.fileno(), haste=haste, own_children=own_children
-            )
+        if command is SERVE and (env is None or forks is not None):
+            process = (forks or server()).start(
+                ["serve", "--config", str(path)], 1, sink.fileno(), env or os.environ, haste,
+                own_children=own_children,
+            )  # fmt: skip
         else:
             command = hasty_command(haste) if haste else command
             process = subprocess.Popen([*command, "--config", str(path)], stderr=sink, env=env)

@@ -13,10 +13,12 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from support import forked
 from support.cached import compiler, digest, made_once
 
 PATIENCE_S = 60.0
@@ -179,15 +181,20 @@ enum { READ, WRITE, SYNC, ALLOCATE };
 static volatile int *told;  /* for each: an errno, or -1 to hang */
 static const char *where;
 
-__attribute__((constructor)) static void begin(void) {
+/* At the first call: the process may be the fork of one that has no switch. Threads may do it at once. */
+static int begun(void) {
+    if (told != NULL) return 1;
+    const char *const path = getenv("FAULT_SWITCH");
+    if (path == NULL) return 0;
     where = getenv("FAULT_AT");
-    const int fd = open(getenv("FAULT_SWITCH"), O_RDWR | O_CLOEXEC);
+    const int fd = open(path, O_RDWR | O_CLOEXEC);
     told = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
+    return 1;
 }
 
 static int fails(int fd, int what) {
-    if (told[what] == 0) return 0;
+    if (!begun() || told[what] == 0) return 0;
     char name[64], path[4096];
     snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
     const ssize_t size = readlink(name, path, sizeof path);
@@ -226,8 +233,14 @@ CALLS = ("read", "write", "sync", "allocate")
 HANGS = -1
 
 
+@cache
+def server_with(library: Path) -> forked.Server:
+    return forked.started({**os.environ, "LD_PRELOAD": str(library)})
+
+
 class Shim:
-    """Intercepts the calls of a process that is started with `env`, on files below `path`."""
+    """Intercepts the calls of a process that is started with `env`, on files below `path`. Daemons with `env`
+    are forks of `server`."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         needs("cc", root=False)
@@ -237,15 +250,19 @@ class Shim:
         def make(library: Path) -> None:
             subprocess.run([*words, "-o", library], input=SHIM, text=True, check=True)
 
-        library = made_once(digest(compiler("cc"), SHIM, *words) + ".so", make)
+        self._library = made_once(digest(compiler("cc"), SHIM, *words) + ".so", make)
         switch = folder / "switch"
         switch.write_bytes(bytes(4096))
         with switch.open("r+b") as file:
             self._told = mmap.mmap(file.fileno(), 4096)
         self.env = {
             **os.environ,
-            "LD_PRELOAD": str(library), "FAULT_AT": f"{path}/", "FAULT_SWITCH": str(switch),
+            "LD_PRELOAD": str(self._library), "FAULT_AT": f"{path}/", "FAULT_SWITCH": str(switch),
         }  # fmt: skip
+
+    @property
+    def server(self) -> forked.Server:
+        return server_with(self._library)
 
     @contextlib.contextmanager
     def failing(self, code: int, *calls: str) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Run daemons and commands without their imports: a process that has imported them forks once per command.
 
 Importing takes 0.1 to 0.2 s of CPU time, more than most tests; the fork runs the command from its first line.
-The processes of a daemon's indexes are such forks too, so they are not children of the daemon.
+The processes that a daemon starts for its indexes and its store are such forks too, and not its children.
 Run as a program, this file is that process: it reads requests from its standard input, a socket, and from the
 sockets of the daemons that it has forked.
 """
@@ -9,6 +9,7 @@ sockets of the daemons that it has forked.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import logging
@@ -20,13 +21,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 FORK, WAIT = "fork", "wait"
-INDEX = "index"  # in place of a program
+INDEX, STORE = "index", "store"  # in place of a program: the processes that a daemon starts
 LONGEST = 1 << 20  # of a request, which consists mostly of the environment
 
 
@@ -96,19 +97,31 @@ class Server:
     def start(
         self, words: list[str], stdout: int, stderr: int, env: Mapping[str, str] = os.environ,
         haste: Mapping[str, float] | None = None, program: str = "", own_children: bool = False,
+        imports: tuple[str, ...] = (),
     ) -> Process:  # fmt: skip
         """Run `kvtier`, or a Python program, with these arguments, without input, in this process's folder.
-        `haste`: values of constants (support/hasty.py). `own_children`: a daemon starts the processes of its
-        indexes itself."""
-        request = [FORK, words, os.getcwd(), dict(env), dict(haste or {}), program, own_children]
+        `haste`: values of constants (support/hasty.py). `own_children`: a daemon starts its processes itself.
+        `imports`: modules that the program needs, imported once for all such forks."""
+        request = [
+            FORK,
+            imports,
+            words,
+            os.getcwd(),
+            dict(env),
+            dict(haste or {}),
+            program,
+            own_children,
+        ]
         return Process(self, self.ask(request, stdout, stderr))
 
-    def start_index(self, haste: Mapping[str, float]) -> tuple[Process, socket.socket]:
-        """Start the process of an index. Return it, and the daemon's end of its socket."""
+    def start_child(
+        self, which: str, haste: Mapping[str, float], *fds: int
+    ) -> tuple[Process, socket.socket]:
+        """Start a process of a daemon, as `child_process.start_child` does."""
         own_end, child_end = socket.socketpair()
         with child_end, open(os.devnull, "wb") as nothing:
-            request = [FORK, [], "/", dict(os.environ), dict(haste), INDEX, True]
-            pid = self.ask(request, nothing.fileno(), 2, child_end.fileno())
+            request = [FORK, (), [], "/", dict(os.environ), dict(haste), which, True]
+            pid = self.ask(request, nothing.fileno(), 2, child_end.fileno(), *fds)
         return Process(self, pid), own_end
 
     def run(
@@ -132,11 +145,11 @@ class Server:
             return int(self._socket.recv(64))
 
 
-def started() -> Server:
+def started(env: Mapping[str, str] | None = None) -> Server:
     """Start the process that forks; it ends with this one."""
     own_end, child_end = pair()
     with child_end:
-        process = subprocess.Popen([sys.executable, __file__], stdin=child_end)
+        process = subprocess.Popen([sys.executable, __file__], stdin=child_end, env=env)
 
     def close() -> None:
         own_end.shutdown(socket.SHUT_RDWR)  # a fork of this process may also have it open
@@ -158,7 +171,7 @@ def serve() -> tuple[list[str], str]:
     while True:
         for ready, _ in looking.poll():
             asked = ends[ready]
-            text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 3)
+            text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 4)
             if not text:
                 if asked is tests:
                     os._exit(0)
@@ -169,6 +182,7 @@ def serve() -> tuple[list[str], str]:
             if kind == WAIT:
                 asked.send(str(os.waitpid(rest[0], 0)[1]).encode())
                 continue
+            import_once(rest.pop(0))
             own_end, child_end = pair()
             if child := os.fork():
                 for descriptor in descriptors:
@@ -200,14 +214,32 @@ def forked(request: list[Any], descriptors: list[int], server: Server) -> tuple[
         if os.environ.get(name) != value:
             os.environ[name] = value
     hasty.hurry_all(haste)
-    if program == INDEX:
+    if program in CHILDREN:
         os.setpgid(0, 0)
-        sys.argv = ["index", str(descriptors[3])]
-        index_child.main()
+        sys.argv = [program, *map(str, descriptors[3:])]
+        CHILDREN[program].main()
     if not own_children:
         of_index = hasty.of_index(haste)
-        index_process.start_child = lambda *_: server.start_index(of_index)
+        index_process.start_child = lambda *_: server.start_child(INDEX, of_index)
+        store_driver.start_child = lambda _, fd: server.start_child(STORE, {}, fd)
     return list(words), str(program)
+
+
+def import_once(modules: Iterable[str]) -> None:
+    """Import these modules for all later forks."""
+    for name in modules:
+        if name not in sys.modules:
+            import_module(name)
+            settle()
+
+
+def settle() -> None:
+    """Let forks leave alone what has been imported: what native modules free at an exit would be copied
+    first, in 1 ms, and a garbage collection would visit, and thereby copy, the pages that forks share."""
+    atexit._clear()
+    atexit.register(logging.shutdown)  # a fork runs what it registers
+    gc.collect()
+    gc.freeze()
 
 
 def end(error: SystemExit) -> None:
@@ -235,13 +267,14 @@ if __name__ == "__main__":
         import_module(name)
     cli = import_module("kvtier_daemon.cli")
     hasty, index_process = map(import_module, ("hasty", "kvtier_daemon.tiers.cold.index_process"))
-    index_child = import_module("kvtier_daemon.tiers.cold.index_child")
-    # What native modules free at an exit would be copied first, in 1 ms. A fork runs what it registers.
-    atexit._clear()
-    atexit.register(logging.shutdown)
-    # No garbage collection of a fork visits, and thereby copies, the pages that it shares.
-    gc.collect()
-    gc.freeze()
+    store_driver = import_module("kvtier_daemon.tiers.remote.driver")
+    CHILDREN = {
+        INDEX: import_module("kvtier_daemon.tiers.cold.index_child"),
+        STORE: import_module("kvtier_daemon.tiers.remote.child"),
+    }
+    with contextlib.suppress(ImportError):
+        import_module("kvtier_daemon.tiers.remote.s3")
+    settle()
     sys.path.pop(0)  # this file's folder, which a daemon does not have
     words, program = serve()
     sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *words]

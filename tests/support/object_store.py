@@ -8,13 +8,13 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from kvtier_daemon.tiers.remote.objects import VERSION
+from support import forked
+from support.daemons import server
 
 START_S = 60.0
 BUCKET = "blocks"
@@ -31,7 +31,7 @@ class ObjectStore:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
         self.credentials = self.write_credentials("credentials", SECRET)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: forked.Process | None = None
         self.start()
 
     @property
@@ -45,14 +45,15 @@ class ObjectStore:
 
     def start(self) -> None:
         with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = server().start(
                 [
-                    sys.executable, "-m", "nanio", "serve", "--data-dir", str(self.folder / "data"),
-                    "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error",
-                    "--no-access-log",
+                    "serve", "--data-dir", str(self.folder / "data"), "--host", "127.0.0.1",
+                    "--port", str(self.port), "--log-level", "error", "--no-access-log",
                 ],
-                env={**os.environ, "NANIO_ACCESS_KEY": KEY, "NANIO_SECRET_KEY": SECRET},
-                stdout=log, stderr=log,
+                log.fileno(), log.fileno(),
+                {**os.environ, "NANIO_ACCESS_KEY": KEY, "NANIO_SECRET_KEY": SECRET},
+                program="from nanio.cli import main\nmain()",
+                imports=("nanio.cli", "nanio.app", "uvicorn.main"),
             )  # fmt: skip
         until = time.monotonic() + START_S
         while True:

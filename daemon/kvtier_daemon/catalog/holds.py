@@ -55,22 +55,27 @@ class Holds:
         """Lease these blocks, which were just read, for each request that waits for them."""
         if not requests:
             return
-        store = self._blocks.store
-        names = IDENTITY.iter_unpack(store.identities(ids))
+        store, sizes, left = self._blocks.store, dict[int, int](), LIMIT_HELD - self._held
+        names, total = IDENTITY.iter_unpack(store.identities(ids)), 0
         for one, (space, group, *_) in zip(array("I", ids), names, strict=True):
-            nbytes = store.slot_bytes(space, group)
-            if not self._has_room(nbytes) or self._held + len(requests) > LIMIT_HELD:
-                return
-            self._blocks.lease([array("I", [one]).tobytes()])
-            self.nbytes += nbytes
+            nbytes, left = store.slot_bytes(space, group), left - len(requests)
+            if not self._has_room(total + nbytes) or left < 0:
+                break
+            sizes[one] = nbytes
+            total += nbytes
+        if not sizes:
+            return
+        self._blocks.lease([array("I", sizes).tobytes()])
+        self.nbytes += total
+        self._held += len(requests) * len(sizes)
+        for one, nbytes in sizes.items():
             self._sizes[one] = nbytes
             self._requests[one] = len(requests)
-            self._held += len(requests)
-            for request in requests:
-                hold = self.of.setdefault(request, Hold())
-                hold.until = now + HOLD_S
-                hold.ids.append(one)
-                self.of.move_to_end(request)
+        for request in requests:
+            hold = self.of.setdefault(request, Hold())
+            hold.until = now + HOLD_S
+            hold.ids.extend(sizes)
+            self.of.move_to_end(request)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether this many more bytes may be held. The limit is read again only when needed: that takes

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtier_daemon.catalog.compressed import COOL_SHARE, CompressedOrder
 from kvtier_daemon.catalog.policy import NO_PARENT, make
-from kvtier_daemon.sim.trace import TraceRequests
+from kvtier_daemon.sim.trace import ANNOUNCED, TraceRequests
 
 UNIT = 1000  # the size of a block in this model
 
@@ -40,7 +40,8 @@ class CompressedReplay:
             self._start += length
             self._order.now(self._requests.seconds[index])
             if (hint := self._requests.hints[index]) >= 0:
-                self._hint(nodes, hint)
+                if hint != ANNOUNCED:
+                    self._hint(nodes, hint)
                 hits.append(0)
             else:
                 hits.append(self._play(nodes))

@@ -13,7 +13,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, takewhile
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
@@ -22,7 +22,7 @@ from kvtier_daemon.planning import DiskLink, Planner
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.sim.disk import SimDisk
 from kvtier_daemon.sim.engine_cache import EngineCache
-from kvtier_daemon.sim.trace import TraceRequests
+from kvtier_daemon.sim.trace import ANNOUNCED, TraceRequests
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_daemon.tools.sizing import PrefillCost
 
@@ -183,7 +183,10 @@ class Simulation:
     # --- a request -----------------------------------------------------------------------------
 
     def _arrive(self, index: int, nodes: list[int]) -> None:
-        if (hint := self._requests.hints[index]) >= 0:
+        if (hint := self._requests.hints[index]) == ANNOUNCED:
+            self._prefetch(index, leading(self._memory, self._frames, nodes), announced=True)
+            return
+        if hint >= 0:
             self._policy.now(self.now)
             self._admission.hint(_keys(nodes), hint)
             self._hints.update(dict.fromkeys(nodes, hint))
@@ -199,11 +202,7 @@ class Simulation:
         one.own = one.ready = self._engine.prefix(nodes)
         while one.ready < len(nodes) and self._memory[nodes[one.ready]]:
             one.ready += 1
-        cold: list[int] = []
-        for node in nodes[one.ready :]:
-            if not self._memory[node] and node not in self._frames:
-                break
-            cold.append(node)
+        cold = leading(self._memory, self._frames, nodes[one.ready :])
         self.totals.looked_up_blocks += len(nodes)
         self._policy.now(self.now)
         there = [node for node in nodes if self._memory[node] or node in self._engine.away]
@@ -250,20 +249,23 @@ class Simulation:
         self.totals.moved["nvme_read"] += len(fresh) * self._frame_bytes
         return True
 
-    def _prefetch(self, index: int, cold: list[int]) -> None:
-        """Prefetch blocks that were requested before and not loaded; no request waits for them."""
-        limit = prefetch_limit(self._frame_bytes, len(self._reading))
-        again = self._recomputed.note(_keys(cold))
-        count = min(limit, self._recomputed.allowed(again))
-        away = [node for node in cold[:count] if not (self._memory[node] or node in self._reading)]
+    def _prefetch(self, index: int, cold: list[int], announced: bool = False) -> None:
+        """Read blocks for which no request waits: those that were requested before and not loaded, or that a
+        client announced."""
+        if not announced:
+            limit = prefetch_limit(self._frame_bytes, len(self._reading))
+            again = self._recomputed.note(_keys(cold))
+            cold = cold[: min(limit, self._recomputed.allowed(again))]
+        away = [node for node in cold if not (self._memory[node] or node in self._reading)]
         if not away:
             return
         prefetch = -1 - index
         self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
         if self._planner.knows(prefetch):
             self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
-            self._recomputed.began(len(away))
-            self._prefetched.update(away)
+            if not announced:
+                self._recomputed.began(len(away))
+                self._prefetched.update(away)
             self._reading.update(away)
             self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
 
@@ -517,6 +519,12 @@ class Simulation:
             self._budget.spend(self._frame_bytes)
             self._segments[-1].append(node)
             self._frames[node] = self._segment_number
+
+
+def leading(memory: bytearray, frames: dict[int, int], nodes: list[int]) -> list[int]:
+    """Return the leading blocks of these that are in memory or on disk."""
+    there = (memory[node] or node in frames for node in nodes)
+    return [node for node, _ in zip(nodes, takewhile(bool, there), strict=False)]
 
 
 def tell_hints(policy: Policy, hints: dict[int, float], nodes: list[int]) -> None:

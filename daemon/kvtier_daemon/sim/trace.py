@@ -4,7 +4,8 @@
 
 `timestamp` is in milliseconds and never decreases, lengths are in tokens, and an id names a block with all
 blocks before it. Traces of `kvtier record` also contain `block_tokens`, `saved` for blocks that were saved
-and not looked up, and `importance` for a hint about the importance of these blocks.
+and not looked up, and `importance` for a hint about the importance of these blocks. `announced` is for blocks
+that a client prefetches before the request that needs them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvtier_kernels import Trace
 
 BLOCK_TOKENS = 512
 LIMIT_LINE_BYTES = 64 << 20
+ANNOUNCED = 2.0  # instead of an importance
 Ids = list[int]
 
 
@@ -32,6 +34,7 @@ class TraceLine(msgspec.Struct):
     block_tokens: int = 0
     saved: bool = False
     importance: float | None = None
+    announced: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class TraceRequests:
     seconds: array[float]
     inputs: array[int]
     lengths: array[int]  # in blocks
-    saved: bytes  # 1 for blocks that were saved, and not looked up; 2 for a hint
-    hints: array[float]  # the importance of the blocks; -1 if it is no hint
+    saved: bytes  # 1 for blocks that were saved, and not looked up; 2 for a hint or an announcement
+    hints: array[float]  # the importance of the blocks; -1 if it is no hint, or ANNOUNCED
     block_tokens: int
 
     def __len__(self) -> int:
@@ -93,6 +96,8 @@ def read(path: Path, block_tokens: int = 0) -> TraceRequests:
                 hint = -1 if line.importance is None else line.importance
                 if line.importance is not None and not 0 <= hint <= 1:
                     raise wrong(number, f"importance={hint}, it must be 0 to 1")
+                if line.announced:
+                    hint = ANNOUNCED
                 told = line.block_tokens
                 seconds.append(line.timestamp / 1000)
                 lengths.append(len(line.hash_ids))

@@ -1,8 +1,11 @@
 // Encodes and decodes parts of blocks: plain functions for any thread, without Python and locks.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <functional>
 #include <span>
 
 #include "codec/lossless.h"
@@ -24,8 +27,11 @@ enum class Codec : uint8_t {
     kFp8 = 9,
     kE5m2 = 10,
     kNvfp4 = 11,
-    kMxfp4 = 12
+    kMxfp4 = 12,
+    kPlanes = 13  // only in frames that never leave the daemon's memory
 };
+// True if decoding returns the bytes that were encoded.
+constexpr bool lossless(Codec codec) { return codec <= Codec::kR32 || codec == Codec::kPlanes; }
 // True if a codec needs the channels of a part.
 constexpr bool calibrated(Codec codec) {
     return codec == Codec::kEcsq || codec == Codec::kCachegen;
@@ -96,6 +102,11 @@ size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* o
 // first part that is damaged or has an unknown codec. Never accesses memory outside of the parts.
 size_t decode(Element element, std::span<const Decoded> parts);
 
+// Decodes a part of `planes`, and passes on its bytes in pieces that are in the first cache.
+// Returns false if the part is damaged. `part.raw` is not used.
+using Emit = std::function<void(const uint8_t*, size_t)>;
+bool decode_planes(Element element, const Decoded& part, const Emit& emit);
+
 // --- the kernels ---------------------------------------------------------------------------------
 
 struct alignas(64) EncodeTable {
@@ -143,6 +154,102 @@ inline constexpr size_t kWordsAhead = 128, kRestAhead = 512;
 // Words that may be read after the last one, or written before the first.
 inline constexpr size_t kWordSlack = 32;
 
+// The rows of a part in `planes`: each element has a code, 255 minus its exponent. The 13 most
+// frequent codes of a part have the numbers 0 to 2, 4 to 6 and 8 to 14; all others have 15 and are
+// escapes. A row has two bits of each element, in a plane each: the number if it is below 4, else
+// 3. For the latter, two bits of `second` follow: the number minus 4 if that is below 4, else 3;
+// and then three bits of `third`: the number minus 8. The bits of a row in `second` and `third` are
+// planes too, which skip the elements that have none: so a decoder needs one deposit for each.
+inline constexpr size_t kPlaneNumbers = 16, kPlaneEscape = 15;
+inline constexpr size_t kFirstPlanes = 2 * kRow / 8;  // bytes of a row
+static_assert(std::endian::native == std::endian::little);
+
+struct BitWriter {
+    uint8_t* at;
+    uint64_t bits = 0;
+    unsigned count = 0;
+
+    // Adds the `n` lowest bits; the others are zero.
+    __attribute__((always_inline)) void add(uint64_t value, unsigned n) {
+        bits |= value << count;
+        if (count + n < 64) {
+            count += n;
+            return;
+        }
+        std::memcpy(at, &bits, 8);
+        at += 8;
+        bits = count != 0 ? value >> (64 - count) : 0;
+        count = count + n - 64;
+    }
+    // Returns the end.
+    uint8_t* finish() {
+        std::memcpy(at, &bits, 8);
+        return at + (count + 7) / 8;
+    }
+};
+// At least kBeyond bytes after the end can be read.
+struct BitReader {
+    const uint8_t* from;
+    uint64_t at = 0, end;  // in bits
+
+    // The next 57 bits from a place on, and more that are undefined. 8 bytes beyond it are read.
+    __attribute__((always_inline)) uint64_t some(uint64_t place) const {
+        uint64_t bits;
+        std::memcpy(&bits, from + place / 8, 8);
+        return bits >> place % 8;
+    }
+    // The next 64 bits, of which those after the end are undefined.
+    __attribute__((noinline)) uint64_t all(uint64_t place) const {
+        if (place > end) return 0;
+        return (some(place) & 0xFFFFFFFF) | some(place + 32) << 32;
+    }
+};
+inline constexpr size_t kBeyond = 12;
+struct PlaneWriter {
+    const uint8_t* numbers;  // of all codes
+    uint8_t* first;
+    BitWriter second, third;
+    uint8_t* escapes;
+};
+struct PlaneReader {
+    alignas(16) uint8_t codes[kPlaneNumbers];
+    const uint8_t* first;
+    BitReader second, third;
+    const uint8_t* escapes;
+    size_t escaped;
+    const uint8_t* next;  // the input to prefetch: next_step bytes per row, at most 128
+    size_t next_step;
+};
+// The planes of the numbers of a row's elements, lowest bit first. Returns false if bits are
+// missing. A macro, because each level has its own instructions.
+#define KVTIER_NUMBER_PLANES(TARGET, DEPOSIT)                                \
+    TARGET bool number_planes(PlaneReader& in, uint64_t (&planes)[4]) {      \
+        uint64_t first[2];                                                   \
+        std::memcpy(first, in.first, sizeof first);                          \
+        in.first += kFirstPlanes;                                            \
+        const uint64_t other = first[0] & first[1];                          \
+        const auto n = static_cast<unsigned>(std::popcount(other));          \
+        const uint64_t at = in.second.at, last = in.third.at;                \
+        uint64_t low = in.second.some(at), high = low >> n % 64;             \
+        if (__builtin_expect(2 * n > 57, 0)) {                               \
+            low = in.second.all(at), high = in.second.all(at + n);           \
+        }                                                                    \
+        low = DEPOSIT(low, other), high = DEPOSIT(high, other);              \
+        const uint64_t rare = low & high;                                    \
+        const auto m = static_cast<unsigned>(std::popcount(rare));           \
+        uint64_t a = in.third.some(last), b = a >> m % 64, c = b >> m % 64;  \
+        if (__builtin_expect(3 * m > 57, 0)) {                               \
+            a = in.third.all(last), b = in.third.all(last + m);              \
+            c = in.third.all(last + 2 * m);                                  \
+        }                                                                    \
+        in.second.at += 2 * n, in.third.at += 3 * m;                         \
+        planes[0] = (first[0] ^ other) | (low ^ rare) | DEPOSIT(a, rare);    \
+        planes[1] = (first[1] ^ other) | (high ^ rare) | DEPOSIT(b, rare);   \
+        planes[2] = (other ^ rare) | DEPOSIT(c, rare);                       \
+        planes[3] = rare;                                                    \
+        return in.second.at <= in.second.end && in.third.at <= in.third.end; \
+    }
+
 struct RowKernels {
     // Split whole rows into codes, with one byte each or (pack) four bits, rests, and the exponents
     // without a code. Return the number of those exponents, or kNoRoom. `pack` prefetches as many
@@ -169,9 +276,14 @@ struct Kernels {
     void (*table)(const uint8_t* frequencies, DecodeTable& table);
     // Adds to counts[255 - c] the number of codes c in these rows, at most kCountedRows rows.
     void (*count)(const uint8_t* codes, size_t rows, uint32_t* counts);
+    // The codes of whole rows to planes, and back; false if bits or escapes are missing.
+    void (*pack_planes)(PlaneWriter& to, const uint8_t* codes, size_t rows);
+    bool (*unpack_planes)(PlaneReader& from, uint8_t* codes, size_t rows);
 };
 inline constexpr size_t kCountedRows = 32;
 void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts);
+void pack_planes_plain(PlaneWriter& to, const uint8_t* codes, size_t rows);
+bool unpack_planes_plain(PlaneReader& from, uint8_t* codes, size_t rows);
 
 // The kernels of the chosen level.
 const Kernels& kernels();

@@ -11,8 +11,8 @@ namespace kvtier::codec {
 
 inline Codec codec_of(uint32_t number) {
     const auto codec = static_cast<Codec>(number);
-    if (number > static_cast<uint32_t>(Codec::kR32) && (number > 255 || fixed_rate(codec) == 0)) {
-        throw nanobind::value_error("codec: must be 0, 1, 2, 4, 5, 6, 9, 10, 11 or 12");
+    if (number > 255 || (!lossless(codec) && fixed_rate(codec) == 0)) {
+        throw nanobind::value_error("codec: must be 0, 1, 2, 4, 5, 6, 9, 10, 11, 12 or 13");
     }
     return codec;
 }

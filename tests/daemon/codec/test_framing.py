@@ -33,7 +33,7 @@ from kvtier_daemon.codec.frame import (
 from kvtier_daemon.codec.grid import HEADS_FIRST, grids
 from kvtier_daemon.codec.losses import FIXED, Loss, Losses
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
-from kvtier_kernels import decode_frame, xxh3_128
+from kvtier_kernels import decode_frame, encode_frame, xxh3_128
 from models.codecs import decode_entries, decode_frame_by, encode_by, layer, seal
 from support.losses_by_twins import encode_lossy_by, profile_of
 from support.specs import spec_of
@@ -147,6 +147,30 @@ def test_every_flipped_bit_is_detected(codec: str) -> None:
         )
     assert not is_decoded(codec, header, payload, bytes(16), size)
     assert not is_decoded(codec, header, payload, digest, size - 2)
+
+
+def test_planes_are_decoded_from_memory_alone_and_every_changed_byte_of_the_block_is_noticed() -> (
+    None
+):
+    header, block = blank(), block_of()
+    into = bytearray(len(block))
+    nbytes = encode_frame(13, 0, header, block, into)
+    assert nbytes < len(block)
+    payload = bytes(into[:nbytes])
+    sealed, digest = seal(bytes(header), payload), xxh3_128(payload)
+    back = bytearray(len(block))
+    assert decode_frame(0, bytearray(sealed), payload, None, back) and back == block
+    assert not decode_frame(0, bytearray(sealed), payload, digest, back), "of a disk"
+    chance = random.Random(7)
+    for _ in range(300):
+        text = bytearray(payload)
+        text[chance.randrange(nbytes)] ^= 1 << chance.randrange(8)
+        if decode_frame(0, bytearray(sealed), text, None, back):
+            assert back == block
+    for at in range(len(sealed)):
+        odd = bytearray(sealed)
+        odd[at] ^= 1
+        assert not decode_frame(0, odd, payload, None, back)
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -340,11 +340,11 @@ def test_an_error_while_returning_a_block_is_counted_and_the_others_are_returned
         await tenant.on_disk_alone(24)
         plain, returned, failures = tenant.mover.reads._have_read, list[int](), list[str]()
 
-        def have_read(block: Incoming, code: int, waited: Sequence[Request]) -> None:
-            returned.append(block.id)
+        def have_read(blocks: Sequence[Incoming], code: int, waited: Sequence[Request]) -> None:
+            returned.extend(block.id for block in blocks)
             if len(returned) in (1, 6, 7):
                 raise RuntimeError("planted")
-            plain(block, code, waited)
+            plain(blocks, code, waited)
 
         monkeypatch.setattr(tenant.mover.reads, "_have_read", have_read)
         tenant.bench.loop.set_exception_handler(lambda _, said: failures.append(said["message"]))

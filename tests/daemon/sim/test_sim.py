@@ -138,6 +138,33 @@ def test_the_disk_of_the_simulation_keeps_what_hints_call_important(tmp_path: Pa
     assert hits[1] > 10 * hits[0] and hits[1] > 100
 
 
+def test_an_announcement_brings_blocks_from_the_disk_before_their_request(tmp_path: Path) -> None:
+    """The first chain leaves memory for the disk, and returns when 30 others came."""
+    block, path, found = 131_072 * 512, tmp_path / "trace.jsonl", []
+    for announced in (False, True):
+        lines: list[dict[str, Any]] = []
+        for number, first in enumerate([*range(31), 0]):
+            names = list(range(8 * first, 8 * first + 8))
+            line = {"timestamp": 10_000 * number, "output_length": 1, "hash_ids": names}
+            if announced and number == 31:
+                early = {"timestamp": 10_000 * number - 5000, "input_length": 0, "announced": True}
+                lines.append(line | early)
+            lines.append(line | {"input_length": 8 * 512})
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        requests = read(path)
+        one = machine(memory_bytes=80 * block, nvme_bytes=1024 * block)
+        simulation = Simulation(requests, one)
+        simulation.run()
+        assert simulation.totals.looked_up_blocks == requests.looked_up_blocks == 32 * 8
+        found.append(simulation.totals.hit_blocks)
+        for policy in ("lru", "optimum"):  # memory alone reads nothing
+            alone = replay(requests, policy, 80, one.prefill)
+            assert alone.hit_blocks == (0 if policy == "lru" else 8)
+    assert found == [Counter(hbm=0, memory=0, nvme=8), Counter(hbm=0, memory=8, nvme=0)]
+    compressed = CompressedReplay(requests, "lru", 80, 0.25, 0.5)
+    assert not any(compressed.run(100))
+
+
 # --- one tier --------------------------------------------------------------------------------------
 
 

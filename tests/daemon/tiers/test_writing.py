@@ -93,6 +93,8 @@ async def desk_in(folder: Path, quota_bytes: int = ALL, **ways: bool | int | str
     bench = Bench([folder])
     await bench.recover()
     desk = Desk(bench, quota_bytes, **ways)  # type: ignore[arg-type]
+    # The first segment wakes a writer when its head is on disk, which a busy machine delays.
+    await until(lambda: bench.first.stores["t"].log.open is not None)
     await desk.rest()
     # While the disk does its first work, writers look again and again.
     await until(lambda: not desk.mover.writes.waiting._pausing)

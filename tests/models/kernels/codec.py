@@ -8,12 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-RAW, FIX4, R32 = 0, 1, 2
+RAW, FIX4, R32, PLANES = 0, 1, 2, 13
 ROW, LANES, SYMBOLS, SCALE = 64, 32, 32, 256
 STATE_LEAST, STATE_END = 1 << 15, 1 << 31
 STREAM_ROWS = 512
 HEADER = struct.Struct("<BBBxI")  # element, top, symbols, escapes (fix4) or streams (r32)
 STREAM = struct.Struct("<II")  # words, escapes
+# Of planes: the element, the bytes of the second and of the third level, escapes, the codes of the numbers
+PLANES_HEADER = struct.Struct("<B3xIII16s")
+NUMBERS = (0, 1, 2, 4, 5, 6, *range(8, 15))
 
 
 class Form(NamedTuple):
@@ -41,7 +44,7 @@ def encode_parts(codec: int, element: int, parts: Sequence[bytes]) -> list[tuple
         form = FORMS[element]
         encoded = None
         if codec != RAW and len(part) // form.nbytes >= ROW:
-            encoded = (_encode_fix4 if codec == FIX4 else _encode_r32)(element, part)
+            encoded = ENCODERS[codec](element, part)
         kept = encoded is None or len(encoded) >= len(part)
         found.append((RAW, part) if kept or encoded is None else (codec, encoded))
     return found
@@ -51,7 +54,7 @@ def decode_part(codec: int, element: int, encoded: bytes, raw_bytes: int) -> byt
     """Decode a part. Does not validate its input."""
     if codec == RAW:
         return encoded
-    return (_decode_fix4 if codec == FIX4 else _decode_r32)(element, encoded, raw_bytes)
+    return DECODERS[codec](element, encoded, raw_bytes)
 
 
 def split_planes(width: int, data: bytes) -> bytes:
@@ -289,3 +292,77 @@ def _decode_r32(element: int, encoded: bytes, raw_bytes: int) -> bytes:
         exponents.append(_exponents(codes.ravel(), top, symbols - 1, encoded[middle:at]))
     elements = _join(form, np.concatenate(exponents), rests.ravel())
     return elements[: count * form.nbytes] + encoded[len(encoded) - odd :]
+
+
+# --- planes --------------------------------------------------------------------------------------
+
+
+def _bits_of(numbers: Numbers, bits: int) -> list[Numbers]:
+    return [numbers >> bit & 1 for bit in range(bits)]
+
+
+def _packed(planes: list[Numbers]) -> bytes:
+    bits = np.concatenate([np.zeros(0, np.int64), *planes]).astype(np.uint8)
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def _encode_planes(element: int, data: bytes) -> bytes:
+    form = FORMS[element]
+    whole = len(data) // form.nbytes * form.nbytes
+    exponents, rests = _split(form, data[:whole])
+    counts = _counts(exponents, 32, 16)
+    codes = 255 - _rows(exponents, (1 << form.exponent_bits) - 1)
+    order = sorted(
+        filter(lambda code: counts[255 - code], range(256)), key=lambda code: -counts[255 - code]
+    )
+    table, number_of = bytearray(16), np.full(256, 15, np.int64)
+    for number, code in zip(NUMBERS, order, strict=False):
+        table[number], number_of[code] = code, number
+    first: list[Numbers] = []
+    second: list[Numbers] = []
+    third: list[Numbers] = []
+    for row in number_of[codes]:
+        first += _bits_of(np.where(row < 4, row, 3), 2)
+        others = row[row >= 4]
+        second += _bits_of(np.where(others < 8, others - 4, 3), 2)
+        third += _bits_of(row[row >= 8] - 8, 3)
+    levels = [_packed(planes) for planes in (first, second, third)]
+    escapes = codes[number_of[codes] == 15].astype(np.uint8).tobytes()
+    header = PLANES_HEADER.pack(element, *map(len, (*levels[1:], escapes)), bytes(table))
+    return b"".join((header, *levels, _write_rests(form, _rows(rests, 0)), escapes, data[whole:]))
+
+
+def _decode_planes(element: int, encoded: bytes, raw_bytes: int) -> bytes:
+    form = FORMS[element]
+    count, odd = divmod(raw_bytes, form.nbytes)
+    rows = -(-count // ROW)
+    _, *sizes, table = PLANES_HEADER.unpack_from(encoded)
+    at, levels = PLANES_HEADER.size, []
+    for size in (rows * ROW // 4, *sizes[:2]):
+        text = np.frombuffer(encoded[at : at + size], np.uint8)
+        levels.append(np.unpackbits(text, bitorder="little").astype(np.int64))
+        at += size
+    rests = _read_rests(form, encoded[at : at + rows * form.rest_row])
+    at += rows * form.rest_row
+    places, numbers = [0, 0, 0], []
+
+    def taken(level: int, elements: int) -> Numbers:
+        bits = 3 if level == 2 else 2
+        found = levels[level][places[level] :][: bits * elements].reshape(bits, elements)
+        places[level] += bits * elements
+        return sum((plane << bit for bit, plane in enumerate(found)), np.zeros(elements, np.int64))
+
+    for _ in range(rows):
+        row = taken(0, ROW)
+        row[row == 3] = 4 + taken(1, int((row == 3).sum()))
+        row[row == 7] = 8 + taken(2, int((row == 7).sum()))
+        numbers.append(row)
+    found = np.concatenate([np.zeros(0, np.int64), *numbers])
+    codes = np.frombuffer(table, np.uint8).astype(np.int64)[found]
+    codes[found == 15] = np.frombuffer(encoded[at : at + sizes[2]], np.uint8)
+    elements = _join(form, 255 - codes, rests.ravel())
+    return elements[: count * form.nbytes] + encoded[len(encoded) - odd :]
+
+
+ENCODERS = {FIX4: _encode_fix4, R32: _encode_r32, PLANES: _encode_planes}
+DECODERS = {FIX4: _decode_fix4, R32: _decode_r32, PLANES: _decode_planes}

@@ -34,7 +34,7 @@ Name = tuple[int, int, int, bytes]  # the number of a space in the store, a grou
 @dataclass(slots=True, eq=False)
 class CompressedFrame:
     """A frame, and its piece of memory, which has the size of the block. `header` is without the zeros at its
-    end. `raw_digest` is the block's, `digest` the payload's. `reads` are in progress."""
+    end. `raw_digest` is the block's. `reads` are in progress."""
 
     id: int
     name: Name
@@ -43,7 +43,6 @@ class CompressedFrame:
     header: bytes
     header_bytes: int
     nbytes: int
-    digest: bytes
     raw_digest: bytes
     place: tuple[mmap.mmap, int]
     reads: int = 0

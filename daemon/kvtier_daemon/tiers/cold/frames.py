@@ -71,6 +71,7 @@ def no_cipher() -> None:
 
 
 Read = Callable[[Incoming, int], None]  # the block, and an errno or 0
+AllRead = Callable[[Sequence[Incoming], Sequence[int]], None]  # the same of several blocks
 
 
 def keep() -> None:

@@ -279,22 +279,31 @@ class Promoter:
         cipher = self._cipher() if encrypted else None
         return Decoding(codec, space.spec, block_bytes, lossy, cipher, name)
 
-    def _have_read(self, block: Incoming, code: int, waited: Sequence[Request]) -> None:
-        self._waiting_bytes -= block.load_bytes
-        if block.compressed is not None and self._compressed is not None:
-            if code == errno.EBADMSG:
-                code = errno.ESTALE  # the frame on disk is another one
-                self._compressed.spoilt(block.compressed)
-            self._compressed.release(block.compressed, not code)
-        ids, catalog = array("I", [block.id]).tobytes(), self._catalog
-        if not code:
-            catalog.promotions.promoted(
-                ids, waited, self._clock(), block.checksum, block.compressed is not None
-            )
-            if block.compressed is None:
+    def _have_read(self, blocks: Sequence[Incoming], code: int, waited: Sequence[Request]) -> None:
+        """These blocks were read alike: all or none from frames in memory; all or none have a checksum."""
+        for block in blocks:
+            self._waiting_bytes -= block.load_bytes
+            if block.compressed is not None and self._compressed is not None:
+                if code == errno.EBADMSG:
+                    self._compressed.spoilt(block.compressed)
+                self._compressed.release(block.compressed, not code)
+            elif not code:
                 self.counts["read"] += 1
                 self.bytes["read"] += block.payload_bytes
-        elif code == errno.ENOKEY:
+        if not code:
+            ids = array("I", [block.id for block in blocks]).tobytes()
+            checksums = b"".join([block.checksum for block in blocks])
+            is_compressed = blocks[0].compressed is not None
+            self._catalog.promotions.promoted(ids, waited, self._clock(), checksums, is_compressed)
+            return
+        for block in blocks:
+            self._have_not_read(block, code)
+
+    def _have_not_read(self, block: Incoming, code: int) -> None:
+        ids, catalog = array("I", [block.id]).tobytes(), self._catalog
+        if block.compressed is not None and code == errno.EBADMSG:
+            code = errno.ESTALE  # the frame on disk is another one
+        if code == errno.ENOKEY:
             if not self.counts["unknown_key"]:
                 log.warning(
                     "cold: the frame in segment %d, page %d, is encrypted with a key that is not in "

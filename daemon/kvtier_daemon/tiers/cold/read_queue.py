@@ -14,10 +14,10 @@ from typing import Protocol, cast
 from kvtier_daemon.catalog.frames import PAYLOAD_SIZES, SEGMENTS
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.planning import DiskLink, Planner, Verdict
-from kvtier_daemon.tiers.cold.frames import LINK, Incoming, Read
+from kvtier_daemon.tiers.cold.frames import LINK, AllRead, Incoming, Read
 
-# A block, an errno or 0, and the urgent requests that waited for it.
-Done = Callable[[Incoming, int, Sequence[Request]], None]
+# Blocks, an errno or 0, and the urgent requests that waited for them.
+Done = Callable[[Sequence[Incoming], int, Sequence[Request]], None]
 
 READ_BLOCKS = 32  # submitted at once: each takes about 20 us of the loop
 ADD_BLOCKS = 128  # added at once: 6 us each
@@ -60,6 +60,7 @@ class Disks(Protocol):
     def source_of(self, segment: int) -> ReadSource: ...
     def hold(self, segment: int, blocks: int) -> None: ...
     def release(self, block: Incoming) -> None: ...
+    def decode(self, blocks: Sequence[Incoming], done: AllRead) -> None: ...
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None: ...
 
 
@@ -345,22 +346,50 @@ class ReadQueue:
         for name in names:
             reading.setdefault(name[0], []).append(self._waiting[name][0])
         for tenant, blocks in reading.items():
-            self._cold.read(blocks, partial(self._have_read, tenant, disk))
+            if blocks[0].compressed is not None:  # then all of this link are
+                self._cold.decode(blocks, partial(self._have_read_all, tenant, disk))
+            else:
+                self._cold.read(blocks, partial(self._have_read, tenant, disk))
         if len(names) == READ_BLOCKS:
             self.pump(disk)
 
     def _have_read(self, tenant: str, disk: ReadSource, block: Incoming, code: int) -> None:
-        name = tenant, block.id
-        waited = cast(list[Request], self.planner.ended(name, not code))
+        self._have_read_all(tenant, disk, [block], [code])
+
+    def _have_read_all(
+        self, tenant: str, disk: ReadSource, blocks: Sequence[Incoming], codes: Sequence[int]
+    ) -> None:
+        """These reads have ended, each with an errno or 0. Blocks that the same requests waited for are
+        handled at once."""
         self.pump(disk)
         self.pending.notify()
-        self._end(*self._waiting.pop(name), code, waited)
+        alike: dict[tuple[Done, int, bool, tuple[Request, ...]], list[Incoming]] = {}
+        for block, code in zip(blocks, codes, strict=True):
+            name = tenant, block.id
+            waited = cast(list[Request], self.planner.ended(name, not code))
+            _, done = self._waiting.pop(name)
+            key = done, code, bool(block.checksum), tuple(waited)
+            alike.setdefault(key, []).append(block)
+        failed: list[Exception] = []
+        for (done, code, _, those), some in alike.items():
+            try:
+                self._end_all(some, done, code, those)
+            except Exception as error:  # noqa: BLE001  # a bug of ours; the others are handled
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
-    def _end(self, block: Incoming, done: Done, code: int, waited: Sequence[Request] = ()) -> None:
+    def _end(self, block: Incoming, done: Done, code: int) -> None:
+        self._end_all([block], done, code, ())
+
+    def _end_all(
+        self, blocks: Sequence[Incoming], done: Done, code: int, waited: Sequence[Request]
+    ) -> None:
         try:
-            done(block, code, waited)
+            done(blocks, code, waited)
         finally:
-            self._cold.release(block)
+            for block in blocks:
+                self._cold.release(block)
 
     def _end_reads(self, names: list[Name]) -> None:
         """End cancelled reads, and the batches of requests that wait no longer."""

@@ -25,7 +25,15 @@ from kvtier_daemon.tiers.cold.compressor import FrameThreads
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.disk import BENIGN, HANGS_S, Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.encoder import EncodeBuffer, Encoder, threads_here
-from kvtier_daemon.tiers.cold.frames import LINK, Decoding, Incoming, Outgoing, Read, Wrote
+from kvtier_daemon.tiers.cold.frames import (
+    LINK,
+    AllRead,
+    Decoding,
+    Incoming,
+    Outgoing,
+    Read,
+    Wrote,
+)
 from kvtier_daemon.tiers.cold.read_queue import ReadQueue
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore, SegmentTable
@@ -78,13 +86,15 @@ class FrameReader:
         if segment.stage is Stage.LEAVING:
             self._table.stores[block.segment].free_if_unused(segment)
 
+    def decode(self, blocks: Sequence[Incoming], done: AllRead) -> None:
+        """Decode frames in memory into the slots of their blocks; `done` gets some at a time, each with an
+        errno or 0."""
+        assert self._memory is not None
+        self._memory.read(blocks, done)
+
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None:
         """Read blocks into their slots; `done` gets each block and an errno or 0, EBADMSG if its digest does
         not match."""
-        if self._memory is not None:
-            blocks = list(blocks)
-            self._memory.read([block for block in blocks if block.compressed is not None], done)
-            blocks = [block for block in blocks if block.compressed is None]
         raw: dict[DirectoryDisk, bytearray] = {}
         encoded: dict[DirectoryDisk, tuple[bytearray, list[Recipe], list[FrameKeys]]] = {}
         for block in blocks:
