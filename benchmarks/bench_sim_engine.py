@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import harness
-from bench_ttft import BLOCK, Engine, KV_BYTES, fresh, progress
+from bench_ttft import BLOCK, KV_BYTES, Engine, fresh, progress
 from disks import disk_bytes
 from harness import Daemon, Row, percentile
 from kvtier import Client
@@ -86,11 +86,15 @@ class Inputs:
     disk: list[tuple[int, float]] = field(default_factory=list)
 
     def prefill(self) -> tuple[float, float]:
-        """The seconds per token, and per token and token before it; their least squares, relative."""
+        """The seconds per token, and per token and token before it, with the least relative squares."""
         rows = np.array([(n, n * n / 2) for n, _ in self.computed], float)
         seconds = np.array([s for _, s in self.computed])
-        (token_s, context_s), *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(rows)), rcond=None)
-        return (token_s, context_s) if context_s > 0 else (float(np.median(seconds / rows[:, 0])), 0.0)
+        (token_s, context_s), *_ = np.linalg.lstsq(
+            rows / seconds[:, None], np.ones(len(rows)), rcond=None
+        )
+        return (
+            (token_s, context_s) if context_s > 0 else (float(np.median(seconds / rows[:, 0])), 0.0)
+        )
 
     def flags(self) -> list[str]:
         token_s, context_s = self.prefill()
@@ -194,10 +198,14 @@ def predicted(trace: Path, inputs: Inputs, memory_blocks: int) -> dict[str, Any]
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
-    return found.get("runs", [found])[0] | {"command": " ".join(command[1:])}
+    return found.get("runs", [found])[0] | {
+        "command": " ".join(command[1:]).replace(str(trace), trace.name)
+    }
 
 
-def compared(name: str, predicted: float, measured: float, bar: float | None = BAR, **more: Any) -> Row:
+def compared(
+    name: str, predicted: float, measured: float, bar: float | None = BAR, **more: Any
+) -> Row:
     value = predicted / measured
     return Row(
         name, value, "x", f"{1 - bar:g} to {1 + bar:g}" if bar else "",
@@ -205,7 +213,9 @@ def compared(name: str, predicted: float, measured: float, bar: float | None = B
     )  # fmt: skip
 
 
-def rows_of(asked: Sequence[Asked], real: Measured, run: dict[str, Any], memory_blocks: int) -> list[Row]:
+def rows_of(
+    asked: Sequence[Asked], real: Measured, run: dict[str, Any], memory_blocks: int
+) -> list[Row]:
     span_s = real.lines[-1]["timestamp"] / 1e3
     tokens = sum(one.tokens for one in asked)
     looked_up = sum(len(one.blocks) for one in asked)
@@ -222,8 +232,8 @@ def rows_of(asked: Sequence[Asked], real: Measured, run: dict[str, Any], memory_
                      percentile(ranked, share / 100) * 1e3)
             for share in (50, 90)
         ),
-        compared("cost of GPUs for a million prompt tokens", run["cost"]["gpu_per_million"], cost.gpu_per_million),
-        compared("cost of a million prompt tokens", run["cost"]["per_million"], cost.per_million),
+        compared("a million prompt tokens, cost of GPUs", run["cost"]["gpu_per_million"], cost.gpu_per_million),
+        compared("a million prompt tokens, cost", run["cost"]["per_million"], cost.per_million),
     ]  # fmt: skip
 
 
@@ -238,7 +248,10 @@ def main() -> int:
     probes = [harness.noise()]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        subprocess.run([sys.executable, str(HERE / "ttft_engine.py"), "make", MODEL, str(folder / MODEL)], check=True)
+        subprocess.run(
+            [sys.executable, str(HERE / "ttft_engine.py"), "make", MODEL, str(folder / MODEL)],
+            check=True,
+        )
         (folder / "cold").mkdir()
         cold = (
             f'[cold]\ndirectories = ["{folder / "cold"}"]\nsize = "{NVME_BYTES >> 20}MiB"\nscrub = 0\n'
@@ -250,9 +263,13 @@ def main() -> int:
             daemon.wait_for_arena()
             transfer = {
                 "kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier_vllm.connector",
-                "kv_role": "kv_both", "kv_connector_extra_config": {"socket": daemon.socket, "patience_ms": 5000},
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"socket": daemon.socket, "patience_ms": 5000},
             }  # fmt: skip
-            with Engine(folder, MODEL, daemon.socket, kv_transfer_config=transfer) as engine, Client.connect(daemon.socket) as client:
+            with (
+                Engine(folder, MODEL, daemon.socket, kv_transfer_config=transfer) as engine,
+                Client.connect(daemon.socket) as client,
+            ):
                 host = Host(engine, daemon, client)
                 host.first_token([(next(fresh), 512)])
                 calibrate(host, inputs)
@@ -264,7 +281,9 @@ def main() -> int:
         run = predicted(trace, inputs, options.memory_blocks)
     probes.append(harness.noise())
     rows = rows_of(asked, real, run, options.memory_blocks)
-    return harness.report("sim-engine", rows, probes, options.out, model=MODEL, requests=options.requests)
+    return harness.report(
+        "sim-engine", rows, probes, options.out, model=MODEL, requests=options.requests
+    )
 
 
 if __name__ == "__main__":

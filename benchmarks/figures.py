@@ -53,6 +53,7 @@ SOURCES = {
     "hints": "python benchmarks/bench_hints.py",
     "offload": "make bench-offload",
     "transformers": "make bench-transformers",
+    "sim-engine": "make bench-sim-engine",
     "compressed": "python benchmarks/bench_compressed.py --model PATH --trace FILE",
 }
 # What the README shows: a row's name, and how it is said there.
