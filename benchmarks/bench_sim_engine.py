@@ -223,7 +223,7 @@ def rows_of(
         read_prices(PRICES), tokens, span_s, sum(real.seconds), memory_blocks * BLOCK * KV_BYTES[MODEL],
         NVME_BYTES, 0,
     )  # fmt: skip
-    ranked = sorted(real.seconds)
+    ranked, said = sorted(real.seconds), run["cost"]
     return [
         compared("blocks found", run["hit_rate"], real.found_blocks / looked_up, command=run["command"]),
         compared("of them on disk", run["hit_rate_by_tier"]["nvme"], real.disk_blocks / looked_up, None),
@@ -232,8 +232,8 @@ def rows_of(
                      percentile(ranked, share / 100) * 1e3)
             for share in (50, 90)
         ),
-        compared("a million prompt tokens, cost of GPUs", run["cost"]["gpu_per_million"], cost.gpu_per_million),
-        compared("a million prompt tokens, cost", run["cost"]["per_million"], cost.per_million),
+        compared("a million prompt tokens, cost of GPUs", said["gpu_per_million"], cost.gpu_per_million),
+        compared("a million prompt tokens, cost", said["per_million"], cost.per_million),
     ]  # fmt: skip
 
 
