@@ -87,6 +87,9 @@ nb::bytes read_parts(const std::vector<FrameTuple>& rows, uint32_t element, size
         if (header_bytes == 0 || header_bytes % kPage != 0) {
             throw nb::value_error("header: must be whole pages");
         }
+        if (codec::codec_of(by) == codec::Codec::kPlanes) {
+            throw nb::value_error("codec: only frames in memory have it");
+        }
         frames.push_back({fd, at, header_bytes, payload_bytes, codec::codec_of(by), epoch,
                           exactly<kDigestBytes>(digest, "digest"),
                           exactly<kIdentityBytes>(identity, "identity")});

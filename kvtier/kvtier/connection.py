@@ -367,7 +367,12 @@ def _came_soon(connection: Connection, request_id: int) -> bool:
 def begin_delayed(connection: Connection, message: wire.Message) -> select.poll:
     """Send one request, whose answer only `look_for` returns. What this returns becomes readable when the
     answer may have arrived; a thread without the lock may use it."""
-    connection._delayed.add(connection.send(message))
+    connection._delayed.add(message.id)
+    try:
+        connection.send(message)
+    except BaseException:
+        connection._delayed.discard(message.id)
+        raise
     return _poll_of(connection._sock, select.POLLIN)
 
 

@@ -29,7 +29,7 @@ from kvtier.connection import (
     connect,
     look_for,
 )
-from kvtier.errors import ProtocolError, Refused, Unavailable
+from kvtier.errors import KvtierError, ProtocolError, Refused, Unavailable
 from kvtier.layout import KvSpec
 from kvtier_kernels import Mapping
 
@@ -451,35 +451,46 @@ def ask_delayed(
 ) -> None:
     """As `Link.ask`, for an answer that the daemon delays: other threads use the connection meanwhile."""
     link.connection.check_process()
-    until = link.connection.clock() + link.connection.timeout_s
-    asked: tuple[Connection, wire.Message, select.poll] | None = None
+    clock, timeout_s = link.connection.clock, link.connection.timeout_s
+    until = clock() + timeout_s  # of connecting again
+    used: Connection | None = None  # has the request, and its answer was not taken
     try:
         while True:
             with link.lock:
                 try:
                     connection, mappings = link.connection, link.mappings
-                    if asked is None or asked[0] is not connection:
-                        link._send_deferred()
+                    link._send_deferred()  # also of threads that found the lock held
+                    if used is not connection:
                         message = (
                             request if isinstance(request, wire.Message) else request(link.new_id())
                         )
-                        asked = connection, message, begin_delayed(connection, message)
+                        used = connection
+                        readable = begin_delayed(connection, message)
+                        answer_by = clock() + timeout_s
                     try:
-                        reply = look_for(connection, asked[1].id)
+                        reply = look_for(connection, message.id)
                     finally:
                         _map_extents(connection, link.arena)
                     if reply is not None:
-                        take(_expected(asked[1], reply, expected), mappings)
+                        used = None
+                        take(_expected(message, reply, expected), mappings)
                         return
-                    if connection.clock() >= until:
-                        text = f"the daemon did not answer within {connection.timeout_s} s"
+                    if clock() >= answer_by:
+                        text = f"the daemon did not answer within {timeout_s} s"
                         raise connection.give_up(text, lost=True)
                 except Unavailable:
                     if not link._reconnected(until):
                         raise
+                    continue
             # Another thread may receive the answer, so this one looks from time to time.
-            if asked is not None:
-                asked[2].poll(DELAYED_LOOK_MS)
+            readable.poll(DELAYED_LOOK_MS)
+    except (KvtierError, OSError):
+        raise
+    except BaseException:
+        # No caller will take this answer. Closing the connection ends what the answer grants.
+        if used is not None:
+            used.give_up("waiting for an answer was interrupted")
+        raise
     finally:
         if link._deferred and not link.connection.broken:
             link._flush()

@@ -32,6 +32,7 @@ LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
 LEAST_TTL_S = 0.001
 LOOK_S = 0.001  # between two looks at blocks that come from disk
+LONGEST_DELAY_S = 1.0  # of an answer by the daemon
 LONGEST_WAIT_MS = 24 * 3600 * 1000
 LONGEST_DEADLINE_MS = 10**12
 WAITS = itertools.count(1 << 31)  # numbers of requests, apart from those of callers
@@ -389,8 +390,11 @@ class Space:
         if not given_ms:
             return Lease.of(link, ask(), again)
         number, until = next(WAITS), clock() + given_ms / 1000
+        if link.connection.timeout_s < 2 * LONGEST_DELAY_S:
+            # A daemon that recovers delays an answer by up to half of this.
+            given_ms = min(given_ms, max(1, int(link.connection.timeout_s * 1000)))
         try:
-            lease = Lease.of(link, ask(number), again)
+            lease = Lease.of(link, ask(number), again, True)
             while lease.coming and (left_s := until - clock()) > 0:
                 # An answer must arrive within the deadline of a request.
                 turn_s = min(left_s, link.connection.timeout_s / 2)
