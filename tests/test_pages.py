@@ -42,6 +42,7 @@ ELSEWHERE = {
     ("CONTRIBUTING.md", "make venv"): "builds and runs everything; .ci/run",
     ("docs/attention.md", "attach(model"): "tests/engines/test_transformers_importance.py",
     ("docs/attention.md", "python benchmarks/bench_attention.py"): "needs torch and a model",
+    ("docs/attention.md", "python benchmarks/bench_hints.py"): "takes minutes",
     ("docs/gpu.md", "tools/gpu_run.sh prepare"): "needs a GPU; tests/gpu/test_gpu_run.py",
     ("docs/gpu.md", "KVTIER_DEVICE=gpu compute-sanitizer"): "needs a GPU; make test-gpu",
     ("docs/tutorial.md", "make venv"): "builds .venv",

@@ -52,6 +52,10 @@ exec chroot {root} bash -c {shell}
 """
 SHELL = """
 set -e
+# Disks of other tests: one that is unmounted elsewhere would stay in use here.
+grep ^/dev/loop /proc/mounts | while read -r _ place _; do
+    case "$place" in "$FOLDER"/*) ;; *) umount -l "$place" ;; esac
+done
 mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd/system "$XDG_RUNTIME_DIR"
 chmod 700 "$XDG_RUNTIME_DIR"
@@ -264,7 +268,7 @@ class Manager:
         self.units.mkdir(parents=True)
         environment = dict(
             os.environ, XDG_RUNTIME_DIR="/run/user/0", XDG_CONFIG_HOME=str(folder / "config"),
-            KVTIER_STATE=str(folder / "state"),
+            KVTIER_STATE=str(folder / "state"), FOLDER=str(folder),
         )  # fmt: skip
         shell = SHELL
         if Path("/") != ROOT:

@@ -240,6 +240,7 @@ def test_no_frame_of_a_list_ends_the_warm_up(host: Hosts, store: ObjectStore) ->
     with a.connect() as client:
         keys = share(a, client.open(spec_of("forged")), 1)
         told(a, store)
+    assert not a.stop()  # its list does not change meanwhile
     (good,) = lists(store)
     space, _ = good.name.split("-")
     for number, (codec, shorter) in enumerate([("zstd", 0), ("fix4", 0), ("raw", 1), ("raw", -1)]):

@@ -39,6 +39,8 @@ BOOT = """
 set -e
 base=$1 python=$2 library=$3 site=$4 program=$5 disk=$6
 mount --make-rprivate /
+# Disks of other tests: one that is unmounted elsewhere would stay in use here.
+grep ^/dev/loop /proc/mounts | while read -r _ place _; do umount -l "$place"; done
 mount -t tmpfs tmpfs "$base"
 mkdir "$base/upper" "$base/work" "$base/root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$base/upper,workdir=$base/work" "$base/root"
