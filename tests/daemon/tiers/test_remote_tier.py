@@ -309,6 +309,26 @@ def test_a_write_that_is_cancelled_leaves_nothing_as_being_written(
     assert child is not None and child.writes.used == writer.sending == 0
 
 
+def test_blocks_that_were_forgotten_while_they_waited_are_left_out(
+    alone: ServedShared, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their ids are free. Those that wait with them are written."""
+    gone, kept = Identity(), Identity(key=name(2))
+    alone.shared.sharer.accepts = False
+    for identity in (gone, kept):
+        assert ServedTenant.put(alone, identity, os.urandom(BLOCK_BYTES))
+    space, store = alone._space(gone), alone.tenant.catalog.blocks.store
+    ids = b"".join(
+        store.present(space.index, place.group, place.shard, identity.key)
+        for place in alone.shared.fetcher._places.of(space) for identity in (gone, kept)
+    )  # fmt: skip
+    alone.forget(gone)
+    alone.loop.run_until_complete(alone.shared.writer.share(ids))
+    known, names = alone.shared.fetcher._queue.known, alone.names(kept)
+    alone._until(lambda: known.present(names) == len(names) // 32)
+    assert "internal error" not in caplog.text
+
+
 def test_an_internal_error_in_a_write_leaves_nothing_behind_and_later_blocks_are_written(
     alone: ServedShared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

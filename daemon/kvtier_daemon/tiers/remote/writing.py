@@ -24,6 +24,7 @@ from kvtier_daemon.tiers.remote.messages import ABSENT, DONE, FAILED, Answer, Pu
 from kvtier_daemon.tiers.remote.objects import encode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places
 from kvtier_kernels import Mapping as MappedExtent
+from kvtier_kernels import Store
 
 ROOM_S: Final = 0.02  # between looks for room in the buffer
 GOOD: Final = bytes([1])
@@ -31,6 +32,14 @@ GOOD: Final = bytes([1])
 
 def each_id(ids: array[int]) -> Iterator[bytes]:
     return (array("I", [one]).tobytes() for one in ids)
+
+
+def is_ready(store: Store, one: bytes) -> bool:
+    """Whether this block is in memory. It may have been forgotten while it waited: then its id is free."""
+    try:
+        return bool(store.ready(one))
+    except ValueError:
+        return False
 
 
 def ignore(_: bool) -> None:
@@ -154,7 +163,7 @@ class ObjectWriter:
         """Take room in the buffer for the first blocks of `left`, as far as there is some. Remove from `left`
         these and those that need not be written. Return what to write, and its ids, which are leased."""
         blocks, store = self._tenant.catalog.blocks, self._tenant.catalog.blocks.store
-        ids = b"".join(one for one in each_id(left) if store.ready(one))
+        ids = b"".join(one for one in each_id(left) if is_ready(store, one))
         if blocks.expiring.time_of:
             ids = blocks.expiring.lasting(ids)
         lossy = set(array("I", store.lossy(ids)))
