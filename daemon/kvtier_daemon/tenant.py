@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import SpecError
 from kvtier.key import space_secret
-from kvtier.layout import KvSpec
+from kvtier.layout import KvSpec, space_id
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.codec.base import CACHEGEN, ECSQ
 from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.losses import Losses
+from kvtier_daemon.codec.resharding import family_of
 from kvtier_daemon.tiers.base import (
     ForgetsOthers,
     JoinedReads,
@@ -97,10 +98,16 @@ class Tenant:
         """How its blocks are stored on disk, in a word or two."""
         return self.losses.stored(space.identity, space.spec, self.name)
 
-    def secret_of(self, identity: bytes) -> bytes:
-        """The secret with which clients of that space compute keys."""
-        return space_secret(self.secret, identity)
+    def family_of(self, spec: KvSpec) -> bytes:
+        """The family of such a space; none if its blocks cannot be resharded, such as those with a loss."""
+        has_loss = self.identity_of(spec) != space_id(spec, self.name)
+        return b"" if has_loss else family_of(spec, self.name)
 
-    def accepted_of(self, identity: bytes) -> list[bytes]:
+    def secret_of(self, space: KnownSpace) -> bytes:
+        """The secret with which clients of that space compute keys: the same for all spaces of a family."""
+        return space_secret(self.secret, self.family_of(space.spec) or space.identity)
+
+    def accepted_of(self, space: KnownSpace) -> list[bytes]:
         """The same for the other accepted secrets."""
-        return [space_secret(one, identity) for one in self.accepted]
+        named = self.family_of(space.spec) or space.identity
+        return [space_secret(one, named) for one in self.accepted]
