@@ -490,7 +490,7 @@ def test_a_failure_in_one_tenant_does_not_end_the_warm_up_of_others(
 
 
 def test_lists_wait_for_room_in_the_buffer(alone: ServedShared) -> None:
-    objects, child = alone.shared.warming._objects, alone.driver.child
+    objects, child = alone.shared.warming.objects, alone.driver.child
     assert child is not None
     spec, of = alone._space(Identity()).spec, list_identity(bytes(32), bytes(32))
     one = WantedList(of.space, spec, (bytes(32),), array("d", [1.0]), array("I", [0]))
@@ -502,7 +502,7 @@ def test_lists_wait_for_room_in_the_buffer(alone: ServedShared) -> None:
 
     async def both() -> tuple[bool, bytes]:
         name = list_name(bytes(32), of)
-        return await objects.put(name, one, of, b"a list"), await objects.get(name, of)
+        return await objects.put(name, one.spec, of, b"a list"), await objects.get(name, of)
 
     assert alone.loop.run_until_complete(both()) == (True, b"a list")
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Final
 
 from kvtier.errors import Refused
 from kvtier.wire import SLOT
+from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.tenant import Tenant
@@ -81,6 +82,9 @@ class ObjectWriter:
         self._room = asyncio.Event()  # in the buffer, after a write has ended
         self._sending: set[bytes] = set()  # names
         self._copied: set[bytes] = set()  # those of `copy`
+        self.must_describe: Callable[[KnownSpace], bool] = lambda space: False
+        self.describe: Callable[[KnownSpace], Awaitable[None]]
+        self._undescribed: KnownSpace | None = None  # its description comes before its objects
 
     @property
     def sending(self) -> int:
@@ -190,6 +194,10 @@ class ObjectWriter:
             place = self._place_of(plan)
             if place is None:
                 continue
+            if self.must_describe(plan.space):
+                self._undescribed = plan.space
+                left.extend(ids[at:])
+                break
             room = place.headers.most_bytes
             if (where := child.writes.take(room)) is None:
                 left.extend(ids[at:])
@@ -218,7 +226,12 @@ class ObjectWriter:
         return place
 
     async def _wait_for_room(self) -> None:
-        """Wait until a write of this tenant has ended, or for a moment: others use the buffer too."""
+        """Describe a space whose blocks wait for that. Otherwise wait until a write of this tenant has ended,
+        or for a moment: others use the buffer too."""
+        if self._undescribed is not None:
+            space, self._undescribed = self._undescribed, None
+            await self.describe(space)
+            return
         self._room.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._room.wait(), ROOM_S)
