@@ -56,6 +56,7 @@ from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping as MappedExtent
 from support.effort import effort
 from support.faulty_store import FaultyStore
+from support.heads import ranks_spec
 from support.mooncake import MooncakePool
 from support.object_store import ObjectStore
 
@@ -697,3 +698,37 @@ def test_a_forget_waits_for_a_list_that_is_on_its_way(
     alone.loop.run_until_complete(forget())
     alone._until(lambda: bool(ended) and not warming.is_telling)
     assert ended == [""] and faulty.objects == {}
+
+
+def test_no_sibling_is_used_while_a_forget_looks_for_unknown_ones(
+    alone: ServedShared, faulty: FaultyStore
+) -> None:
+    """What it finds may have blocks that are forgotten: it is used when their deletion has begun."""
+    families, shared, ended = alone.shared.families, alone.shared, list[str]()
+    families._is_on = True
+    theirs, ours = (
+        alone.tenant.catalog.open(alone.tenant.identity_of(spec), spec)
+        for spec in (ranks_spec(4), ranks_spec(2))
+    )
+    alone._until(lambda: alone.driver.is_writable)
+    kin = families.kin(ours)
+    assert kin is not None and families.must_describe(theirs)
+    alone.loop.run_until_complete(families.describe(theirs))
+    assert not families.must_describe(theirs) and len(faulty.objects) == 1
+    assert alone.loop.run_until_complete(families.read(kin)) == ""
+    (sibling,) = families.siblings_of(ours, b"")
+    assert sibling.space.identity == theirs.identity
+    for place in shared.fetcher._places.of(theirs):
+        shared.fetcher._queue.known.note(names_of(name(1) + name(2), place.mask), True)
+    assert shared.beyond(ours, name(1), 0) == shared.beyond(ours, name(2), 0) == 1
+    faulty.waits_s = 0.2
+
+    async def forget() -> None:
+        assert shared.forget(ours, name(1), ended.append)
+
+    alone.loop.run_until_complete(forget())
+    assert shared.beyond(ours, name(2), 0, asks=False) == 0
+    alone._until(lambda: bool(ended))
+    assert ended == [""]
+    assert shared.beyond(ours, name(2), 0) == 1
+    assert shared.beyond(ours, name(1), 0) == 0

@@ -160,8 +160,8 @@ class SharedBlocks:
         kin, ended = self.families.kin(space), list[asyncio.Future[str]]()
 
         def delete(one: KnownSpace, into: bytes) -> None:
-            if not self._places.of(one):  # its objects are too large for the buffer: none is read
-                return
+            if one is not space and not (keys and self._places.of(one)):
+                return  # nothing to delete, or its objects are too large for the buffer: none is read
             ended.append(asyncio.get_running_loop().create_future())
             told = lists if one is space else ()
             names = self._deleter.forget(
