@@ -4,9 +4,11 @@ the store, its contents and its process do."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -24,6 +26,7 @@ from kvtier_daemon.tiers.remote.families import encode_description, folder_of
 from kvtier_daemon.tiers.remote.objects import encode, object_name
 from kvtier_daemon.tiers.remote.wanted import list_headers
 from support.daemons import Daemon
+from support.effort import effort
 from support.faulty_store import FaultyStore
 from support.heads import block, load_ranks, ranks_spec, save_ranks
 from support.object_store import remote_of
@@ -308,3 +311,43 @@ def test_shards_that_were_evicted_alone_are_made_again(host: Hosts, store: Fault
         assert load_ranks(target, keys, WAIT_S) == PROMPT
         assert states(b)["resharded"] == 2 * PROMPT
         nothing_is_left(b)
+
+
+def test_no_byte_is_wrong_whatever_happens_to_objects_of_any_ranks(
+    host: Hosts, store: FaultyStore
+) -> None:
+    """Each prompt is saved by an engine of some ranks, some of its objects are damaged, and engines of all
+    other ranks load it. A good prompt comes completely."""
+    chance, daemons = random.Random(7), {ranks: host(f"ranks{ranks}") for ranks in (1, 2, 4)}
+    groups = {"heads": 4}, {"heads": 4, "kind": "window", "window_tokens": 64, "layers": 1}
+    with ExitStack() as stack:
+        spaces = {
+            ranks: stack.enter_context(daemon.connect()).open(ranks_spec(ranks, *groups))
+            for ranks, daemon in daemons.items()
+        }
+        for number in range(effort(2, 30, 120)):
+            theirs = (4, 2, 1)[number % 3]
+            keys = share(daemons[theirs], spaces[theirs], number)
+            names = [name for key in keys for name in store.objects if key.hex() in name]
+            damaged = (0, 3, 1, 2)[number % 4]
+            for one in chance.sample(names, damaged):
+                lie, _ = chance.choice(list(LIES.values()))
+                if one in store.objects:
+                    lie(
+                        store, one, chance.choice([name for name in names if name in store.objects])
+                    )
+            for ours, space in spaces.items():
+                if ours != theirs:
+                    until, space_keys = time.monotonic() + WAIT_S, space.keys([1000 + number] * 64)
+                    space.forget(space_keys)  # looks for new siblings at once
+                    while not damaged and load_ranks(space, keys) < PROMPT:
+                        assert time.monotonic() < until
+                        time.sleep(0.02)
+                    for _ in range(3):  # they find out, read, and find out again
+                        space.match(space_keys)
+                        daemons[ours].wait_for(lambda stats: remote_of(stats)["asking"] == 0)
+                        assert came(daemons[ours], space, keys) <= PROMPT
+                    nothing_is_left(daemons[ours])
+        read = {ranks: states(daemon) for ranks, daemon in daemons.items()}
+        assert all(one["resharded"] > 0 for one in read.values())
+        assert sum(one["spoilt"] + one["absent"] for one in read.values()) > 0
