@@ -43,6 +43,7 @@ class Tenant:
     uses: DeferredPolicy | None = None  # events that its policy gets after the answer
     spoilt_blocks: int = 0  # that differed in memory from the checksums of their saves
     rechecking: bool = False  # blocks are being compared with their checksums
+    reshards: bool = False  # keys are those of the family of a space, if it has one
     direct_reads: bool = False  # its clients may read the files of its tier below memory
     accepted: tuple[
         bytes, ...
@@ -98,16 +99,21 @@ class Tenant:
         """How its blocks are stored on disk, in a word or two."""
         return self.losses.stored(space.identity, space.spec, self.name)
 
-    def family_of(self, spec: KvSpec) -> bytes:
-        """The family of such a space; none if its blocks cannot be resharded, such as those with a loss."""
-        has_loss = self.identity_of(spec) != space_id(spec, self.name)
-        return b"" if has_loss else family_of(spec, self.name)
+    def family_of(self, space: KnownSpace) -> bytes:
+        """The family of this space; none if its blocks cannot be resharded, such as those with a loss, or if
+        the tenant's blocks are not."""
+        if not self.reshards:
+            return b""
+        if space.family is None:
+            has_loss = space.identity != space_id(space.spec, self.name)
+            space.family = b"" if has_loss else family_of(space.spec, self.name)
+        return space.family
 
     def secret_of(self, space: KnownSpace) -> bytes:
         """The secret with which clients of that space compute keys: the same for all spaces of a family."""
-        return space_secret(self.secret, self.family_of(space.spec) or space.identity)
+        return space_secret(self.secret, self.family_of(space) or space.identity)
 
     def accepted_of(self, space: KnownSpace) -> list[bytes]:
         """The same for the other accepted secrets."""
-        named = self.family_of(space.spec) or space.identity
+        named = self.family_of(space) or space.identity
         return [space_secret(one, named) for one in self.accepted]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.key import Keys
+from kvtier.key import Keys, space_secret, token_keys
 from kvtier.space import Space
 from support.daemons import Daemon, kvtier
 from support.heads import block, load_ranks, ranks_spec, save_ranks
@@ -150,9 +150,15 @@ def test_it_is_off_by_default_and_then_no_description_is_written(
 ) -> None:
     a, b = host("a", ""), host("b")
     with a.connect() as first, b.connect() as second:
-        keys = share(a, first.open(ranks_spec(4)), 1)
-        target = second.open(ranks_spec(2))
-        assert asked(b, target, keys, 0) == 0
+        source = first.open(ranks_spec(4))
+        keys = share(a, source, 1)
+        tokens = [1] * PROMPT * 32
+        # Keys are those of the space, so these hosts share nothing, and cannot forget it.
+        assert keys == token_keys(space_secret(SECRET, source.identity), tokens, 32)
+        for ranks in (4, 2):
+            target = second.open(ranks_spec(ranks))
+            assert target.keys(tokens) != keys
+            assert asked(b, target, target.keys(tokens), 0) == 0
     assert not list((store.folder / "data" / BUCKET / tmp_path.name).glob("families/**/*"))
     assert not remote_of(a.stats())["reshard"] and remote_of(a.stats())["siblings"] == 0
 

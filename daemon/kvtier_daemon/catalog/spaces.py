@@ -39,6 +39,7 @@ class KnownSpace:
     prefill: tuple[float, float] | None = None  # seconds per token, and per token before it
     used_tokens: int = 0  # as clients report when they release leases
     loaded_bytes: int = 0
+    family: bytes | None = None  # once it is computed
     reach: int = field(init=False)  # how many blocks before a block one call may visit
 
     def __post_init__(self) -> None:

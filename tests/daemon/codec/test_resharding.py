@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import Group, KvSpec
+from kvtier.key import space_secret
+from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.catalog.spaces import sizes_of
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.codec.resharding import family_of, runs_of, sources, why_not, why_not_from
 from kvtier_daemon.tenant import Tenant
@@ -163,13 +166,22 @@ def test_spaces_that_differ_in_anything_else_have_another_family(change: dict[st
     assert family_of(replace(four, cache_groups=(window,)), "a") != family_of(two, "a")
 
 
-def test_a_space_with_a_loss_or_without_a_family_has_keys_of_its_own() -> None:
-    plain, lossy = (
-        Tenant("a", bytes(32), 0, None, losses=Losses(codecs))  # type: ignore[arg-type]
-        for codecs in ([], [("ranks", "fp8")])
+def test_only_spaces_with_a_family_of_a_tenant_that_reshards_have_keys_in_common() -> None:
+    plain, lossy, off = (
+        Tenant("a", bytes(32), 0, None, losses=Losses(codecs), reshards=on)  # type: ignore[arg-type]
+        for codecs, on in (([], True), ([("ranks", "fp8")], True), ([], False))
     )
-    two, four = ranks_spec(2), ranks_spec(4)
-    assert plain.family_of(two) == plain.family_of(four) != b""
-    assert plain.family_of(spec_of()) == b""
-    assert lossy.identity_of(two) != plain.identity_of(two)
-    assert lossy.family_of(two) == b""
+    for tenant in (plain, lossy, off):
+        tenant.accepted = (bytes(31) + b"1",)
+
+        def opened(spec: KvSpec, tenant: Tenant = tenant) -> KnownSpace:
+            return KnownSpace(0, tenant.identity_of(spec), spec, spec.places, sizes_of(spec))
+
+        two, four, other = map(opened, (ranks_spec(2), ranks_spec(4), spec_of()))
+        for space in (two, four, other):
+            has_own = tenant is not plain or space is other
+            named = space.identity if has_own else family_of(space.spec, "a")
+            assert tenant.secret_of(space) == space_secret(bytes(32), named)
+            assert tenant.accepted_of(space) == [space_secret(bytes(31) + b"1", named)]
+        assert (tenant.secret_of(two) == tenant.secret_of(four)) == (tenant is plain)
+    assert lossy.identity_of(ranks_spec(2)) != plain.identity_of(ranks_spec(2))

@@ -705,7 +705,7 @@ def test_no_sibling_is_used_while_a_forget_looks_for_unknown_ones(
 ) -> None:
     """What it finds may have blocks that are forgotten: it is used when their deletion has begun."""
     families, shared, ended = alone.shared.families, alone.shared, list[str]()
-    families._is_on = True
+    alone.tenant.reshards = True
     theirs, ours = (
         alone.tenant.catalog.open(alone.tenant.identity_of(spec), spec)
         for spec in (ranks_spec(4), ranks_spec(2))

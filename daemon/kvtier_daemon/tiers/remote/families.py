@@ -83,10 +83,10 @@ class Kin:
 
 
 class Families:
-    """Of one tenant. Off: no space has siblings, and no description is written."""
+    """Of one tenant. If it does not reshard: no space has siblings, and no description is written."""
 
     def __init__(
-        self, tenant: Tenant, driver: StoreDriver, objects: StoreObjects, questions: Questions, is_on: bool,
+        self, tenant: Tenant, driver: StoreDriver, objects: StoreObjects, questions: Questions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter(not_resharded=0)
@@ -94,7 +94,6 @@ class Families:
         self._driver = driver
         self._objects = objects
         self._questions = questions
-        self._is_on = is_on
         self._clock = clock
         self._of: dict[bytes, Kin] = {}
         self._more = asyncio.Event()
@@ -106,13 +105,13 @@ class Families:
 
     def kin(self, space: KnownSpace) -> Kin | None:
         """The family of this space; None if it has none, or if this is off."""
-        if not self._is_on:
+        if not self._tenant.reshards:
             return None
         kin = self._of.get(space.identity)
         if kin is None:
             if len(self._of) >= MOST_SPACES and not next(iter(self._of.values())).forgets:
                 del self._of[next(iter(self._of))]
-            kin = Kin(space, self._tenant.family_of(space.spec))
+            kin = Kin(space, self._tenant.family_of(space))
             self._of[space.identity] = kin
             self._more.set()
             if not kin.family:
@@ -129,7 +128,7 @@ class Families:
     def siblings_of(self, space: KnownSpace, missed: bytes) -> Sequence[Sibling]:
         """Return the spaces of whose objects blocks of this one can be made. `missed` has keys for which new
         ones are asked at once."""
-        if not self._is_on or (kin := self.kin(space)) is None or kin.forgets:
+        if not self._tenant.reshards or (kin := self.kin(space)) is None or kin.forgets:
             return ()
         kin.missed = missed or kin.missed
         return list(kin.siblings.values())
@@ -159,7 +158,7 @@ class Families:
 
     async def run(self) -> None:
         """Look for new siblings until the task is cancelled, if this is on."""
-        while self._is_on:
+        while self._tenant.reshards:
             while not self._driver.is_on:  # noqa: ASYNC110  # it may be off for long
                 await asyncio.sleep(POLL_S)
             self._more.clear()
@@ -204,13 +203,13 @@ class Families:
         spec = decode_description(text, identity, kin.family, secret)
         if self._tenant.identity_of(spec) != identity:
             raise FrameError("it describes another space")
-        if self._tenant.family_of(spec) != kin.family:
+        theirs = KnownSpace(-1, identity, spec, spec.places, sizes_of(spec))
+        if self._tenant.family_of(theirs) != kin.family:
             raise FrameError("it describes a space of another family")
         if why := why_not_from(spec, kin.space.spec):
             kin.refused.add(identity)
             self._refuse(spec, why)
             return
-        theirs = KnownSpace(-1, identity, spec, spec.places, sizes_of(spec))
         groups = range(len(spec.cache_groups))
         runs = await asyncio.to_thread(
             lambda: list(map(partial(runs_of, spec, kin.space.spec), groups))

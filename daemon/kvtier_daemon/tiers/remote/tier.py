@@ -91,9 +91,8 @@ class SharedBlocks:
         self._purges: set[asyncio.Task[None]] = set()  # and forgets
         self.pending: PendingReads = remote.queue.pending
         self._saved = 0  # blocks since the start
-        self.families = Families(
-            tenant, remote.driver, self.warming.objects, remote.questions, config.reshard
-        )
+        tenant.reshards = config.reshard
+        self.families = Families(tenant, remote.driver, self.warming.objects, remote.questions)
         self.fetcher.siblings = self.families.siblings_of
         self.writer.must_describe = self.families.must_describe
         self.writer.describe = self.families.describe
