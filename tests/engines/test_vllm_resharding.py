@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.daemons import Daemon
 from support.object_store import ObjectStore, remote_of
-from support.prompts import prompt
+from support.prompts import BLOCK as TOKENS
+from support.prompts import LONG, check_same, prompt
 
 pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -32,6 +34,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
     store.stop()
 
 
+def hosts_of(folder: Path, daemon_of: Hosts, store: ObjectStore) -> list[Daemon]:
+    daemons = []
+    for name in ("a", "b"):
+        secrets = folder / name / "state" / "secrets"
+        secrets.mkdir(parents=True, mode=0o700)
+        (secrets / "default").write_bytes(bytes(32))
+        (secrets / "default").chmod(0o600)
+        more = 'reshard = true\nwrite = "all"\n'
+        config = store.config(more=more).replace('"fleet"', f'"{folder.name}"')
+        daemons.append(daemon_of(folder=folder / name, config=config))
+        daemons[-1].wait_for(lambda stats: remote_of(stats)["on"])
+    return daemons
+
+
 @pytest.fixture
 def slow_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of numbers compute in no time: tell plugin and daemon that it takes a second a token."""
@@ -50,16 +66,8 @@ def test_ranks_load_the_heads_that_other_ranks_saved(
     theirs: int,
     ours: int,
 ) -> None:
-    daemons, engines = list[Daemon](), list[NumbersEngine]()
-    for name in ("a", "b"):
-        secrets = tmp_path / name / "state" / "secrets"
-        secrets.mkdir(parents=True, mode=0o700)
-        (secrets / "default").write_bytes(bytes(32))
-        (secrets / "default").chmod(0o600)
-        more = 'reshard = true\nwrite = "all"\n'
-        config = store.config(more=more).replace('"fleet"', f'"{tmp_path.name}"')
-        daemons.append(daemon_of(folder=tmp_path / name, config=config))
-        daemons[-1].wait_for(lambda stats: remote_of(stats)["on"])
+    engines = list[NumbersEngine]()
+    daemons = hosts_of(tmp_path, daemon_of, store)
     try:
         for daemon, ranks in zip(daemons, (theirs, ours), strict=True):
             engines.append(
@@ -93,3 +101,26 @@ def test_ranks_load_the_heads_that_other_ranks_saved(
     finally:
         for engine in engines:
             engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_without_ranks_continues_the_prompt_that_two_ranks_computed(
+    tmp_path: Path, daemon_of: Hosts, store: ObjectStore, engine_of: Callable[..., Any]
+) -> None:
+    """Real engines with a real model: the answers are close, as those of both without a cache are."""
+    a, b = hosts_of(tmp_path, daemon_of, store)
+    first = engine_of("llama", a.socket, tensor_parallel_size=2, spawned=True)
+    (computed,) = first.generate([prompt(1)])
+    blocks = LONG // TOKENS
+    a.wait_for(lambda stats: remote_of(stats)["states"]["written"] >= 2 * blocks)
+    second = engine_of("llama", b.socket, connector="PatientConnector")
+    until, seed = time.monotonic() + WAIT_S, 100
+    while remote_of(b.stats())["siblings"] == 0:
+        assert time.monotonic() < until
+        second.generate([prompt(seed)])
+        seed += 1
+    b.wait_for(lambda stats: remote_of(stats)["asking"] == 0)
+    (answer,) = second.generate([prompt(1)])
+    assert remote_of(b.stats())["states"]["resharded"] == blocks
+    assert answer["cached"] == blocks * TOKENS
+    check_same(answer, computed)
