@@ -43,7 +43,7 @@ def ranks_spec(
         heads = fields.pop("heads", None)
         shards = 1 if heads is None else min(ranks, heads)
         kinds.append(Group(**fields, kv_heads=(heads or 1) // shards, shards=shards))
-    digest = f"{DIGEST[:-1]}{ranks:x}"
+    digest = f"{DIGEST[:-2]}{ranks:02x}"
     fields = {
         "model": "ranks", "dtype": "bfloat16", "block_tokens": 32, "weights": "r", "tensor_parallel": ranks,
         "layout": f"LBHNC {digest} page:{ORDERS.get(order, order)}",

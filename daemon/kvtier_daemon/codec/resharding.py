@@ -17,10 +17,12 @@ import msgspec
 from kvtier.layout import DTYPE_BYTES, PAGE_MARK, KvSpec
 from kvtier_daemon.codec.arranged import order_of
 from kvtier_daemon.codec.grid import PAGES
+from kvtier_kernels import copy_runs
 
 FAMILY = b"kvtier.family.1\0"
 # vLLM's digest of the tensors' shapes, which depends on the heads of a rank.
 SHAPES = re.compile(rf" [0-9a-f]{{32}}(?= {PAGE_MARK}\S+$)")
+TOKENS_JOINED = re.compile(r"t/(\d+)t%\1(?!\d)")
 HEADS_DIVIDED = re.compile(rf"(?:^| ){PAGE_MARK}\S*h[/%]\S*$")
 
 
@@ -36,10 +38,10 @@ class Runs:
     target_step: int
 
     def copy(self, source: memoryview, target: memoryview) -> None:
-        at, to, nbytes = self.source_at, self.target_at, self.nbytes
-        for _ in range(self.count):
-            target[to : to + nbytes] = source[at : at + nbytes]
-            at, to = at + self.source_step, to + self.target_step
+        copy_runs(
+            target, source, self.count, self.nbytes, self.target_at, self.target_step, self.source_at,
+            self.source_step,
+        )  # fmt: skip
 
 
 def why_not(spec: KvSpec) -> str:
@@ -49,15 +51,18 @@ def why_not(spec: KvSpec) -> str:
         return "pipeline_parallel: a shard is not a range of heads of all layers"
     if spec.strides:
         return "strides: the place of a head in a page is not known"
+    known = set[tuple[int, int, int]]()  # models have many groups with pages of one shape
     for number, kind in enumerate(spec.cache_groups):
+        shape = kind.kv_heads * kind.shards, kind.head_dim, kind.parts
         if kind.kind == "state":
             return f"cache_groups[{number}].kind: a state has no heads"
         if kind.opaque_bytes:
             return (
                 f"cache_groups[{number}].opaque_bytes: the place of a head in a page is not known"
             )
-        if not (_is_latent(spec, number) or head_bytes(spec, number)):
+        if not (shape in known or _is_latent(spec, number) or head_bytes(spec, number)):
             return "layout: the place of a head in a page is not known"
+        known.add(shape)
     return ""
 
 
@@ -88,12 +93,20 @@ def _whole(spec: KvSpec) -> KvSpec:
     return replace(spec, tensor_parallel=1, layout=layout, cache_groups=tuple(groups))
 
 
+def _without_heads(layout: str) -> str:
+    """The order of elements without the place of the heads. For a rank with one head, any place is true."""
+    before, mark, order = layout.rpartition(PAGE_MARK)
+    return before + mark + TOKENS_JOINED.sub("t", order.replace("h", ""))
+
+
 def family_of(spec: KvSpec, tenant: str) -> bytes:
     """Return what the spaces of a tenant have in common that differ in tensor parallelism only: 32 bytes, or
     none if blocks of this space cannot be resharded."""
     if why_not(spec):
         return b""
-    described = msgspec.json.encode({"tenant": tenant, "spec": _whole(spec)})
+    whole = _whole(spec)
+    whole = msgspec.structs.replace(whole, layout=_without_heads(whole.layout))
+    described = msgspec.json.encode({"tenant": tenant, "spec": whole})
     return hashlib.sha256(FAMILY + described).digest()
 
 
@@ -104,6 +117,9 @@ def why_not_from(source: KvSpec, target: KvSpec) -> str:
         few, many = sorted((theirs.shards, ours.shards))
         if many % few or (few < many and _is_latent(target, number)):
             return f"cache_groups[{number}].shards: {theirs.shards} cannot become {ours.shards}"
+        has_heads = theirs.kv_heads > 1 and ours.kv_heads > 1
+        if has_heads and _whole(source).layout != _whole(target).layout:
+            return f"layout: {source.layout} has heads at another place than {target.layout}"
     return ""
 
 
@@ -118,7 +134,9 @@ def runs_of(source: KvSpec, target: KvSpec, group: int) -> dict[tuple[int, int],
     """Return which bytes of a block of each shard of the source are where in a block of each shard of the
     target; only those pairs that have bytes in common."""
     theirs, ours = source.cache_groups[group], target.cache_groups[group]
-    nbytes, head = target.group_block_bytes(group), head_bytes(target, group)
+    nbytes = target.group_block_bytes(group)
+    # Where the heads are is told by a rank that has several.
+    head = head_bytes(target if ours.kv_heads > 1 else source, group)
     found: dict[tuple[int, int], Runs] = {}
     for shard in range(ours.shards):
         for other in sources(source, target, group, shard):

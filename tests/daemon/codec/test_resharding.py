@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -64,19 +65,25 @@ def test_each_element_is_where_the_other_engine_expects_it(
     layers=st.integers(1, 3),
     dims=st.sampled_from([2, 4, 16]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
+    place=st.integers(0, 3),
 )
 def test_any_order_that_does_not_divide_heads(
-    order: str, split: str, heads: int, ranks: tuple[int, int], layers: int, dims: int, dtype: str
-) -> None:
-    """Also those that no engine has. K and V in one order, as the distance of both is the same then."""
+    order: str, split: str, heads: int, ranks: tuple[int, int], layers: int, dims: int, dtype: str,
+    place: int,
+) -> None:  # fmt: skip
+    """Also those that no engine has. K and V in one order, as the distance of both is the same then. Ranks
+    with one head may tell any place of the heads."""
     for axis in split:
         order = order.replace(axis, f"{axis}/2") + f"{axis}%2"
     group = {"heads": heads, "head_dim": dims, "layers": layers}
     if any(heads % min(heads, one) for one in ranks):
         return
+    axes = [axis for axis in re.findall(r"[hptd](?:[/%]\d)?", order) if axis != "h"]
+    moved = "".join([*axes[:place], "h", *axes[place:]])
+    orders = [moved if heads // min(heads, one) == 1 else order for one in ranks]
     source, target = (
-        ranks_spec(one, group, order=f"{order}|{order}", dtype=dtype, block_tokens=4)
-        for one in ranks
+        ranks_spec(one, group, order=f"{text}|{text}", dtype=dtype, block_tokens=4)
+        for one, text in zip(ranks, orders, strict=True)
     )
     few, many = sorted(one.cache_groups[0].shards for one in (source, target))
     if many % few:
@@ -86,6 +93,31 @@ def test_any_order_that_does_not_divide_heads(
     assert family_of(source, "a") == family_of(target, "a") != b""
     for shard in range(target.cache_groups[0].shards):
         assert made(source, target, 0, shard) == block(target, 0, shard, KEY)
+
+
+@pytest.mark.parametrize(
+    "order", ["heads first", "tokens first", "heads first, two blocks of the kernel"]
+)
+def test_a_rank_with_one_head_has_the_bytes_of_each_order_by_strides(order: str) -> None:
+    """vLLM's plugin cannot see where the heads are then."""
+    for few in (4, 2, 1):
+        one = ranks_spec(8, {"heads": 8}, order="tokens first")
+        more = ranks_spec(few, {"heads": 8}, order=order)
+        assert family_of(one, "a") == family_of(more, "a") != b""
+        for source, target in ((one, more), (more, one)):
+            assert not why_not_from(source, target)
+            for shard in range(target.cache_groups[0].shards):
+                assert made(source, target, 0, shard) == block(target, 0, shard, KEY)
+
+
+@pytest.mark.parametrize("ranks", [(4, 2), (2, 2)])
+def test_ranks_with_heads_at_different_places_are_refused(ranks: tuple[int, int]) -> None:
+    one, other = (
+        ranks_spec(count, {"heads": 8}, order=order)
+        for count, order in zip(ranks, ("heads first", "tokens first"), strict=True)
+    )
+    for pair in ((one, other), (other, one)):
+        assert why_not_from(*pair).startswith("layout: ")
 
 
 def test_copies_and_latents_are_whole_blocks_and_each_group_has_its_own_heads() -> None:
@@ -148,7 +180,7 @@ def test_latents_of_which_ranks_hold_different_ones_are_refused() -> None:
     [
         {"model": "other"}, {"weights": "other"}, {"dtype": "float16"}, {"block_tokens": 64}, {"rope": "x"},
         {"quantization": "x"}, {"attention": "x"}, {"engine": "x"}, {"engine_layout": "x"},
-        {"layout": f"LBHNC {DIGEST} page:htpd|htpd"}, {"layout": f"BLHNC {DIGEST} page:thpd|thpd"},
+        {"layout": f"LBHNC {DIGEST} page:hptd|hptd"}, {"layout": f"BLHNC {DIGEST} page:thpd|thpd"},
         {"layout": f"LBHNC x{DIGEST} page:thpd|thpd"},
     ],
     ids=str,
