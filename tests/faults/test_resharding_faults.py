@@ -202,7 +202,8 @@ def test_a_description_that_lies_is_ignored(host: Hosts, store: FaultyStore) -> 
             b.wait_for(lambda stats: remote_of(stats)["asking"] == 0)
             assert target.match(keys).coming == 0, what
             assert remote_of(b.stats())["siblings"] == 0
-            with pytest.raises(KvtierError, match="cannot be used"):  # what may it hide?
+            remedy = f"{told[8:]} cannot be used: .*; delete that"
+            with pytest.raises(KvtierError, match=remedy):  # what may it hide?
                 target.forget(keys)
         assert b.log.read_text().count("is ignored: ") == 1, what
         b.stop()
@@ -231,6 +232,45 @@ def test_a_forget_fails_if_the_family_cannot_be_read(host: Hosts, store: FaultyS
         b.wait_for(lambda stats: remote_of(stats)["on"])
         assert target.forget(keys) == 0
         assert not [name for name in store.objects if keys[0].hex() in name]
+
+
+def test_a_forget_deletes_the_objects_of_spaces_of_which_it_cannot_make_blocks(
+    host: Hosts, store: FaultyStore
+) -> None:
+    """A third host could make blocks of them, and share these."""
+    a, b, c = host("a"), host("b"), host("c")
+    heads = {"heads": 6}
+    with a.connect() as first, b.connect() as second, c.connect() as third:
+        keys = share(a, first.open(ranks_spec(3, heads)), 1)
+        target = second.open(ranks_spec(2, heads))
+        assert target.forget(keys) == 0
+        assert states(b)["not_resharded"] == 1
+        assert not [name for name in store.objects if keys[0].hex() in name]
+        between = third.open(ranks_spec(6, heads))
+        between.match(keys)
+        c.wait_for(lambda stats: remote_of(stats)["siblings"] == 1)
+        assert load_ranks(between, keys) == 0
+
+
+def test_no_object_is_written_before_the_description_of_its_space(
+    host: Hosts, store: FaultyStore
+) -> None:
+    """Hosts of its family could not forget it."""
+    a = host("a")
+    store.refuses_named = "/families/"
+    with a.connect() as client:
+        space = client.open(ranks_spec(2))
+        keys = save_ranks(space, 1, PROMPT)
+        assert space.match(keys).ready == PROMPT
+        a.wait_for(lambda stats: remote_of(stats)["states"]["not_written"] >= PROMPT * 2)
+        assert store.refused and not store.objects
+        store.refuses_named = ""
+        until = time.monotonic() + WAIT_S
+        while len(store.objects) <= PROMPT * 2 and time.monotonic() < until:
+            space.match(keys)
+            time.sleep(0.05)
+        assert "/families/" in next(iter(store.objects))
+        assert len(store.objects) == PROMPT * 2 + 1
 
 
 @pytest.mark.parametrize("order", ["forget", "forget of the sibling"])

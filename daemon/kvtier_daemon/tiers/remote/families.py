@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -32,17 +33,18 @@ from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.resharding import Sibling
 from kvtier_daemon.tiers.remote.wanted import CODE_BYTES, keyed, list_identity
-from kvtier_daemon.tiers.remote.warming import StoreObjects
+from kvtier_daemon.tiers.remote.warming import NotNowError, StoreObjects
 
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "families/v1"
 USE: Final = b"kvtier-family"
 MOST_SPACES: Final = 256  # of this tenant
-MOST_NAMES: Final = 64  # of the spaces of a family
+MOST_NAMES: Final = 256  # of the spaces of a family
+MOST_USED: Final = 8  # siblings: each costs lookups
 READ_S: Final = 60.0  # between looks for new spaces of a family
 TELL_S: Final = 3600.0  # a description is written again: the store may delete old objects
-RETRY_S: Final = 60.0  # after a description could not be written
+RETRY_S: Final = 5.0  # after a description could not be written
 POLL_S: Final = 0.2
 SPACE: Final = re.compile("[0-9a-f]{64}")  # one name for each identity
 
@@ -69,16 +71,18 @@ def decode_description(text: bytes, identity: bytes, family: bytes, secret: byte
 
 @dataclass(slots=True, eq=False)
 class Kin:
-    """What is known about the family of a space. While `forgets` goes on, no sibling is used."""
+    """What is known about the family of a space. While `forgets` goes on, no sibling is used. `others` are
+    all other spaces: a forget deletes their objects. Blocks can be made of those of `siblings`."""
 
     space: KnownSpace
     family: bytes
+    others: dict[bytes, KnownSpace] = field(default_factory=dict)
     siblings: dict[bytes, Sibling] = field(default_factory=dict)
-    refused: set[bytes] = field(default_factory=set)
     ignored: set[str] = field(default_factory=set)  # descriptions
     forgets: int = 0
     missed: bytes = b""  # keys that the last lookup missed
-    tell_at: float = 0.0  # from then on the description must be written before objects are
+    is_told: bool = False  # the description was written, since the start
+    tell_at: float = 0.0  # from then on it is written again
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -131,17 +135,23 @@ class Families:
         if not self._tenant.reshards or (kin := self.kin(space)) is None or kin.forgets:
             return ()
         kin.missed = missed or kin.missed
-        return list(kin.siblings.values())
+        return list(islice(kin.siblings.values(), MOST_USED))
 
     # --- descriptions --------------------------------------------------------------------------
 
     def must_describe(self, space: KnownSpace) -> bool:
-        """Whether the description of this space must be written before its objects."""
+        """Whether the description of this space must be written now, before its objects."""
         kin = self.kin(space)
         return kin is not None and self._clock() >= kin.tell_at
 
+    def is_described(self, space: KnownSpace) -> bool:
+        """Whether the objects of this space may be written. Without its description, other hosts could not
+        forget them."""
+        kin = self.kin(space)
+        return kin is None or kin.is_told
+
     async def describe(self, space: KnownSpace) -> None:
-        """Write the description of this space. If that fails, its objects are written without it."""
+        """Write the description of this space, unless that failed some seconds ago."""
         if (kin := self.kin(space)) is None:
             return
         async with kin.lock:
@@ -154,6 +164,7 @@ class Families:
                 is_written = await self._objects.put(name, space.spec, of, text)
             except Exception:
                 log.exception("remote: internal error in the description of a space")
+            kin.is_told |= is_written
             kin.tell_at = self._clock() + (TELL_S if is_written else RETRY_S)
 
     async def run(self) -> None:
@@ -181,17 +192,24 @@ class Families:
         failure = ""
         for secret in (self._tenant.secret, *self._tenant.accepted):
             folder = folder_of(secret, kin.family)
-            names, failed = await self._objects.names(folder, MOST_NAMES)
+            names, failed = await self._objects.names(folder, MOST_NAMES + 1)
+            if len(names) > MOST_NAMES:
+                failed = f"the folder {folder} has more than {MOST_NAMES} descriptions"
             failure = failure or failed
-            known = {kin.space.identity, *kin.siblings, *kin.refused}
+            known = {kin.space.identity, *kin.others}
             for name in set(names) - {folder + identity.hex() for identity in known}:
                 digits = name.rpartition("/")[2]
                 if SPACE.fullmatch(digits) is None:
                     continue
                 try:
                     await self._add(kin, name, bytes.fromhex(digits), secret)
+                except NotNowError as error:
+                    failure = failure or f"the description {name} cannot be read now: {error}"
                 except FrameError as error:
-                    failure = failure or f"the description {name} cannot be used: {error}"
+                    failure = failure or (
+                        f"the description {name} cannot be used: {error}; delete that object unless a host "
+                        "of this fleet wrote it"
+                    )
                     if name not in kin.ignored:
                         log.warning("remote: the description %s is ignored: %s", name, error)
                     kin.ignored.add(name)
@@ -207,13 +225,14 @@ class Families:
         if self._tenant.family_of(theirs) != kin.family:
             raise FrameError("it describes a space of another family")
         if why := why_not_from(spec, kin.space.spec):
-            kin.refused.add(identity)
+            kin.others[identity] = theirs
             self._refuse(spec, why)
             return
         groups = range(len(spec.cache_groups))
         runs = await asyncio.to_thread(
             lambda: list(map(partial(runs_of, spec, kin.space.spec), groups))
         )
+        kin.others[identity] = theirs
         kin.siblings[identity] = Sibling(theirs, kin.space, runs)
         if kin.missed:
             self._questions.ask(theirs, kin.missed)

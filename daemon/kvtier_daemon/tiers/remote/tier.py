@@ -95,6 +95,7 @@ class SharedBlocks:
         self.families = Families(tenant, remote.driver, self.warming.objects, remote.questions)
         self.fetcher.siblings = self.families.siblings_of
         self.writer.must_describe = self.families.must_describe
+        self.writer.is_described = self.families.is_described
         self.writer.describe = self.families.describe
         self.fetcher.renamed = self.sharer.renamed
         self.beyond = self.fetcher.beyond
@@ -145,8 +146,7 @@ class SharedBlocks:
         )  # fmt: skip
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        places = self._places.of(space)
-        if not (places and keys):
+        if not keys:
             return False
         self._delete(space, keys, done, [self.warming.forget(space, keys)])
         return True
@@ -159,30 +159,30 @@ class SharedBlocks:
         kin, ended = self.families.kin(space), list[asyncio.Future[str]]()
 
         def delete(one: KnownSpace, into: bytes) -> None:
-            if one is not space and not (keys and self._places.of(one)):
-                return  # nothing to delete, or its objects are too large for the buffer: none is read
+            if one is not space and not keys:
+                return
             ended.append(asyncio.get_running_loop().create_future())
             told = lists if one is space else ()
             names = self._deleter.forget(
-                one, self._places.of(one), keys, ended[-1].set_result, told
+                one, self._places.every(one), keys, ended[-1].set_result, told
             )
             self.fetcher.forget(names, into)
 
         if kin is None:
-            names = self._deleter.forget(space, self._places.of(space), keys, done, lists)
+            names = self._deleter.forget(space, self._places.every(space), keys, done, lists)
             self.fetcher.forget(names)
             return
         delete(space, b"")
-        known = set(kin.siblings)
+        known = set(kin.others)
         for name in known:
-            delete(kin.siblings[name].space, space.identity)
+            delete(kin.others[name], space.identity)
         kin.forgets += 1
 
         async def delete_in_family() -> None:
             try:
                 failure = await self.families.read(kin)
-                for name in kin.siblings.keys() - known:
-                    delete(kin.siblings[name].space, space.identity)
+                for name in kin.others.keys() - known:
+                    delete(kin.others[name], space.identity)
             finally:
                 kin.forgets -= 1
             failures = [failure, *[await one for one in ended]]
@@ -197,8 +197,6 @@ class SharedBlocks:
         task.add_done_callback(self._purges.discard)
 
     def purge(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        if not self._places.of(space):
-            return False
         self.warming.skipped.add(space.identity)
         deleted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._delete(space, keys, deleted.set_result)

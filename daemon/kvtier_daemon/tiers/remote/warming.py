@@ -25,7 +25,15 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
 from kvtier_daemon.tiers.remote.fetching import LOOK_BLOCKS, Fetcher, FetchQueue
 from kvtier_daemon.tiers.remote.known import each_of
-from kvtier_daemon.tiers.remote.messages import Answer, GetObject, ListObjects, PutObject, Request
+from kvtier_daemon.tiers.remote.messages import (
+    DONE,
+    TOO_LARGE,
+    Answer,
+    GetObject,
+    ListObjects,
+    PutObject,
+    Request,
+)
 from kvtier_daemon.tiers.remote.objects import decode, encode
 from kvtier_daemon.tiers.remote.places import Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
@@ -58,6 +66,10 @@ ONLY_THERE: Final = bytes(code == PRESENT for code in range(256))
 READ_S: Final = 10.0  # for a portion
 TRIES: Final = 20  # of a portion without progress
 RETRY_S: Final = 0.1
+
+
+class NotNowError(FrameError):
+    """The object may be good: the store or the buffer could not be used."""
 
 
 class StoreObjects:
@@ -133,11 +145,13 @@ class StoreObjects:
 
     async def _get(self, name: str, of: Identity) -> bytes:
         if (taken := await self._taken("reads", MOST_BYTES)) is None:
-            raise FrameError("cannot be read now")
+            raise NotNowError("the buffer has no room")
         child, at = taken
         cipher = self._driver.keys.of(self._tenant.name)
         try:
             answer = await self.ask(GetObject(self._driver.next_id(), name, at, MOST_BYTES))
+            if answer.outcome not in (DONE, TOO_LARGE):
+                raise NotNowError(answer.text or answer.outcome)
             if answer.outcome or not HEADER.size <= answer.nbytes <= MOST_BYTES:
                 raise FrameError(answer.text or "has no frame")
             text = memoryview(child.buffer)[at : at + answer.nbytes]

@@ -83,6 +83,7 @@ class ObjectWriter:
         self._sending: set[bytes] = set()  # names
         self._copied: set[bytes] = set()  # those of `copy`
         self.must_describe: Callable[[KnownSpace], bool] = lambda space: False
+        self.is_described: Callable[[KnownSpace], bool] = lambda space: True
         self.describe: Callable[[KnownSpace], Awaitable[None]]
         self._undescribed: KnownSpace | None = None  # its description comes before its objects
 
@@ -146,7 +147,8 @@ class ObjectWriter:
                 one.ended = partial(ended, one.id)
                 self._copied.add(one.name)
             for number in set(some) - {one.id for one in sending} - set(left):
-                ended(number, None if number in plans else False)
+                is_skipped = number in plans and self.is_described(plans[number].space)
+                ended(number, None if is_skipped else False)
             if not sending:
                 if left:
                     await self._wait_for_room()
@@ -198,6 +200,9 @@ class ObjectWriter:
                 self._undescribed = plan.space
                 left.extend(ids[at:])
                 break
+            if not self.is_described(plan.space):
+                self.counts["not_written"] += 1
+                continue
             room = place.headers.most_bytes
             if (where := child.writes.take(room)) is None:
                 left.extend(ids[at:])
