@@ -114,6 +114,7 @@ class FetchQueue:
         self.link = DiskLink(clock, GUESS_BYTES_S)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
+        self.names: dict[tuple[str, bytes], set[bytes]] = {}  # of these, by tenant and `into`
         self.sizes: Counter[int] = Counter()  # of the largest objects of these parts
         self.latency_s = 0.0  # until the first byte of an object arrives, on average
         self._loop = loop
@@ -156,11 +157,16 @@ class FetchQueue:
     def add(self, part: ArrivingPart) -> Name:
         """Expect this part; return the planner's name of it."""
         self.parts[part.id] = part
+        self.names.setdefault((part.fetcher.tenant, part.into), set()).add(part.name)
         self.sizes[part.place.headers.most_bytes] += 1
         return part.id
 
     def _pop(self, name: Name) -> ArrivingPart:
         part = self.parts.pop(name)
+        of = part.fetcher.tenant, part.into
+        self.names[of].discard(part.name)
+        if not self.names[of]:
+            del self.names[of]
         size = part.place.headers.most_bytes
         self.sizes[size] -= 1
         if not self.sizes[size]:
@@ -259,7 +265,7 @@ class Fetcher:
         ]
 
     def _is_reading(self, name: bytes, into: bytes = b"") -> bool:
-        return bool(self._queue.parts) and self.id_of(name, into) in self._queue.parts
+        return name in self._queue.names.get((self.tenant, into), ())
 
     # --- what is there -------------------------------------------------------------------------
 
@@ -278,15 +284,19 @@ class Fetcher:
         if not places:
             return 0
         siblings = self._siblings(space, rest if asks else b"")
-        if places[0].kind.kind == "full" and not more:  # fast path for blocks that no host has
-            has_first = self._has_first(space, places[0], rest, asks)
-            siblings = [
+        if places[0].kind.kind == "full":  # fast path for blocks that no host has
+            chains, into = [chain for chain in (rest, *more) if chain], space.identity
+            has_first = [self._has_first(space, places[0], chain, asks) for chain in chains]
+            siblings = [  # a sum: each chain is asked about
                 one for one in siblings
-                if self._has_first(one.space, self._made_of(one, places[0])[0], rest, asks, space.identity)
+                if sum(
+                    self._has_first(one.space, self._made_of(one, places[0])[0], chain, asks, into)
+                    for chain in chains
+                )
             ]  # fmt: skip
-            if not (has_first or siblings):
+            if not (any(has_first) or siblings):
                 return 0
-        count, _ = self._found(space, places, rest, more, first, siblings)
+        count, _ = self._found(space, places, keys, others, first, LOOK_BLOCKS, siblings)
         for chain in (rest, *more) if asks else ():
             if left := chain[count * KEY_BYTES :]:
                 self._has_first(space, places[0], left, True)
@@ -316,32 +326,51 @@ class Fetcher:
 
     def _found(
         self, space: KnownSpace, places: list[Place], keys: bytes, others: Sequence[bytes], first: int,
-        siblings: Sequence[Sibling],
+        most: int, siblings: Sequence[Sibling],
     ) -> tuple[int, Sibling | None]:  # fmt: skip
-        """Return how many blocks of this chain, which begins with the block `first`, can be restored, and the
+        """Return how many blocks of this chain from `first` on, at most `most`, can be restored, and the
         sibling whose objects are needed for that, if any is."""
+        keys, *others = (
+            chain[first * KEY_BYTES : (first + most) * KEY_BYTES] for chain in (keys, *others)
+        )
         stops = space.places == 1 and places[0].kind.kind == "full" and not siblings
         has = [self._has(space, place, keys, others, stops) for place in places]
         count, chosen = restorable(space, places, has, first), None
         for one in siblings:
-            both = [
-                self._or_made(space, one, place, flags, keys, others)
-                for place, flags in zip(places, has, strict=True)
-            ]
+            if count * KEY_BYTES == len(keys):
+                break
+            both = self._or_made(space, one, places, has, keys, others, count)
             if (more := restorable(space, places, both, first)) > count:
                 count, chosen = more, one
         return count, chosen
 
     def _or_made(
-        self, space: KnownSpace, sibling: Sibling, place: Place, flags: bytes, keys: bytes,
-        others: Sequence[bytes],
-    ) -> bytes:  # fmt: skip
-        """Return `flags`, and a 1 for each block of which the store has all objects of this sibling."""
-        has = -1
-        for source in self._made_of(sibling, place):
-            theirs = self._flags(source, self._sources(source, keys, others), into=space.identity)
-            has &= int.from_bytes(theirs, "little")
-        return (has | int.from_bytes(flags, "little")).to_bytes(len(flags), "little")
+        self, space: KnownSpace, sibling: Sibling, places: Sequence[Place], has: Sequence[bytes],
+        keys: bytes, others: Sequence[bytes], count: int,
+    ) -> list[bytes]:  # fmt: skip
+        """Return `has`, and a 1 for each block of which the store has all objects of this sibling: at most
+        until the first gap. The first `count` blocks can be restored without it. Each object is looked up
+        once, although several places are made of it."""
+        both, seen, end = list(has), dict[bytes, bytes](), len(has[0])
+        for at in sorted(range(len(places)), key=lambda at: places[at].kind.kind != "full"):
+            is_full = places[at].kind.kind == "full"
+            begin = count if is_full else 0
+            some, *more = (chain[begin * KEY_BYTES : end * KEY_BYTES] for chain in (keys, *others))
+            made = -1
+            for source in self._made_of(sibling, places[at]):
+                if source.mask not in seen:
+                    found = self._flags(
+                        source, self._sources(source, some, more), into=space.identity
+                    )
+                    seen[source.mask] = bytes(begin) + found
+                made &= int.from_bytes(seen[source.mask][:end], "little")
+            mine = int.from_bytes(both[at][:end], "little")
+            both[at] = (made | mine).to_bytes(end, "little")
+            if is_full and (gap := both[at].find(0)) >= 0:
+                end = gap
+                if end <= count:
+                    break
+        return [flags[:end] for flags in both]
 
     def _sources(self, place: Place, keys: bytes, others: Sequence[bytes]) -> bytes:
         """The keys under which the store has this part of these blocks: those of another accepted secret for
@@ -368,9 +397,10 @@ class Fetcher:
         `stops`, what comes after the first that does not is not looked up."""
         names = names_of(keys, place.mask)
         flags = bytearray(self._queue.known.which(names))
-        at = flags.find(0) if self._queue.parts else -1
-        while at >= 0:
-            flags[at] = self._is_reading(at_of(names, at), into)
+        reading = self._queue.names.get((self.tenant, into))
+        at = flags.find(0) if reading else -1
+        while reading and at >= 0:
+            flags[at] = at_of(names, at) in reading
             if stops and not flags[at]:
                 break
             at = flags.find(0, at + 1)
@@ -407,10 +437,11 @@ class Fetcher:
         if few and (
             siblings or (few < count and any(place.kind.kind != "full" for place in places))
         ):
-            some, *more = (
-                chain[first * KEY_BYTES : (first + few) * KEY_BYTES] for chain in (keys, *others)
-            )
-            few, sibling = self._found(space, places, some, more, first, siblings)
+            few, sibling = self._found(space, places, keys, others, first, few, siblings)
+            most = max(1, LIMIT_PARTS // sibling.space.places) if sibling is not None else few
+            if few > most:  # the sibling has more objects than the blocks have parts
+                siblings = [one for one in siblings if one is sibling]
+                few, sibling = self._found(space, places, keys, others, first, most, siblings)
         if not (count := few):
             return 0, 0.0, "too_many"
         wanted = [
