@@ -69,7 +69,9 @@ class Tenant:
     ) -> bool:  # fmt: skip
         """Make durable that these blocks are forgotten, in all tiers, as `TierForgets.forget`. `others` are
         their keys under other accepted secrets."""
-        more = [ForgetsOthers(self.shared, one) for one in others]
+        more = [ForgetsOthers(self.shared, space, one) for one in others]
+        for one in self.siblings_of(space):
+            more += [ForgetsOthers(part, one, keys) for part in (self.tier.forgets, self.shared)]
         return forget_in((self.tier.forgets, self.shared, *more), space, keys, done)
 
     def identity_of(self, spec: KvSpec) -> bytes:
@@ -108,6 +110,15 @@ class Tenant:
             has_loss = space.identity != space_id(space.spec, self.name)
             space.family = b"" if has_loss else family_of(space.spec, self.name)
         return space.family
+
+    def siblings_of(self, space: KnownSpace) -> list[KnownSpace]:
+        """The other spaces of its family on this host: their blocks have the same keys."""
+        if not (family := self.family_of(space)):
+            return []
+        return [
+            one for one in self.catalog.spaces
+            if one is not space and self.family_of(one) == family
+        ]  # fmt: skip
 
     def secret_of(self, space: KnownSpace) -> bytes:
         """The secret with which clients of that space compute keys: the same for all spaces of a family."""

@@ -204,6 +204,26 @@ def test_what_is_forgotten_does_not_return_from_a_sibling(host: Hosts) -> None:
         assert load_ranks(target, kept, WAIT_S) == PROMPT
 
 
+def test_a_forget_takes_effect_in_all_spaces_of_the_family_on_this_host(
+    host: Hosts, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Otherwise the host could share what the other space has in memory or on disk, and make blocks of it."""
+    cold = tmp_path / "cold"
+    cold.mkdir(mode=0o700)
+    a = host("a", config=f'[cold]\ndirectories = ["{cold}"]\nsize = "64MiB"\n')
+    with a.connect() as client:
+        four, two = (client.open(ranks_spec(ranks)) for ranks in (4, 2))
+        keys = share(a, four, 1)
+        assert load_ranks(two, keys, WAIT_S) == PROMPT
+        assert two.forget(keys) == PROMPT * 2
+        for space in (four, two):
+            found = space.match(keys)
+            assert found.ready == found.coming == 0
+    assert not list(
+        (store.folder / "data" / BUCKET / tmp_path.name).glob(f"v1/**/*{keys[0].hex()}*")
+    )
+
+
 def test_a_purge_deletes_the_objects_of_siblings_too(host: Hosts) -> None:
     a, b = host("a"), host("b")
     with a.connect() as first, b.connect() as second:

@@ -134,6 +134,8 @@ class SpaceRequests:
         space = tenant.catalog.space(request.space)
         _check_count(request)
         count = tenant.catalog.forget(space, request.keys)
+        for sibling in tenant.siblings_of(space):
+            tenant.catalog.forget(sibling, request.keys)
 
         def done(failure: str) -> None:
             if failure:
