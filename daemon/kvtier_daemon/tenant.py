@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import SpecError
 from kvtier.key import space_secret
-from kvtier.layout import KvSpec
+from kvtier.layout import KvSpec, space_id
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.codec.base import CACHEGEN, ECSQ
 from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.losses import Losses
+from kvtier_daemon.codec.resharding import family_of
 from kvtier_daemon.tiers.base import (
     ForgetsOthers,
     JoinedReads,
@@ -42,6 +43,7 @@ class Tenant:
     uses: DeferredPolicy | None = None  # events that its policy gets after the answer
     spoilt_blocks: int = 0  # that differed in memory from the checksums of their saves
     rechecking: bool = False  # blocks are being compared with their checksums
+    reshards: bool = False  # keys are those of the family of a space, if it has one
     direct_reads: bool = False  # its clients may read the files of its tier below memory
     accepted: tuple[
         bytes, ...
@@ -67,7 +69,9 @@ class Tenant:
     ) -> bool:  # fmt: skip
         """Make durable that these blocks are forgotten, in all tiers, as `TierForgets.forget`. `others` are
         their keys under other accepted secrets."""
-        more = [ForgetsOthers(self.shared, one) for one in others]
+        more = [ForgetsOthers(self.shared, space, one) for one in others]
+        for one in self.siblings_of(space):
+            more += [ForgetsOthers(part, one, keys) for part in (self.tier.forgets, self.shared)]
         return forget_in((self.tier.forgets, self.shared, *more), space, keys, done)
 
     def identity_of(self, spec: KvSpec) -> bytes:
@@ -97,10 +101,30 @@ class Tenant:
         """How its blocks are stored on disk, in a word or two."""
         return self.losses.stored(space.identity, space.spec, self.name)
 
-    def secret_of(self, identity: bytes) -> bytes:
-        """The secret with which clients of that space compute keys."""
-        return space_secret(self.secret, identity)
+    def family_of(self, space: KnownSpace) -> bytes:
+        """The family of this space; none if its blocks cannot be resharded, such as those with a loss, or if
+        the tenant's blocks are not."""
+        if not self.reshards:
+            return b""
+        if space.family is None:
+            has_loss = space.identity != space_id(space.spec, self.name)
+            space.family = b"" if has_loss else family_of(space.spec, self.name)
+        return space.family
 
-    def accepted_of(self, identity: bytes) -> list[bytes]:
+    def siblings_of(self, space: KnownSpace) -> list[KnownSpace]:
+        """The other spaces of its family on this host: their blocks have the same keys."""
+        if not (family := self.family_of(space)):
+            return []
+        return [
+            one for one in self.catalog.spaces
+            if one is not space and self.family_of(one) == family
+        ]  # fmt: skip
+
+    def secret_of(self, space: KnownSpace) -> bytes:
+        """The secret with which clients of that space compute keys: the same for all spaces of a family."""
+        return space_secret(self.secret, self.family_of(space) or space.identity)
+
+    def accepted_of(self, space: KnownSpace) -> list[bytes]:
         """The same for the other accepted secrets."""
-        return [space_secret(one, identity) for one in self.accepted]
+        named = self.family_of(space) or space.identity
+        return [space_secret(one, named) for one in self.accepted]

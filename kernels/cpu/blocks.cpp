@@ -401,6 +401,30 @@ nb::bytes copy(nb::handle dst, nb::handle src, bool checksum, long threads) {
     return digest.object;
 }
 
+// Runs of equal length at equal distances in a buffer.
+uint8_t* first_run(const HeldMemory& held, uint64_t count, uint64_t bytes, uint64_t at,
+                   uint64_t step, const char* what) {
+    const uint64_t size = held.size();
+    if (bytes > size || at > size - bytes ||
+        (step != 0 && count > 1 && count - 1 > (size - bytes - at) / step)) {
+        fail(nb::value_error, what, ": the runs are not in its ", size, " bytes");
+    }
+    return held.data() + at;
+}
+
+void copy_runs(nb::handle dst, nb::handle src, uint64_t count, uint64_t bytes, uint64_t dst_at,
+               uint64_t dst_step, uint64_t src_at, uint64_t src_step) {
+    HeldMemory into, out_of;
+    into.take(dst, Access::kWrite, Shape::kContiguous, "dst");
+    out_of.take(src, Access::kRead, Shape::kContiguous, "src");
+    uint8_t* to = first_run(into, count, bytes, dst_at, dst_step, "dst");
+    const uint8_t* from = first_run(out_of, count, bytes, src_at, src_step, "src");
+    const Unlocked unlocked;
+    for (uint64_t i = 0; bytes != 0 && i < count; i++) {
+        std::memcpy(to + i * dst_step, from + i * src_step, bytes);
+    }
+}
+
 nb::bytes digest_of(nb::handle data, uint64_t seed) {
     HeldMemory held;
     held.take(data, Access::kRead, Shape::kContiguous, "data");
@@ -480,6 +504,8 @@ void bind_blocks(nb::module_& m) {
         },
         "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false,
         "nice"_a = 0);
+    m.def("copy_runs", &copy_runs, "dst"_a, "src"_a, "count"_a, "nbytes"_a, "dst_at"_a,
+          "dst_step"_a, "src_at"_a, "src_step"_a);
     m.def("copy", &copy, "dst"_a, "src"_a, "checksum"_a = false, "threads"_a = 1);
     m.def(
         "nt_loops",

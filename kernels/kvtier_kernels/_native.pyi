@@ -502,6 +502,19 @@ def copy(dst: _Memory, src: _Memory, checksum: bool = False, threads: int = 1) -
     """Copies a buffer, bypassing the caches. Returns its digest if requested; then it uses one
     thread."""
 
+def copy_runs(
+    dst: _Memory,
+    src: _Memory,
+    count: int,
+    nbytes: int,
+    dst_at: int,
+    dst_step: int,
+    src_at: int,
+    src_step: int,
+) -> None:
+    """Copies `count` runs of bytes: where the first one is, and how far it is to the next one. The
+    buffers must not overlap. Without the GIL. Never accesses memory outside."""
+
 def nt_loops(dsts: Sequence[_Memory], srcs: Sequence[_Memory]) -> None:
     """Copies ranges with the plain streaming loop: a baseline."""
 

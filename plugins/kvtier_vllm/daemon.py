@@ -213,7 +213,10 @@ class Reconnect:
         except KvtierError as error:
             log.info("kvtier: connected to %s; its contents are unknown: %s", path, str(error))
             return
-        sizes = [f"{name} {format_bytes(one['capacity_bytes'])}" for name, one in tiers.items()]
+        sizes = [
+            f"{name} {format_bytes(one['capacity_bytes'])}" if "capacity_bytes" in one else name
+            for name, one in tiers.items()
+        ]
         log.info(
             "kvtier: connected to kvtier %s at %s, tenant %s, %s; this model (space %s) has "
             "%s blocks in memory and %s on disk",

@@ -52,6 +52,41 @@ def test_copy_matches_the_reference_digest(copies, random_bytes):
         assert np.array_equal(dst, twin)
 
 
+def test_runs_match_their_model_and_stay_in_their_buffers(guarded, random_bytes):
+    chance = random.Random(11)
+    refused = 0
+    for _ in range(500):
+        size, other = chance.randrange(200), chance.randrange(200)
+        numbers = [chance.randrange(limit) for limit in (9, 40, 60, 50, 60, 50)]
+        count, nbytes, dst_at, dst_step, src_at, src_step = numbers
+        src, target, twin = random_bytes(other), guarded(size, 3), np.zeros(size, np.uint8)
+        target.array[:] = 0
+        last = max(count, 1) - 1
+        fits = (
+            dst_at + last * dst_step + nbytes <= size and src_at + last * src_step + nbytes <= other
+        )
+        if fits:
+            kernels.copy_runs(target.array, src, *numbers)
+            reference.copy_runs(twin, src, *numbers)
+        else:
+            refused += 1
+            with pytest.raises(ValueError, match="runs are not in its"):
+                kernels.copy_runs(target.array, src, *numbers)
+        assert np.array_equal(target.array, twin) and target.intact(), numbers
+    assert 50 < refused < 450
+    top = (1 << 64) - 1
+    for numbers in (
+        (2, 1, 0, top, 0, 1),
+        (top, 1, 0, 1, 0, 1),
+        (1, 1, top, 1, 0, 1),
+        (1, top, 0, 1, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="runs are not in its"):
+            kernels.copy_runs(bytearray(9), bytes(9), *numbers)
+    with pytest.raises(TypeError):
+        kernels.copy_runs(bytearray(9), bytes(9), -1, 1, 0, 1, 0, 1)
+
+
 def test_copy_shares_one_big_buffer_between_threads(copies, guarded, random_bytes):
     source = random_bytes(5 * MIB + 77)
     for threads, to in itertools.product((2, 3, 7), (0, 5)):

@@ -14,6 +14,7 @@ import kvtier
 from kvtier_vllm import daemon as plugin_daemon
 from kvtier_vllm.daemon import Reconnect
 from support.daemons import Daemon
+from support.faulty_store import FaultyStore
 from support.kept import end, folder, start
 from support.specs import spec_of
 
@@ -40,6 +41,21 @@ def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"still not so after {seconds} s"
         time.sleep(0.01)
+
+
+def test_a_daemon_with_a_store_and_no_other_tier_is_connected_to(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names its tiers, of which not each has a size."""
+    caplog.set_level(logging.INFO, "vllm.kvtier")
+    with FaultyStore(tmp_path) as store:
+        daemon = daemon_of(folder=tmp_path / "it", config=store.config)
+        line = Reconnect(daemon.socket, spec_of("line"), "line", populate=False)
+        assert line.wait_first() is not None
+        until(lambda: "tenant default, warm 16 MiB, remote; this model" in caplog.text)
+        line.close()
+        line._thread.join(60)
+        assert not daemon.stop()
 
 
 def test_an_idle_connection_notices_the_end_of_the_daemon_and_reconnects(

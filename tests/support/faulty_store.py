@@ -26,6 +26,7 @@ class FaultyStore:
         self.credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
         self.objects: dict[str, bytes] = {}
         self.refuses_puts = False
+        self.refuses_named = ""  # puts of objects whose names contain it
         self.refused: list[str] = []  # objects
         self.refuses_lists = False
         self.cuts_answers = False
@@ -62,7 +63,8 @@ class FaultyStore:
                 faulty.puts += 1
                 time.sleep(waits_s)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if faulty.refuses_puts:
+                named = faulty.refuses_named
+                if faulty.refuses_puts or (named and named in unquote(self.path)):
                     faulty.refused.append(unquote(self.path))
                     self.answer(403, ERROR % b"QuotaExceeded")
                     return

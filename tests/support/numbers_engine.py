@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,9 +85,9 @@ def state(kind: str, **changes: Any) -> MambaSpec:
     )  # fmt: skip
 
 
-def attention(window: int = 0) -> KVCacheSpec:
+def attention(window: int = 0, heads: int = HEADS) -> KVCacheSpec:
     fields: dict[str, Any] = {
-        "block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIMS, "dtype": DTYPE,
+        "block_size": BLOCK, "num_kv_heads": heads, "head_size": DIMS, "dtype": DTYPE,
     }  # fmt: skip
     return (
         SlidingWindowSpec(**fields, sliding_window=window)
@@ -103,6 +103,8 @@ def layers(*specs: KVCacheSpec) -> dict[str, KVCacheSpec]:
 MODELS = {
     "full": layers(attention(), attention()),
     "window": layers(attention(WINDOW), attention(WINDOW)),
+    "four heads": layers(attention(heads=4), attention(heads=4)),
+    "four heads, window": layers(attention(heads=4), attention(WINDOW, heads=4)),
     "full and window": layers(attention(), attention(WINDOW), attention(WINDOW), attention()),
     "jamba": layers(*[state("mamba1")] * 3, attention(), *[state("mamba1")] * 3, attention()),
     "bamba": layers(*[state("mamba2")] * 2, attention()),
@@ -155,6 +157,8 @@ class Rank:
     def __init__(self, config: VllmConfig, specs: dict[str, KVCacheSpec], stage: int = 0) -> None:
         self.config = config
         self.stage = stage
+        self.tensor_rank = 0
+        self.first_head = 0
         self.specs = specs
         self.requests: dict[str, Known] = {}
         self.wrong: list[tuple[str, str, int]] = []
@@ -202,7 +206,7 @@ class Rank:
 
     def get_kv_connector_handshake_metadata(self) -> Any:
         told = self.connector and self.connector.get_handshake_metadata()
-        return {(self.stage, 0): told} if told is not None else None
+        return {(self.stage, self.tensor_rank): told} if told is not None else None
 
     def synchronize_device(self) -> None:
         """Do nothing: there is no device."""
@@ -244,7 +248,8 @@ class Rank:
         layer = int(name.split(".")[2])
         chain = np.array(request.prefix(stop)[start:stop], np.uint64)
         with np.errstate(over="ignore"):
-            words = np.arange(1, 1 + heads * nbytes // 8, dtype=np.uint64) * np.uint64(
+            first = 1 + self.first_head * nbytes // 8
+            words = np.arange(first, first + heads * nbytes // 8, dtype=np.uint64) * np.uint64(
                 2 * layer + 3
             )
             data = chain[:, None] * words[None, :]
@@ -487,6 +492,59 @@ class NumbersInStages(Numbers):
             pool.shutdown()
 
 
+class NumbersInTensorRanks(Numbers):
+    """Ranks with a range of the heads of each layer: those of the model, divided by the ranks."""
+
+    def _init_executor(self) -> None:
+        count = self.vllm_config.parallel_config.tensor_parallel_size
+        specs = {
+            name: replace(spec, num_kv_heads=spec.num_kv_heads // count)
+            for name, spec in self.specs.items()
+        }
+        self.ranks = [Rank(self.vllm_config, specs) for _ in range(count)]
+        for number, rank in enumerate(self.ranks):
+            (heads,) = {spec.num_kv_heads for spec in specs.values()}
+            rank.tensor_rank, rank.first_head, rank.wrong = (
+                number,
+                number * heads,
+                self.ranks[0].wrong,
+            )
+        self.rank = self.ranks[0]  # its tokens are the answers
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None,
+        non_block: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        results = []
+        for number, rank in enumerate(self.ranks):
+            call = partial(method, rank) if callable(method) else getattr(rank, method)
+            given = args
+            if method == "initialize_from_config":
+                given = ([args[0][number]],)
+            # The process has only one rank.
+            with patch("vllm.distributed.get_tensor_model_parallel_rank", lambda n=number: n):
+                results.append(call(*given, **kwargs or {}))
+        if method not in ("execute_model", "sample_tokens"):
+            return results
+        assert self.kv_output_aggregator is not None
+        output = self.kv_output_aggregator.aggregate(results, output_rank=0)
+        if not non_block:
+            return [output]
+        future: Future[Any] = Future()
+        future.set_result(output)
+        return [future]
+
+
+def in_tensor_ranks(count: int) -> Callable[[VllmConfig], None]:
+    """Let an engine have this many tensor-parallel ranks."""
+
+    def tune(config: VllmConfig) -> None:
+        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = count
+
+    tune.kind = NumbersInTensorRanks  # type: ignore[attr-defined]
+    return tune
+
+
 def in_stages(config: VllmConfig) -> None:
     """Let an engine have two pipeline stages."""
     config.parallel_config.pipeline_parallel_size = config.parallel_config.world_size = 2
@@ -539,7 +597,7 @@ class NumbersEngine:
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = BLOCK
         tune(config)
-        kind = NumbersInStages if tune is in_stages else Numbers
+        kind = NumbersInStages if tune is in_stages else getattr(tune, "kind", Numbers)
         ranks = type("Ranks", (kind,), {"specs": specs})
         self.core = EngineCore(config, ranks, log_stats=True)
         self.rank: Rank = self.core.model_executor.rank

@@ -39,6 +39,7 @@ class KnownSpace:
     prefill: tuple[float, float] | None = None  # seconds per token, and per token before it
     used_tokens: int = 0  # as clients report when they release leases
     loaded_bytes: int = 0
+    family: bytes | None = None  # once it is computed
     reach: int = field(init=False)  # how many blocks before a block one call may visit
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class SpaceTable:
                 self.retire(list(self._of.values()))
             if len(self._of) >= LIMIT_SPACES:
                 raise Refused("too_many", f"this tenant has {LIMIT_SPACES} spaces already")
-            space = KnownSpace(self._next, identity, spec, spec.places, _sizes(spec))
+            space = KnownSpace(self._next, identity, spec, spec.places, sizes_of(spec))
             self._next += 1
             self._of[space.number] = self._by_identity[identity] = space
         space.users.add(session)
@@ -110,7 +111,7 @@ class SpaceTable:
 
     def restore(self, number: int, identity: bytes, spec: KvSpec) -> KnownSpace:
         """The space that had this number in an earlier daemon, with a place in the store."""
-        space = KnownSpace(number, identity, spec, spec.places, _sizes(spec))
+        space = KnownSpace(number, identity, spec, spec.places, sizes_of(spec))
         self._next = max(self._next, number + 1)
         self._of[number] = self._by_identity[identity] = space
         self.settle(space)
@@ -189,5 +190,6 @@ class SpaceTable:
                     del self._by_identity[space.identity]
 
 
-def _sizes(spec: KvSpec) -> tuple[int, ...]:
+def sizes_of(spec: KvSpec) -> tuple[int, ...]:
+    """Return the bytes of a block of one shard, by group."""
     return tuple(map(spec.group_block_bytes, range(len(spec.cache_groups))))

@@ -82,6 +82,7 @@ class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     write: Annotated[str, values.SHARE_WRITES] = "used"
     archive: Annotated[str, values.SHARE_WRITES] = "none"
     warm_up_percent: Annotated[int, values.PERCENT] = 0
+    reshard: Annotated[bool, values.SWITCH] = False
     stop_s: Annotated[int, values.SECONDS] = 5
     codec: Annotated[str, values.SHARE_CODEC] = "r32"
     deadline_s: Annotated[int, values.SOME_SECONDS] = 5
@@ -424,7 +425,7 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> ColdConfig
     )  # fmt: skip
 
 
-_BUCKET: Final = frozenset({"bucket", "endpoint", "region", "credentials"})
+_BUCKET: Final = frozenset({"bucket", "endpoint", "region", "credentials", "reshard"})
 _POOL: Final = frozenset({"protocol", "devices", "metadata", "host", "segment"})
 
 

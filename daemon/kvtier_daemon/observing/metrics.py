@@ -37,7 +37,7 @@ RESIDENT_MOVES = ("entered", "left", "refused", "evicted", "returned")
 HIT_TIERS: Final = (*TIERS, "remote")
 OBJECTS: Final = (
     "written", "not_written", "dropped", "archived", "not_archived", "read", "absent", "spoilt",
-    "unknown_key", "not_read", "cancelled",
+    "unknown_key", "not_read", "cancelled", "resharded", "not_resharded",
 )  # fmt: skip
 COPY_STATES: Final = {"ready": "blocks", "writing": "writing", "quarantined": "quarantined"}
 COPY_LOADS: Final = ("found", "absent")
@@ -343,7 +343,8 @@ SERIES: Final[tuple[Metric, ...]] = (
            "reused, absent that the object did not exist, "
            "spoilt that it is damaged, or not encrypted although remote.encryption is on, unknown_key that "
            "it is encrypted with a key that is not in remote.key_file, not_read and cancelled that the read "
-           "failed or was too late.",
+           "failed or was too late, resharded that it was read and made of objects of another tensor "
+           "parallelism; not_resharded counts spaces for which that is not possible.",
            lambda f: _remote(f).get("states", {}), "outcome", OBJECTS),
     Metric("kvtier_remote_bytes", "counter", "Bytes of objects that were written and read.",
            lambda f: _remote(f).get("bytes", {}), "way", ("written", "read")),

@@ -396,14 +396,16 @@ class JoinedReads:
 
 
 class ForgetsOthers:
-    """Forgets blocks in a store that hosts share, by their keys under another secret."""
+    """Forgets other blocks with those that are forgotten: by their keys under another secret in a store that
+    hosts share, or those of another space."""
 
-    def __init__(self, shared: SharedTier, keys: bytes) -> None:
-        self._shared = shared
+    def __init__(self, part: TierForgets | SharedTier, space: KnownSpace, keys: bytes) -> None:
+        self._part = part
+        self._space = space
         self._keys = keys
 
     def forget(self, space: KnownSpace, _: bytes, done: Callable[[str], None] | None) -> bool:
-        return self._shared.forget(space, self._keys, done)
+        return self._part.forget(self._space, self._keys, done)
 
 
 class Purges:

@@ -143,6 +143,7 @@ def test_every_key_can_be_written(read):
             "write": "all",
             "archive": "used",
             "warm_up_percent": 7,
+            "reshard": False,
             "stop_s": 9,
             "codec": "raw",
             "deadline_s": 2,
@@ -215,6 +216,10 @@ def test_a_bucket_is_configured_with_its_own_keys(read):
             r"remote\.bucket: cannot be used with remote\.url",
         ),
         ('bucket = "b1"\nsegment = "1GiB"', r"remote\.segment: cannot be used with remote\.bucket"),
+        (
+            'url = "mooncake://m:1"\nreshard = true',  # descriptions are found by a list
+            r"remote\.reshard: cannot be used with remote\.url",
+        ),
         ('url = "mooncake://m"', r"remote\.url: .*mooncake://store\.example:50051"),
     ],
 )

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,12 +42,15 @@ from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import CopiedBlock, NullTier
-from kvtier_daemon.tiers.remote import archiving, sharing
+from kvtier_daemon.tiers.remote import archiving, fetching, sharing
+from kvtier_daemon.tiers.remote import families as remote_families
 from kvtier_daemon.tiers.remote import warming as remote_warming
 from kvtier_daemon.tiers.remote.driver import StoreDriver
+from kvtier_daemon.tiers.remote.families import RETRY_S, TELL_S
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import names_of
 from kvtier_daemon.tiers.remote.messages import FAILED, Answer, GetObject, HeadObjects, Request
+from kvtier_daemon.tiers.remote.objects import object_name
 from kvtier_daemon.tiers.remote.places import Place, restorable
 from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
 from kvtier_daemon.tiers.remote.wanted import WantedList, list_identity, list_name
@@ -56,6 +60,7 @@ from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping as MappedExtent
 from support.effort import effort
 from support.faulty_store import FaultyStore
+from support.heads import ranks_spec
 from support.mooncake import MooncakePool
 from support.object_store import ObjectStore
 
@@ -309,6 +314,26 @@ def test_a_write_that_is_cancelled_leaves_nothing_as_being_written(
     assert child is not None and child.writes.used == writer.sending == 0
 
 
+def test_blocks_that_were_forgotten_while_they_waited_are_left_out(
+    alone: ServedShared, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their ids are free. Those that wait with them are written."""
+    gone, kept = Identity(), Identity(key=name(2))
+    alone.shared.sharer.accepts = False
+    for identity in (gone, kept):
+        assert ServedTenant.put(alone, identity, os.urandom(BLOCK_BYTES))
+    space, store = alone._space(gone), alone.tenant.catalog.blocks.store
+    ids = b"".join(
+        store.present(space.index, place.group, place.shard, identity.key)
+        for place in alone.shared.fetcher._places.of(space) for identity in (gone, kept)
+    )  # fmt: skip
+    alone.forget(gone)
+    alone.loop.run_until_complete(alone.shared.writer.share(ids))
+    known, names = alone.shared.fetcher._queue.known, alone.names(kept)
+    alone._until(lambda: known.present(names) == len(names) // 32)
+    assert "internal error" not in caplog.text
+
+
 def test_an_internal_error_in_a_write_leaves_nothing_behind_and_later_blocks_are_written(
     alone: ServedShared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -470,7 +495,7 @@ def test_a_failure_in_one_tenant_does_not_end_the_warm_up_of_others(
 
 
 def test_lists_wait_for_room_in_the_buffer(alone: ServedShared) -> None:
-    objects, child = alone.shared.warming._objects, alone.driver.child
+    objects, child = alone.shared.warming.objects, alone.driver.child
     assert child is not None
     spec, of = alone._space(Identity()).spec, list_identity(bytes(32), bytes(32))
     one = WantedList(of.space, spec, (bytes(32),), array("d", [1.0]), array("I", [0]))
@@ -482,7 +507,7 @@ def test_lists_wait_for_room_in_the_buffer(alone: ServedShared) -> None:
 
     async def both() -> tuple[bool, bytes]:
         name = list_name(bytes(32), of)
-        return await objects.put(name, one, of, b"a list"), await objects.get(name, of)
+        return await objects.put(name, one.spec, of, b"a list"), await objects.get(name, of)
 
     assert alone.loop.run_until_complete(both()) == (True, b"a list")
 
@@ -677,3 +702,219 @@ def test_a_forget_waits_for_a_list_that_is_on_its_way(
     alone.loop.run_until_complete(forget())
     alone._until(lambda: bool(ended) and not warming.is_telling)
     assert ended == [""] and faulty.objects == {}
+
+
+def opened(alone: ServedShared, *ranks: int, heads: int = 4) -> list[KnownSpace]:
+    """Spaces of one family."""
+    alone.tenant.reshards = True
+    alone._until(lambda: alone.driver.is_writable)
+    specs = [ranks_spec(one, {"heads": heads}) for one in ranks]
+    catalog = alone.tenant.catalog
+    return [catalog.open(alone.tenant.identity_of(spec), spec, ME) for spec in specs]
+
+
+def test_a_description_is_written_until_that_succeeds_and_then_once_an_hour(
+    alone: ServedShared, faulty: FaultyStore
+) -> None:
+    families, (space,) = alone.shared.families, opened(alone, 2)
+    now = 0.0
+    families._clock = lambda: now
+
+    def describe() -> tuple[bool, bool]:
+        assert families.must_describe(space)
+        alone._until(lambda: alone.driver.is_writable)
+        alone.loop.run_until_complete(families.describe(space))
+        assert not families.must_describe(space)
+        return families.is_described(space), bool(faulty.objects)
+
+    faulty.refuses_puts = True
+    assert describe() == (False, False)
+    faulty.refuses_puts, now = False, now + RETRY_S
+    assert describe() == (True, True)
+    now += TELL_S - 1
+    assert not families.must_describe(space)
+    faulty.refuses_puts, now = True, now + 1
+    faulty.objects.clear()
+    assert describe() == (True, False)  # hosts that read it have it still
+
+
+def test_a_forget_deletes_objects_that_are_too_large_for_the_buffer(
+    alone: ServedShared, faulty: FaultyStore
+) -> None:
+    """A host with a larger buffer can read them; those of siblings, and of the space itself."""
+    (ours, theirs), places = opened(alone, 4, 1), alone.shared.fetcher._places
+    alone.loop.run_until_complete(alone.shared.families.describe(theirs))
+    told = set(faulty.objects)
+    for limit in (places.of(ours)[0].headers.most_bytes, 1):
+        faulty.objects |= {
+            f"/blocks/{object_name(place.identity(space, name(1)))}": b"?"
+            for space in (ours, theirs) for place in places.every(space)
+        }  # fmt: skip
+        places.limit(limit)
+        assert places.of(theirs) == []
+        ended = list[str]()
+
+        async def forget(ended: list[str] = ended) -> None:
+            assert alone.shared.forget(ours, name(1), ended.append)
+
+        alone.loop.run_until_complete(forget())
+        alone._until(lambda ended=ended: bool(ended))
+        assert ended == [""] and set(faulty.objects) == told
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_purge_ends_if_the_buffer_becomes_too_small_meanwhile(
+    alone: ServedShared, reshards: bool
+) -> None:
+    (space,), ended = opened(alone, 2), list[str]()
+    alone.tenant.reshards = reshards
+
+    async def purge() -> None:
+        assert alone.shared.purge(space, name(1), ended.append)
+        alone.shared.fetcher._places.limit(1)
+
+    alone.loop.run_until_complete(purge())
+    alone._until(lambda: bool(ended))
+    assert ended == [""]
+
+
+def test_a_family_is_not_read_completely_if_it_is_too_large_or_the_buffer_has_no_room(
+    alone: ServedShared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then forgets fail. Neither says that a description is wrong."""
+    families, spaces, child = alone.shared.families, opened(alone, 1, 2, 4), alone.driver.child
+    kin = families.kin(spaces[0])
+    assert kin is not None and child is not None
+    for space in spaces:
+        alone.loop.run_until_complete(families.describe(space))
+
+    def read() -> str:
+        return alone.loop.run_until_complete(families.read(kin))
+
+    monkeypatch.setattr(remote_warming, "ROOM_S", 0.0)
+    taken, size = list[tuple[int, int]](), 8 << 20
+    while size:
+        if (at := child.reads.take(size)) is not None:
+            taken.append((at, size))
+        else:
+            size //= 2
+    assert "cannot be read now: the buffer has no room" in read()
+    assert not kin.ignored and "is ignored" not in caplog.text
+    for at, nbytes in taken:
+        child.reads.give(at, nbytes)
+    monkeypatch.setattr(remote_families, "MOST_NAMES", 2)
+    assert read().endswith("has more than 2 descriptions")
+    monkeypatch.setattr(remote_families, "MOST_NAMES", 3)
+    assert read() == "" and len(kin.others) == families.siblings == 2
+
+
+@pytest.fixture
+def looked(alone: ServedShared, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts lookups of objects: in what is known, and in what is read."""
+    counts, known, at_of = Counter[str](), alone.shared.fetcher._queue.known, fetching.at_of
+    which = known.which
+
+    def counted(names: bytes) -> bytes:
+        counts["known"] += len(names) // 32
+        return which(names)
+
+    def counted_at(packed: bytes, at: int) -> bytes:
+        counts["read"] += 1
+        return at_of(packed, at)
+
+    monkeypatch.setattr(known, "which", counted)
+    monkeypatch.setattr(fetching, "at_of", counted_at)
+    return counts
+
+
+def test_a_lookup_costs_little_more_if_there_are_siblings(
+    alone: ServedShared, looked: Counter[str]
+) -> None:
+    """None if the own objects suffice; once for each object, and until the first gap, if they do not; and
+    what is read for other spaces costs nothing."""
+    shared, known = alone.shared, alone.shared.fetcher._queue.known
+    ours, *others = opened(alone, 8, 1, 2, 4, heads=8)
+    kin = shared.families.kin(ours)
+    assert kin is not None
+    for space in others:
+        alone.loop.run_until_complete(shared.families.describe(space))
+    assert alone.loop.run_until_complete(shared.families.read(kin)) == ""
+    assert len(shared.families.siblings_of(ours, b"")) == 3
+    keys = b"".join(name(number) for number in range(1, 101))
+
+    def note(space: KnownSpace, keys: bytes) -> None:
+        for place in shared.fetcher._places.of(space):
+            known.note(names_of(keys, place.mask), True)
+
+    def beyond(keys: bytes) -> int:
+        looked.clear()
+        return shared.beyond(ours, keys, 0, asks=False)
+
+    note(ours, keys[: 32 * 50])
+    for space in others:
+        note(space, keys[:32])
+    assert beyond(keys[: 32 * 50]) == 50
+    assert looked["known"] == 50 * 8 and not looked["read"]
+    reading = shared.fetcher._queue.names
+    reading[shared.fetcher.tenant, others[0].identity] = {bytes(32)}  # for another space
+    # The siblings have nothing after the first block: one place of each is looked up, after the 50.
+    assert beyond(keys) == 50
+    assert looked["known"] == 100 * 8 + 3 * 50 and not looked["read"]
+    note(others[1], keys[: 32 * 80])  # two places, of which all eight are made
+    assert beyond(keys) == 80
+    assert looked["known"] <= 100 * 8 + 2 * 50 + (50 + 30) and not looked["read"]
+    reading.clear()
+
+
+def test_a_request_reads_few_objects_at_once_however_many_a_block_is_made_of(
+    alone: ServedShared, faulty: FaultyStore
+) -> None:
+    shared, known = alone.shared, alone.shared.fetcher._queue.known
+    ours, theirs = opened(alone, 1, 32, heads=32)
+    kin = shared.families.kin(ours)
+    assert kin is not None
+    alone.loop.run_until_complete(shared.families.describe(theirs))
+    assert alone.loop.run_until_complete(shared.families.read(kin)) == ""
+    keys = b"".join(name(number) for number in range(1, 201))
+    for place in shared.fetcher._places.of(theirs):
+        known.note(names_of(keys, place.mask), True)
+    assert shared.beyond(ours, keys, 0, asks=False) == 200
+    faulty.waits_s = 1.0
+
+    async def fetch() -> int:
+        shared.fetch(ours, keys, 0, 200, within_s=60.0)
+        return len(shared.fetcher._queue.parts)
+
+    assert 0 < alone.loop.run_until_complete(fetch()) <= fetching.LIMIT_PARTS
+    faulty.waits_s = 0.0
+    alone._until(lambda: not shared.fetcher._queue.parts)
+    assert not shared.fetcher._queue.names
+
+
+def test_no_sibling_is_used_while_a_forget_looks_for_unknown_ones(
+    alone: ServedShared, faulty: FaultyStore
+) -> None:
+    """What it finds may have blocks that are forgotten: it is used when their deletion has begun."""
+    families, shared, ended = alone.shared.families, alone.shared, list[str]()
+    theirs, ours = opened(alone, 4, 2)
+    kin = families.kin(ours)
+    assert kin is not None and families.must_describe(theirs)
+    alone.loop.run_until_complete(families.describe(theirs))
+    assert not families.must_describe(theirs) and len(faulty.objects) == 1
+    assert alone.loop.run_until_complete(families.read(kin)) == ""
+    (sibling,) = families.siblings_of(ours, b"")
+    assert sibling.space.identity == theirs.identity
+    for place in shared.fetcher._places.of(theirs):
+        shared.fetcher._queue.known.note(names_of(name(1) + name(2), place.mask), True)
+    assert shared.beyond(ours, name(1), 0) == shared.beyond(ours, name(2), 0) == 1
+    faulty.waits_s = 0.2
+
+    async def forget() -> None:
+        assert shared.forget(ours, name(1), ended.append)
+
+    alone.loop.run_until_complete(forget())
+    assert shared.beyond(ours, name(2), 0, asks=False) == 0
+    alone._until(lambda: bool(ended))
+    assert ended == [""]
+    assert shared.beyond(ours, name(2), 0) == 1
+    assert shared.beyond(ours, name(1), 0) == 0

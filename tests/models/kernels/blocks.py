@@ -26,6 +26,16 @@ def copy(dst: Bytes, src: Bytes) -> bytes:
     return xxh3_128(src.tobytes())
 
 
+def copy_runs(
+    dst: Bytes, src: Bytes, count: int, nbytes: int, dst_at: int, dst_step: int, src_at: int,
+    src_step: int,
+) -> None:  # fmt: skip
+    """Copies runs one by one."""
+    for number in range(count):
+        to, at = dst_at + number * dst_step, src_at + number * src_step
+        dst[to : to + nbytes] = src[at : at + nbytes]
+
+
 def copy_in(
     mappings: Sequence[Bytes], slots: bytes, nbytes: int, sources: Sequence[Bytes]
 ) -> bytes:

@@ -47,8 +47,8 @@ class SpaceRequests:
                 "space", tenant.name, client=self._session.name, space=space.number, model=spec.model
             )  # fmt: skip
         return wire.Opened(
-            request.id, space.number, identity, tenant.secret_of(identity),
-            tenant.accepted_of(identity) if self._session.peer.role >= Role.WRITE else [],
+            request.id, space.number, identity, tenant.secret_of(space),
+            tenant.accepted_of(space) if self._session.peer.role >= Role.WRITE else [],
         )  # fmt: skip
 
     def prefill(self, tenant: Tenant, request: wire.Prefill) -> wire.Reply:
@@ -134,6 +134,8 @@ class SpaceRequests:
         space = tenant.catalog.space(request.space)
         _check_count(request)
         count = tenant.catalog.forget(space, request.keys)
+        for sibling in tenant.siblings_of(space):
+            tenant.catalog.forget(sibling, request.keys)
 
         def done(failure: str) -> None:
             if failure:

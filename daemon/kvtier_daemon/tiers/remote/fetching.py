@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +18,14 @@ from kvtier.wire import GRANTED, PRESENT
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import Arriving
 from kvtier_daemon.catalog.holds import Request
-from kvtier_daemon.codec.encryption import UnknownKeyError
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
 from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.planning import PATIENCE_S, WHY, DiskLink, Planner
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook
 from kvtier_daemon.tiers.cold.read_queue import Name, PendingRequests
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
-from kvtier_daemon.tiers.remote.known import NAME_BYTES, KnownObjects, each_of, names_of
+from kvtier_daemon.tiers.remote.known import KnownObjects, each_of, names_of
 from kvtier_daemon.tiers.remote.messages import (
     ABSENT,
     BROKEN,
@@ -38,6 +38,7 @@ from kvtier_daemon.tiers.remote.messages import (
 from kvtier_daemon.tiers.remote.objects import decode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
+from kvtier_daemon.tiers.remote.resharding import Exchange, Sibling
 from kvtier_kernels import Mapping
 
 log = logging.getLogger(__name__)
@@ -55,20 +56,31 @@ SPOILT, UNKNOWN_KEY, CANCELLED, NOT_READ = "spoilt", "unknown_key", "cancelled",
 
 @dataclass(slots=True, eq=False)
 class ArrivingPart:
-    """A part of a block that is read into its slot."""
+    """An object that is read: its place, and of which block it is. `decode` writes to slots, in a thread.
+    `ended` gets whether that was good and what it returned, and returns the blocks that expect no more
+    objects, with the digests of those that are good. `into`: the space, if it is not that of the object."""
 
     fetcher: Fetcher
     name: bytes
     place: Place
     of: Identity
-    dtype: str
-    block: Arriving
+    decode: Callable[[FrameCipher | None, memoryview], bytes]
+    ended: Callable[[bool, bytes], Iterable[tuple[Arriving, bytes]]]
+    into: bytes = b""
     is_forgotten: bool = False
+
+    @property
+    def id(self) -> Name:
+        return self.fetcher.id_of(self.name, self.into)
+
+
+SourceObjects = tuple[Place, bytes, bytes]  # of a sibling: their place, keys and names
 
 
 class WantedParts(NamedTuple):
     """The parts of blocks at one place that a prefix needs, from the block `begin` on. The objects have the
-    keys `sources`, which are under another accepted secret where the store has only that, and `names`."""
+    keys `sources`, which are under another accepted secret where the store has only that, and `names`.
+    `made_of`: the objects of a sibling that can be used instead."""
 
     place: Place
     begin: int
@@ -76,6 +88,16 @@ class WantedParts(NamedTuple):
     keys: bytes
     sources: bytes
     names: bytes
+    made_of: Sequence[SourceObjects]
+
+
+def at_of(packed: bytes, at: int) -> bytes:
+    """The key or name at this position."""
+    return packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+
+
+def ended_alone(block: Arriving, is_good: bool, digest: bytes) -> list[tuple[Arriving, bytes]]:
+    return [(block, digest if is_good else b"")]
 
 
 class FetchQueue:
@@ -92,6 +114,7 @@ class FetchQueue:
         self.link = DiskLink(clock, GUESS_BYTES_S)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
+        self.names: dict[tuple[str, bytes], set[bytes]] = {}  # of these, by tenant and `into`
         self.sizes: Counter[int] = Counter()  # of the largest objects of these parts
         self.latency_s = 0.0  # until the first byte of an object arrives, on average
         self._loop = loop
@@ -133,13 +156,17 @@ class FetchQueue:
 
     def add(self, part: ArrivingPart) -> Name:
         """Expect this part; return the planner's name of it."""
-        name = part.fetcher.name_of(part.name)
-        self.parts[name] = part
+        self.parts[part.id] = part
+        self.names.setdefault((part.fetcher.tenant, part.into), set()).add(part.name)
         self.sizes[part.place.headers.most_bytes] += 1
-        return name
+        return part.id
 
     def _pop(self, name: Name) -> ArrivingPart:
         part = self.parts.pop(name)
+        of = part.fetcher.tenant, part.into
+        self.names[of].discard(part.name)
+        if not self.names[of]:
+            del self.names[of]
         size = part.place.headers.most_bytes
         self.sizes[size] -= 1
         if not self.sizes[size]:
@@ -167,9 +194,7 @@ class FetchQueue:
         self.latency_s += LATENCY_SHARE * (first_s - self.latency_s)
         text = memoryview(child.buffer)[at : at + answer.nbytes]
         cipher = self.driver.keys.of(part.fetcher.tenant)
-        work = self._loop.run_in_executor(
-            self._threads, decode, part.of, part.dtype, cipher, text, part.fetcher.slot(part)
-        )
+        work = self._loop.run_in_executor(self._threads, part.decode, cipher, text)
         work.add_done_callback(partial(self._decoded, part, give, answer.nbytes))
 
     def _decoded(
@@ -190,9 +215,8 @@ class FetchQueue:
         self._end(part, UNKNOWN_KEY if isinstance(error, UnknownKeyError) else SPOILT)
 
     def _end(self, part: ArrivingPart, outcome: str, digest: bytes = b"", nbytes: int = 0) -> None:
-        name = part.fetcher.name_of(part.name)
-        self._pop(name)
-        waited = cast(list[Request], self.planner.ended(name, outcome == DONE))
+        self._pop(part.id)
+        waited = cast(list[Request], self.planner.ended(part.id, outcome == DONE))
         if outcome in (ABSENT, SPOILT, UNKNOWN_KEY):  # the next share of its block replaces it
             self.known.note(part.name, False)
         try:
@@ -216,7 +240,7 @@ class Fetcher:
     ) -> None:  # fmt: skip
         self.tenant = tenant.name
         self.counts: Counter[str] = Counter(
-            read=0, absent=0, spoilt=0, unknown_key=0, not_read=0, cancelled=0
+            read=0, absent=0, spoilt=0, unknown_key=0, not_read=0, cancelled=0, resharded=0
         )
         self.bytes_read = 0
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
@@ -228,17 +252,20 @@ class Fetcher:
         self._reading_bytes = 0
         # Gets the ids of blocks that the store had under another secret only.
         self.renamed: Callable[[bytes], None] = lambda ids: None
+        # The siblings of a space whose objects can be used. It gets the keys that a lookup missed.
+        self.siblings: Callable[[KnownSpace, bytes], Sequence[Sibling]] = lambda space, keys: ()
 
-    def name_of(self, name: bytes) -> Name:
-        """The planner's name of a part."""
-        return self._tenant.name, int.from_bytes(name, "little")
+    def id_of(self, name: bytes, into: bytes = b"") -> Name:
+        """The planner's name of a part; `into` is the space, if it is not that of the object."""
+        return self._tenant.name, int.from_bytes(names_of(name, into) if into else name, "little")
 
-    def slot(self, part: ArrivingPart) -> memoryview:
-        begin = part.block.offset
-        return memoryview(self._memory[part.block.extent])[begin : begin + part.place.block_bytes]
+    def _slot(self, block: Arriving, place: Place) -> memoryview:
+        return memoryview(self._memory[block.extent])[
+            block.offset : block.offset + place.block_bytes
+        ]
 
-    def _is_reading(self, name: bytes) -> bool:
-        return bool(self._queue.parts) and self.name_of(name) in self._queue.parts
+    def _is_reading(self, name: bytes, into: bytes = b"") -> bool:
+        return name in self._queue.names.get((self.tenant, into), ())
 
     # --- what is there -------------------------------------------------------------------------
 
@@ -256,24 +283,94 @@ class Fetcher:
         places = self._places.of(space)
         if not places:
             return 0
-        if places[0].kind.kind == "full" and not more:  # fast path for blocks that no host has
-            head = names_of(rest[:KEY_BYTES], places[0].mask)
-            is_present = self._queue.known.is_present(head)
-            if not (is_present or self._is_reading(head)):
-                if is_present is None and asks:
-                    self._questions.ask(space, rest)
+        siblings = self._siblings(space, rest if asks else b"")
+        if places[0].kind.kind == "full":  # fast path for blocks that no host has
+            chains, into = [chain for chain in (rest, *more) if chain], space.identity
+            has_first = [self._has_first(space, places[0], chain, asks) for chain in chains]
+            siblings = [  # a sum: each chain is asked about
+                one for one in siblings
+                if sum(
+                    self._has_first(one.space, self._made_of(one, places[0])[0], chain, asks, into)
+                    for chain in chains
+                )
+            ]  # fmt: skip
+            if not (any(has_first) or siblings):
                 return 0
-        has = [self._has(space, place, rest, more) for place in places]
-        count = restorable(space, places, has, first)
+        count, _ = self._found(space, places, keys, others, first, LOOK_BLOCKS, siblings)
         for chain in (rest, *more) if asks else ():
-            self._ask(space, places[0], chain[count * KEY_BYTES :])
+            if left := chain[count * KEY_BYTES :]:
+                self._has_first(space, places[0], left, True)
+                for one in siblings:
+                    self._has_first(one.space, self._made_of(one, places[0])[0], left, True)
         return count
 
-    def _ask(self, space: KnownSpace, place: Place, keys: bytes) -> None:
-        """Ask about these blocks if nothing is known of the first one."""
+    def _siblings(self, space: KnownSpace, missed: bytes = b"") -> Sequence[Sibling]:
+        siblings = self.siblings(space, missed)
+        return [one for one in siblings if self._places.of(one.space)] if siblings else ()
+
+    def _made_of(self, sibling: Sibling, place: Place) -> list[Place]:
+        """The places of a sibling of whose objects the blocks of this place are made."""
+        theirs, space = self._places.of(sibling.space), sibling.space
+        shards = sibling.sources(place.group, place.shard)
+        return [theirs[space.place_of(place.group, shard)] for shard in shards]
+
+    def _has_first(
+        self, space: KnownSpace, place: Place, keys: bytes, asks: bool, into: bytes = b""
+    ) -> bool:
+        """Whether the first of these blocks exists or is being read. Asks about them if that is unknown."""
         head = names_of(keys[:KEY_BYTES], place.mask)
-        if keys and self._queue.known.is_present(head) is None:
+        is_present = self._queue.known.is_present(head)
+        if is_present is None and asks and not self._is_reading(head, into):
             self._questions.ask(space, keys)
+        return is_present or self._is_reading(head, into)
+
+    def _found(
+        self, space: KnownSpace, places: list[Place], keys: bytes, others: Sequence[bytes], first: int,
+        most: int, siblings: Sequence[Sibling],
+    ) -> tuple[int, Sibling | None]:  # fmt: skip
+        """Return how many blocks of this chain from `first` on, at most `most`, can be restored, and the
+        sibling whose objects are needed for that, if any is."""
+        keys, *others = (
+            chain[first * KEY_BYTES : (first + most) * KEY_BYTES] for chain in (keys, *others)
+        )
+        stops = space.places == 1 and places[0].kind.kind == "full" and not siblings
+        has = [self._has(space, place, keys, others, stops) for place in places]
+        count, chosen = restorable(space, places, has, first), None
+        for one in siblings:
+            if count * KEY_BYTES == len(keys):
+                break
+            both = self._or_made(space, one, places, has, keys, others, count)
+            if (more := restorable(space, places, both, first)) > count:
+                count, chosen = more, one
+        return count, chosen
+
+    def _or_made(
+        self, space: KnownSpace, sibling: Sibling, places: Sequence[Place], has: Sequence[bytes],
+        keys: bytes, others: Sequence[bytes], count: int,
+    ) -> list[bytes]:  # fmt: skip
+        """Return `has`, and a 1 for each block of which the store has all objects of this sibling: at most
+        until the first gap. The first `count` blocks can be restored without it. Each object is looked up
+        once, although several places are made of it."""
+        both, seen, end = list(has), dict[bytes, bytes](), len(has[0])
+        for at in sorted(range(len(places)), key=lambda at: places[at].kind.kind != "full"):
+            is_full = places[at].kind.kind == "full"
+            begin = count if is_full else 0
+            some, *more = (chain[begin * KEY_BYTES : end * KEY_BYTES] for chain in (keys, *others))
+            made = -1
+            for source in self._made_of(sibling, places[at]):
+                if source.mask not in seen:
+                    found = self._flags(
+                        source, self._sources(source, some, more), into=space.identity
+                    )
+                    seen[source.mask] = bytes(begin) + found
+                made &= int.from_bytes(seen[source.mask][:end], "little")
+            mine = int.from_bytes(both[at][:end], "little")
+            both[at] = (made | mine).to_bytes(end, "little")
+            if is_full and (gap := both[at].find(0)) >= 0:
+                end = gap
+                if end <= count:
+                    break
+        return [flags[:end] for flags in both]
 
     def _sources(self, place: Place, keys: bytes, others: Sequence[bytes]) -> bytes:
         """The keys under which the store has this part of these blocks: those of another accepted secret for
@@ -293,26 +390,29 @@ class Fetcher:
                 )
         return keys
 
-    def _flags(self, place: Place, keys: bytes, stops: bool = False) -> bytearray:
+    def _flags(
+        self, place: Place, keys: bytes, stops: bool = False, into: bytes = b""
+    ) -> bytearray:
         """Return a byte for each block: whether this part of it exists in the store, or is being read. With
         `stops`, what comes after the first that does not is not looked up."""
         names = names_of(keys, place.mask)
         flags = bytearray(self._queue.known.which(names))
-        at = flags.find(0) if self._queue.parts else -1
-        while at >= 0:
-            flags[at] = self._is_reading(names[at * NAME_BYTES : (at + 1) * NAME_BYTES])
+        reading = self._queue.names.get((self.tenant, into))
+        at = flags.find(0) if reading else -1
+        while reading and at >= 0:
+            flags[at] = at_of(names, at) in reading
             if stops and not flags[at]:
                 break
             at = flags.find(0, at + 1)
         return flags
 
-    def _has(self, space: KnownSpace, place: Place, keys: bytes, others: Sequence[bytes]) -> bytes:
+    def _has(
+        self, space: KnownSpace, place: Place, keys: bytes, others: Sequence[bytes], stops: bool
+    ) -> bytes:
         """Return a byte for each block: whether this part of it exists in the store or in memory, or is being
         read."""
-        is_alone = space.places == 1
-        sources = self._sources(place, keys, others)
-        flags = self._flags(place, sources, place.kind.kind == "full" and is_alone)
-        if space.index >= 0 and not is_alone:
+        flags = self._flags(place, self._sources(place, keys, others), stops)
+        if space.index >= 0 and space.places > 1:
             store = self._tenant.catalog.blocks.store
             with contextlib.suppress(ValueError):  # a key is given twice
                 for at, code in enumerate(store.probe(space.index, place.group, place.shard, keys)):
@@ -333,22 +433,32 @@ class Fetcher:
             request = (0, (self._tenant.name, space.number, keys))
         room = max(0, LIMIT_BYTES - self._reading_bytes) // sum(space.block_bytes)
         few = min(count, max(1, LIMIT_PARTS // space.places), room)
-        if few < count and any(place.kind.kind != "full" for place in places):
-            some, *more = (
-                chain[first * KEY_BYTES : (first + few) * KEY_BYTES] for chain in (keys, *others)
-            )
-            has = [self._has(space, place, some, more) for place in places]
-            few = restorable(space, places, has, first) if few else 0
+        siblings, sibling = self._siblings(space), None
+        if few and (
+            siblings or (few < count and any(place.kind.kind != "full" for place in places))
+        ):
+            few, sibling = self._found(space, places, keys, others, first, few, siblings)
+            most = max(1, LIMIT_PARTS // sibling.space.places) if sibling is not None else few
+            if few > most:  # the sibling has more objects than the blocks have parts
+                siblings = [one for one in siblings if one is sibling]
+                few, sibling = self._found(space, places, keys, others, first, most, siblings)
         if not (count := few):
             return 0, 0.0, "too_many"
-        wanted = [self._wanted(space, place, keys, first, count, others) for place in places]
-        fresh, joined = 0, list[Name]()
+        wanted = [
+            self._wanted(space, place, keys, first, count, others, sibling) for place in places
+        ]
+        fresh, joined, made_of = 0, list[Name](), dict[Name, int]()
         for one in wanted:
-            for name in each_of(one.names):
+            for at, name in enumerate(each_of(one.names)):
                 if self._is_reading(name):
-                    joined.append(self.name_of(name))
+                    joined.append(self.id_of(name))
                 elif queue.known.present(name):
                     fresh += one.place.block_bytes
+                else:
+                    for source, _, names in one.made_of:
+                        made_of[self.id_of(at_of(names, at), space.identity)] = source.block_bytes
+        joined += [id_ for id_ in made_of if id_ in queue.parts]
+        fresh += sum(nbytes for id_, nbytes in made_of.items() if id_ not in queue.parts)
         if not queue.pending.has_room(request):
             return 0, 0.0, "too_many"
         verdict = queue.planner.weigh(
@@ -360,7 +470,7 @@ class Fetcher:
             if verdict.load:
                 queue.pending.add(request)
         if verdict.load:
-            coming = self._start(request, space, first, count, wanted, joined)
+            coming = self._start(request, space, first, count, wanted, joined, sibling)
         else:
             coming = count if not verdict.first and queue.planner.eta_s(request) else 0
         if not coming:
@@ -369,22 +479,28 @@ class Fetcher:
 
     def _wanted(
         self, space: KnownSpace, place: Place, keys: bytes, first: int, count: int,
-        others: Sequence[bytes],
+        others: Sequence[bytes], sibling: Sibling | None,
     ) -> WantedParts:  # fmt: skip
         need = place.needed(space, first + count)
         begin, end = max(first, need.start), need.stop * KEY_BYTES
         some, *more = (chain[begin * KEY_BYTES : end] for chain in (keys, *others))
         parent = keys[(begin - 1) * KEY_BYTES : begin * KEY_BYTES] if begin else b""
         sources = self._sources(place, some, more)
-        return WantedParts(place, begin, parent, some, sources, names_of(sources, place.mask))
+        made_of = []
+        for source in self._made_of(sibling, place) if sibling is not None else ():
+            theirs = self._sources(source, some, more)
+            made_of.append((source, theirs, names_of(theirs, source.mask)))
+        names = names_of(sources, place.mask)
+        return WantedParts(place, begin, parent, some, sources, names, made_of)
 
     def _start(
         self, request: Request, space: KnownSpace, first: int, count: int,
-        wanted: Sequence[WantedParts], joined: Sequence[Name],
+        wanted: Sequence[WantedParts], joined: Sequence[Name], sibling: Sibling | None,
     ) -> int:  # fmt: skip
         """Take slots and queue the reads; return how many of the leading blocks will be there."""
         queue, coming, arrivals = self._queue, count, self._tenant.catalog.arrivals
         new: list[tuple[Hashable, DiskLink, int]] = []
+        made: dict[tuple[int, int, int], list[tuple[WantedParts, Arriving]]] = {}
         for one in wanted:
             place = one.place
             try:
@@ -396,29 +512,67 @@ class Fetcher:
                 break
             left = iter(taken)
             for at, code in enumerate(outcomes):
-                name = one.names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+                name = at_of(one.names, at)
                 if code == GRANTED:
                     block = next(left)
+                    if one.made_of and not queue.known.present(name):
+                        key = place.group, one.made_of[0][0].shard, one.begin + at
+                        made.setdefault(key, []).append((one, block))
+                        continue
                     if not self._is_reading(name):
-                        source = one.sources[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-                        of = place.identity(space, source)
-                        part = ArrivingPart(self, name, place, of, space.spec.dtype, block)
-                        self._reading_bytes += place.block_bytes
-                        new.append((queue.add(part), queue.link, place.block_bytes))
+                        of = place.identity(space, at_of(one.sources, at))
+                        put = partial(decode, of, space.spec.dtype, into=self._slot(block, place))
+                        ended = partial(ended_alone, block)
+                        new.append(self._expect(ArrivingPart(self, name, place, of, put, ended)))
                         continue
                     arrivals.failed(block)  # the object is read for another block
-                elif code == PRESENT or self._is_reading(name):
+                elif code == PRESENT or any(
+                    self._is_reading(at_of(names, at), into)
+                    for names, into in (
+                        (one.names, b""), *((names, space.identity) for _, _, names in one.made_of),
+                    )
+                ):  # fmt: skip
                     continue
                 coming = min(coming, one.begin + at - first)
+        for (group, _, number), parts in made.items():
+            assert sibling is not None
+            if objects := self._made(sibling, group, number, parts):
+                new += map(self._expect, objects)
+            else:
+                coming = min(coming, number - first)
         queue.planner.add(request, new, joined)
         queue.pump()
         return max(0, coming)
 
-    def forget(self, names: bytes) -> None:
-        """These objects were forgotten: what is read of them is dropped."""
+    def _expect(self, part: ArrivingPart) -> tuple[Hashable, DiskLink, int]:
+        nbytes = part.place.block_bytes
+        self._reading_bytes += nbytes
+        return self._queue.add(part), self._queue.link, nbytes
+
+    def _made(
+        self, sibling: Sibling, group: int, number: int, parts: Sequence[tuple[WantedParts, Arriving]]
+    ) -> list[ArrivingPart]:  # fmt: skip
+        """Return the reads of the objects of which these parts of one block are made; none if one of them is
+        already read for other parts."""
+        into, objects = sibling.target.identity, list[ArrivingPart]()
+        slots = [(block, one.place.shard, self._slot(block, one.place)) for one, block in parts]
+        wanted, at = parts[0][0], number - parts[0][0].begin
+        exchange = Exchange(sibling, group, slots, len(wanted.made_of))
+        for place, keys, names in wanted.made_of:
+            name, of = at_of(names, at), place.identity(sibling.space, at_of(keys, at))
+            if self._is_reading(name, into):
+                for _, block in parts:
+                    self._tenant.catalog.arrivals.failed(block)
+                return []
+            decode = partial(exchange.decode, of, place.block_bytes)
+            objects.append(ArrivingPart(self, name, place, of, decode, exchange.ended, into))
+        return objects
+
+    def forget(self, names: bytes, into: bytes = b"") -> None:
+        """These objects were forgotten: what is read of them, into this space, is dropped."""
         if self._queue.parts:
             for name in each_of(names):
-                part = self._queue.parts.get(self.name_of(name))
+                part = self._queue.parts.get(self.id_of(name, into))
                 if part is not None:
                     part.is_forgotten = True
 
@@ -433,12 +587,17 @@ class Fetcher:
         """The read of this part has ended."""
         catalog = self._tenant.catalog
         self._reading_bytes -= part.place.block_bytes
-        self.counts[outcome or "read"] += 1
-        if outcome != DONE or part.is_forgotten:
-            catalog.arrivals.failed(part.block)
-            return
         self.bytes_read += nbytes
-        ids = catalog.arrivals.arrived(part.block, digest, waited, self._queue.clock())
-        self._tenant.tier.writes.saved(ids)
-        if part.of.key != part.block.key:
-            self.renamed(ids)
+        if outcome != DONE:
+            self.counts[outcome] += 1
+        is_good = outcome == DONE and not part.is_forgotten
+        for block, each in part.ended(is_good, digest):
+            if not each:
+                catalog.arrivals.failed(block)
+                continue
+            self.counts["read"] += 1
+            self.counts["resharded"] += bool(part.into)
+            ids = catalog.arrivals.arrived(block, each, waited, self._queue.clock())
+            self._tenant.tier.writes.saved(ids)
+            if part.of.key != block.key:
+                self.renamed(ids)

@@ -46,23 +46,31 @@ class Places:
             self._object_bytes = object_bytes
             self._of.clear()
 
+    def every(self, space: KnownSpace) -> list[Place]:
+        """The places also of a space that is not shared: hosts with a larger buffer may share it."""
+        return self.of(space) or _places_of(space)
+
     def of(self, space: KnownSpace) -> list[Place]:
         found = self._of.get(space.identity)
         if found is None:
             if len(self._of) >= LIMIT_SPACES:
                 del self._of[next(iter(self._of))]
-            found = [
-                Place(
-                    group, shard, place_mask(space.identity, group, shard), kind,
-                    Headers(space.spec, space.identity, group, shard), space.block_bytes[group],
-                )
-                for group, kind in enumerate(space.spec.cache_groups)
-                for shard in range(kind.shards)
-            ]  # fmt: skip
+            found = _places_of(space)
             if max(place.headers.most_bytes for place in found) > self._object_bytes:
                 found = []
             self._of[space.identity] = found
         return found
+
+
+def _places_of(space: KnownSpace) -> list[Place]:
+    return [
+        Place(
+            group, shard, place_mask(space.identity, group, shard), kind,
+            Headers(space.spec, space.identity, group, shard), space.block_bytes[group],
+        )
+        for group, kind in enumerate(space.spec.cache_groups)
+        for shard in range(kind.shards)
+    ]  # fmt: skip
 
 
 def restorable(space: KnownSpace, places: list[Place], has: list[bytes], first: int) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
 from kvtier_daemon.tiers.remote.archiving import Archiver
 from kvtier_daemon.tiers.remote.deleting import Deleter, note_purged, take_purged
 from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
+from kvtier_daemon.tiers.remote.families import Families
 from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import KnownObjects
@@ -87,9 +88,15 @@ class SharedBlocks:
         )
         self._deleter = Deleter(remote.driver, remote.known, self.writer, self.warming)
         self._note_purged = partial(note_purged, remote.state)
-        self._purges: set[asyncio.Task[None]] = set()
+        self._purges: set[asyncio.Task[None]] = set()  # and forgets
         self.pending: PendingReads = remote.queue.pending
         self._saved = 0  # blocks since the start
+        tenant.reshards = config.reshard
+        self.families = Families(tenant, remote.driver, self.warming.objects, remote.questions)
+        self.fetcher.siblings = self.families.siblings_of
+        self.writer.must_describe = self.families.must_describe
+        self.writer.is_described = self.families.is_described
+        self.writer.describe = self.families.describe
         self.fetcher.renamed = self.sharer.renamed
         self.beyond = self.fetcher.beyond
 
@@ -139,19 +146,60 @@ class SharedBlocks:
         )  # fmt: skip
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        places = self._places.of(space)
-        if not (places and keys):
+        if not keys:
             return False
-        lists = [self.warming.forget(space, keys)]
-        self.fetcher.forget(self._deleter.forget(space, places, keys, done, lists))
+        self._delete(space, keys, done, [self.warming.forget(space, keys)])
         return True
 
+    def _delete(
+        self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None, lists: Sequence[str] = ()
+    ) -> None:  # fmt: skip
+        """Delete the objects of these blocks and these lists. No lookup of this space reads them from now on,
+        and none reads those of siblings under the same keys, which are deleted too."""
+        kin, ended = self.families.kin(space), list[asyncio.Future[str]]()
+
+        def delete(one: KnownSpace, into: bytes) -> None:
+            if one is not space and not keys:
+                return
+            ended.append(asyncio.get_running_loop().create_future())
+            told = lists if one is space else ()
+            names = self._deleter.forget(
+                one, self._places.every(one), keys, ended[-1].set_result, told
+            )
+            self.fetcher.forget(names, into)
+
+        if kin is None:
+            names = self._deleter.forget(space, self._places.every(space), keys, done, lists)
+            self.fetcher.forget(names)
+            return
+        delete(space, b"")
+        known = set(kin.others)
+        for name in known:
+            delete(kin.others[name], space.identity)
+        kin.forgets += 1
+
+        async def delete_in_family() -> None:
+            try:
+                failure = await self.families.read(kin)
+                for name in kin.others.keys() - known:
+                    delete(kin.others[name], space.identity)
+            finally:
+                kin.forgets -= 1
+            failures = [failure, *[await one for one in ended]]
+            if done is not None:
+                done(next(filter(None, failures), ""))
+
+        self._run(delete_in_family(), "remote forget")
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._purges.add(task)
+        task.add_done_callback(self._purges.discard)
+
     def purge(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        if not (places := self._places.of(space)):
-            return False
         self.warming.skipped.add(space.identity)
         deleted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.fetcher.forget(self._deleter.forget(space, places, keys, deleted.set_result))
+        self._delete(space, keys, deleted.set_result)
 
         async def purge_wanted() -> None:
             try:
@@ -164,12 +212,9 @@ class SharedBlocks:
             if (failure := await deleted) and done is not None:
                 done(failure)  # the list stays for the next attempt
                 return
-            lists = [self.warming.forget(space, wanted)]
-            self.fetcher.forget(self._deleter.forget(space, places, wanted, done, lists))
+            self._delete(space, wanted, done, [self.warming.forget(space, wanted)])
 
-        task = asyncio.create_task(purge_wanted(), name="remote purge")
-        self._purges.add(task)
-        task.add_done_callback(self._purges.discard)
+        self._run(purge_wanted(), "remote purge")
         return True
 
 
@@ -245,7 +290,7 @@ class RemoteTier:
                 *(
                     tasks.create_task(run(), name=f"remote writes {name}")
                     for name, one in self._of.items()
-                    for run in (one.sharer.run, one.archiver.run)
+                    for run in (one.sharer.run, one.archiver.run, one.families.run)
                 ),
                 tasks.create_task(self._warm(), name="remote warm-up"),
             ]
@@ -445,6 +490,8 @@ class RemoteTier:
             "pid": driver.pid,
             "write": remote.config.write,
             "archive": remote.config.archive,
+            "reshard": remote.config.reshard,
+            "siblings": sum(one.families.siblings for one in parts),
             "warm_up": {
                 name: sum(getattr(one.warming, name) for one in parts)
                 for name in ("lists", "ignored", "blocks")
@@ -458,6 +505,7 @@ class RemoteTier:
                     one.sharer.counts,
                     one.archiver.counts,
                     one.fetcher.counts,
+                    one.families.counts,
                 )
             ),
             "bytes": {

@@ -61,13 +61,14 @@ def load_host(state: Path) -> bytes:
     return name if len(name) == HOST_BYTES else os.urandom(HOST_BYTES)
 
 
-def _keyed(secret: bytes, use: bytes, text: bytes, nbytes: int) -> bytes:
+def keyed(secret: bytes, use: bytes, text: bytes, nbytes: int) -> bytes:
+    """Return a hash that only hosts with this secret can compute."""
     return blake2b(text, key=secret, person=use, digest_size=nbytes).digest()
 
 
 def folder_of(secret: bytes) -> str:
     """Return the folder of the lists of one tenant of a fleet."""
-    return f"{FOLDER}/{_keyed(secret, b'kvtier-lists', b'', 16).hex()}/"
+    return f"{FOLDER}/{keyed(secret, b'kvtier-lists', b'', 16).hex()}/"
 
 
 def list_name(secret: bytes, of: Identity) -> str:
@@ -137,7 +138,7 @@ def encode_list(one: WantedList, host: bytes, secret: bytes, now_s: float) -> by
 
 
 def _code(space: bytes, host: bytes, secret: bytes, text: bytes) -> bytes:
-    return _keyed(secret, b"kvtier-wanted", space + host + text, CODE_BYTES)
+    return keyed(secret, b"kvtier-wanted", space + host + text, CODE_BYTES)
 
 
 def decode_list(of: Identity, secret: bytes, text: bytes, now_s: float) -> WantedList:

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from kvtier.errors import FrameError, Refused
 from kvtier.key import KEY_BYTES
+from kvtier.layout import KvSpec
 from kvtier.wire import PRESENT
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import ARRIVING
@@ -24,7 +25,15 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
 from kvtier_daemon.tiers.remote.fetching import LOOK_BLOCKS, Fetcher, FetchQueue
 from kvtier_daemon.tiers.remote.known import each_of
-from kvtier_daemon.tiers.remote.messages import Answer, GetObject, ListObjects, PutObject, Request
+from kvtier_daemon.tiers.remote.messages import (
+    DONE,
+    TOO_LARGE,
+    Answer,
+    GetObject,
+    ListObjects,
+    PutObject,
+    Request,
+)
 from kvtier_daemon.tiers.remote.objects import decode, encode
 from kvtier_daemon.tiers.remote.places import Places, restorable
 from kvtier_daemon.tiers.remote.questions import Questions
@@ -59,6 +68,10 @@ TRIES: Final = 20  # of a portion without progress
 RETRY_S: Final = 0.1
 
 
+class NotNowError(FrameError):
+    """The object may be good: the store or the buffer could not be used."""
+
+
 class StoreObjects:
     """Writes and reads small objects that are no blocks."""
 
@@ -72,19 +85,19 @@ class StoreObjects:
         self._driver.ask(request, answers.put_nowait)
         return await answers.get()
 
-    async def names(self, folder: str, most: int) -> list[str]:
-        """Return the names of the objects below this folder."""
+    async def names(self, folder: str, most: int) -> tuple[list[str], str]:
+        """Return the names of the objects below this folder, and why some may be missing."""
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         request = ListObjects(self._driver.next_id(), folder, most)
         self._driver.ask(request, answers.put_nowait)
         found: list[str] = []
         while (answer := await answers.get()).names:
             found += answer.names
-        return found[:most]
+        return found[:most], answer.outcome and (answer.text or answer.outcome)
 
-    async def put(self, name: str, one: WantedList, of: Identity, text: bytes) -> bool:
+    async def put(self, name: str, spec: KvSpec, of: Identity, text: bytes) -> bool:
         """Write this text as the content of a frame. False if that is not possible now."""
-        return await self._to_its_end(self._put(name, one, of, text))
+        return await self._to_its_end(self._put(name, spec, of, text))
 
     async def get(self, name: str, of: Identity) -> bytes:
         """Return the content of a frame. Raises FrameError and UnknownKeyError."""
@@ -110,8 +123,8 @@ class StoreObjects:
             await asyncio.sleep(RETRY_S)
         return None
 
-    async def _put(self, name: str, one: WantedList, of: Identity, text: bytes) -> bool:
-        headers = list_headers(one.spec, one.space, len(text))
+    async def _put(self, name: str, spec: KvSpec, of: Identity, text: bytes) -> bool:
+        headers = list_headers(spec, of.space, len(text))
         if (taken := await self._taken("writes", headers.most_bytes)) is None:
             return False
         child, at = taken
@@ -132,11 +145,13 @@ class StoreObjects:
 
     async def _get(self, name: str, of: Identity) -> bytes:
         if (taken := await self._taken("reads", MOST_BYTES)) is None:
-            raise FrameError("cannot be read now")
+            raise NotNowError("the buffer has no room")
         child, at = taken
         cipher = self._driver.keys.of(self._tenant.name)
         try:
             answer = await self.ask(GetObject(self._driver.next_id(), name, at, MOST_BYTES))
+            if answer.outcome not in (DONE, TOO_LARGE):
+                raise NotNowError(answer.text or answer.outcome)
             if answer.outcome or not HEADER.size <= answer.nbytes <= MOST_BYTES:
                 raise FrameError(answer.text or "has no frame")
             text = memoryview(child.buffer)[at : at + answer.nbytes]
@@ -177,7 +192,7 @@ class Warming:
         self._questions = questions
         self._queue = queue
         self._fetcher = fetcher
-        self._objects = StoreObjects(tenant, driver, threads)
+        self.objects = StoreObjects(tenant, driver, threads)
         self._wanted = WantedBlocks()
         self._requests = 0
         self._host = host
@@ -200,7 +215,7 @@ class Warming:
         wanted, secret = self._wanted.forget(space), self._tenant.secret
         of = list_identity(space.identity, self._host)
         try:
-            text = await self._objects.get(list_name(secret, of), of)
+            text = await self.objects.get(list_name(secret, of), of)
             listed = await asyncio.to_thread(decode_list, of, secret, text, time.time())
         except Exception as error:  # noqa: BLE001  # it is deleted in any case
             log.debug("remote: the list of a purged space is not read: %s", error)
@@ -232,7 +247,7 @@ class Warming:
         for one in await asyncio.to_thread(lists_of, prefixes, now_s):
             of = list_identity(one.space, host)
             text = await asyncio.to_thread(encode_list, one, host, secret, time.time())
-            if not await self._objects.put(list_name(secret, of), one, of, text):
+            if not await self.objects.put(list_name(secret, of), one.spec, of, text):
                 log.debug("remote: the list of wanted blocks was not written")
 
     def _is_lossy(self, space: KnownSpace) -> bool:
@@ -244,7 +259,7 @@ class Warming:
         out."""
         secret, both = self._tenant.secret, MergedLists()
         self.lists = self.ignored = self.blocks = 0
-        names = set(await self._objects.names(folder_of(secret), MOST_NAMES))
+        names = set((await self.objects.names(folder_of(secret), MOST_NAMES))[0])
         named = [(name, of) for name in names if (of := list_of(secret, name)) is not None]
         if others := len(names) - len(named):
             self.ignored += others
@@ -254,7 +269,7 @@ class Warming:
             if self.lists >= MOST_LISTS:
                 break
             try:
-                text = await self._objects.get(name, of)
+                text = await self.objects.get(name, of)
                 one = await asyncio.to_thread(decode_list, of, secret, text, time.time())
                 if self._tenant.identity_of(one.spec.checked()) != one.space:
                     raise FrameError("is of another space")

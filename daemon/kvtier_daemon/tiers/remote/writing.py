@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Final
 
 from kvtier.errors import Refused
 from kvtier.wire import SLOT
+from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.tenant import Tenant
@@ -24,6 +25,7 @@ from kvtier_daemon.tiers.remote.messages import ABSENT, DONE, FAILED, Answer, Pu
 from kvtier_daemon.tiers.remote.objects import encode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places
 from kvtier_kernels import Mapping as MappedExtent
+from kvtier_kernels import Store
 
 ROOM_S: Final = 0.02  # between looks for room in the buffer
 GOOD: Final = bytes([1])
@@ -31,6 +33,14 @@ GOOD: Final = bytes([1])
 
 def each_id(ids: array[int]) -> Iterator[bytes]:
     return (array("I", [one]).tobytes() for one in ids)
+
+
+def is_ready(store: Store, one: bytes) -> bool:
+    """Whether this block is in memory. It may have been forgotten while it waited: then its id is free."""
+    try:
+        return bool(store.ready(one))
+    except ValueError:
+        return False
 
 
 def ignore(_: bool) -> None:
@@ -72,6 +82,10 @@ class ObjectWriter:
         self._room = asyncio.Event()  # in the buffer, after a write has ended
         self._sending: set[bytes] = set()  # names
         self._copied: set[bytes] = set()  # those of `copy`
+        self.must_describe: Callable[[KnownSpace], bool] = lambda space: False
+        self.is_described: Callable[[KnownSpace], bool] = lambda space: True
+        self.describe: Callable[[KnownSpace], Awaitable[None]]
+        self._undescribed: KnownSpace | None = None  # its description comes before its objects
 
     @property
     def sending(self) -> int:
@@ -133,7 +147,8 @@ class ObjectWriter:
                 one.ended = partial(ended, one.id)
                 self._copied.add(one.name)
             for number in set(some) - {one.id for one in sending} - set(left):
-                ended(number, None if number in plans else False)
+                is_skipped = number in plans and self.is_described(plans[number].space)
+                ended(number, None if is_skipped else False)
             if not sending:
                 if left:
                     await self._wait_for_room()
@@ -154,7 +169,7 @@ class ObjectWriter:
         """Take room in the buffer for the first blocks of `left`, as far as there is some. Remove from `left`
         these and those that need not be written. Return what to write, and its ids, which are leased."""
         blocks, store = self._tenant.catalog.blocks, self._tenant.catalog.blocks.store
-        ids = b"".join(one for one in each_id(left) if store.ready(one))
+        ids = b"".join(one for one in each_id(left) if is_ready(store, one))
         if blocks.expiring.time_of:
             ids = blocks.expiring.lasting(ids)
         lossy = set(array("I", store.lossy(ids)))
@@ -180,6 +195,13 @@ class ObjectWriter:
         for at, (one, plan) in enumerate(zip(ids, plans, strict=True)):
             place = self._place_of(plan)
             if place is None:
+                continue
+            if self.must_describe(plan.space):
+                self._undescribed = plan.space
+                left.extend(ids[at:])
+                break
+            if not self.is_described(plan.space):
+                self.counts["not_written"] += 1
                 continue
             room = place.headers.most_bytes
             if (where := child.writes.take(room)) is None:
@@ -209,7 +231,12 @@ class ObjectWriter:
         return place
 
     async def _wait_for_room(self) -> None:
-        """Wait until a write of this tenant has ended, or for a moment: others use the buffer too."""
+        """Describe a space whose blocks wait for that. Otherwise wait until a write of this tenant has ended,
+        or for a moment: others use the buffer too."""
+        if self._undescribed is not None:
+            space, self._undescribed = self._undescribed, None
+            await self.describe(space)
+            return
         self._room.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._room.wait(), ROOM_S)
