@@ -45,7 +45,7 @@ from kvtier_sglang.pages import SHAPE, ServedPool, find_pages
 from kvtier_sglang.server import ServedPages, log
 
 BUSY_SHARE = 4  # after a wait for the disk, the scheduler does not wait for so many times as long
-ASK_AGAIN_S = 0.2  # SGLang repeats the lookup of a waiting request before each batch
+ASK_AGAIN_S = 1.0  # SGLang repeats the lookup of a waiting request before each batch
 COMING_AGAIN_S = 0.05  # the same, while pages of it are coming from disk
 LEAST_LEASE_S = 2.0  # that is left of pages that a load copies
 MOST_HELD = 256  # requests

@@ -507,7 +507,7 @@ def test_pages_that_another_server_is_storing_do_not_count_as_stored(
     with space.reserve(store._keys(space, names)) as saving:
         assert len(saving) == PAGES
         assert save(tree, prompt(21)) == [False]
-    assert save(other, prompt(21)) == [True]
+    assert save(tree, prompt(21)) == [True]
 
 
 def test_a_thread_that_cannot_use_the_device_stops_nothing(

@@ -319,7 +319,7 @@ def test_a_lease_is_released_if_the_answer_of_the_next_one_fails(
 ) -> None:  # fmt: skip
     store, _, _, keys, _ = on_disk(store_of, daemon_of, tmp_path)
     leases, space = [], store.keeper.space
-    assert space is not None
+    assert space is not None and store.load(KV, keys[:2], indices_of([4, 5])) == [True] * 2
     lease = space.lease
     monkeypatch.setattr(
         space, "lease", lambda *given: (leases.append(lease(*given)), leases[-1])[1]
@@ -330,7 +330,7 @@ def test_a_lease_is_released_if_the_answer_of_the_next_one_fails(
 
     monkeypatch.setattr(store, "_answer", fails)
     assert store.hold(keys).ready == 0
-    assert leases[0].coming and not leases[0]._id
+    assert (leases[0].ready, leases[0].coming, leases[0]._id) == (2, 2, 0)
 
 
 def on_disk(
