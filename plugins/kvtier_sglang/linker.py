@@ -44,14 +44,12 @@ from kvtier_sglang.options import read_linker_options
 from kvtier_sglang.pages import SHAPE, ServedPool, find_pages
 from kvtier_sglang.server import ServedPages, log
 
-BUSY_SHARE = 4  # after a wait for the disk, the scheduler does not wait for so many times as long
+BUSY_SHARE = 4  # after a wait for the disk, the scheduler does not wait for this many times as long
 ASK_AGAIN_S = 1.0  # SGLang repeats the lookup of a waiting request before each batch
 COMING_AGAIN_S = 0.05  # the same, while pages of it are coming from disk
 LEAST_LEASE_S = 2.0  # that is left of pages that a load copies
 MOST_HELD = 256  # requests
-WAITING_SAVES = (
-    2  # while so many are queued, none waits for the disk: their pages cannot be evicted
-)
+WAITING_SAVES = 2  # with this many queued, none waits for the disk: their pages cannot be evicted
 SCALELESS = (UnquantizedKVCacheMethod, CPUFP8KVCacheMethod)  # all of a page is in two buffers
 MOST_NAMES = 1 << 16  # of which the page before is known
 

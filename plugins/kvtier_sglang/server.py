@@ -62,7 +62,7 @@ class ServedPages:
         except (ValueError, OSError) as error:
             self.decline(str(error))
             return
-        except Exception as error:  # noqa: BLE001  # pools of a kind that is not known here
+        except Exception as error:  # noqa: BLE001  # unknown pools
             self.decline(f"{type(error).__name__}: {error}")
             return
         self._facts = facts
