@@ -11,11 +11,13 @@ What a client tells is what it knows. After a step that calls a tool: whether th
 (a hint of 0.9), later (0.5, as without a hint) or when a person has answered (0.1). After the last step: that
 the loop has ended (0). Hints are about the blocks of the loop, not about those of the system prompt, which
 others use. The client is wrong where a loop is cancelled while its tool runs, or is taken up again after its
-end. When a tool or a person has answered, it announces the next step, some seconds before the request
-(`prefetch`).
+end. While a person types an answer, it announces the next step (`prefetch`), some seconds before the request;
+for persons who send nothing too. It does not announce what follows a tool: it does not know before the tool
+answers when that is.
 
-A miss is a block that was requested before, and now is not in memory or comes after such a one. Blocks of new
-tokens do not count: no cache has them. Each row also has the share that is saved if they count as misses.
+A miss is a block that was requested before, and now is not in memory or comes after such a one. With a disk
+below memory there are two kinds: blocks that are not in memory, of which some come from disk in time, and
+those that are computed. Blocks of new tokens do not count, as no cache has them; other rows count them.
 The simulated rows are counts that do not depend on the machine. A run is valid if the calls to the daemon
 were in time.
 """
@@ -48,8 +50,9 @@ BAR = 0.15
 BLOCK_TOKENS = 64
 KINDS = 6  # of agents
 LOOPS_S = 0.1  # begin in a second
-# Of the waits for a tool: their share, their median in seconds, the spread, and what the client tells then.
-TOOLS = ((0.60, 2.0, 0.8, 0.9), (0.28, 40.0, 0.9, 0.5), (0.12, 480.0, 1.0, 0.1))
+PERSON = 0.1  # what the client tells when a person has to answer
+# Of the waits: their share, their median in seconds, the spread, and what the client tells then.
+TOOLS = ((0.60, 2.0, 0.8, 0.9), (0.28, 40.0, 0.9, 0.5), (0.12, 480.0, 1.0, PERSON))
 ENDED = 0.0  # what the client tells when a loop has ended
 CANCELLED, TAKEN_UP = 0.04, 0.15  # of the waits, and of the ends
 TAKEN_UP_AFTER_S = 300.0
@@ -96,6 +99,9 @@ def agents(requests: int, seed: int) -> list[Event]:
     def tell(when: float, what: str, blocks: list[int], importance: float = 0.0) -> None:
         events.append(Event(when, next(order), what, blocks, importance))
 
+    def types(when: float, wait_s: float, chain: list[int]) -> None:
+        tell(when + wait_s - min(AHEAD_S, wait_s / 2), "announced", chain)
+
     while count < requests:
         now += chance.expovariate(LOOPS_S)
         [system] = chance.choices(systems, popular)
@@ -109,14 +115,19 @@ def agents(requests: int, seed: int) -> list[Event]:
                 [(_, median, spread, importance)] = chance.choices(TOOLS, [one[0] for one in TOOLS])
                 wait_s = chance.lognormvariate(math.log(median), spread)
                 tell(when, "hint", chain[shared:], importance)
+                if importance == PERSON:
+                    types(when, wait_s, chain)
                 if chance.random() >= CANCELLED:
-                    tell(when + wait_s - min(AHEAD_S, wait_s / 2), "announced", chain)
                     later(when + wait_s, grown(chain, 900), shared, left - 1)
                 continue
             tell(when, "hint", chain[shared:], ENDED)
-            if chance.random() < TAKEN_UP and len(chain) < MOST_BLOCKS:
-                back = when + chance.lognormvariate(math.log(TAKEN_UP_AFTER_S), 1)
-                later(back, grown(chain, 300), shared, max(1, round(chance.expovariate(0.3))))
+            goes_on = chance.random()
+            if goes_on < TAKEN_UP + CANCELLED and len(chain) < MOST_BLOCKS:
+                wait_s = chance.lognormvariate(math.log(TAKEN_UP_AFTER_S), 1)
+                types(when, wait_s, chain)
+                if goes_on < TAKEN_UP:
+                    steps = max(1, round(chance.expovariate(0.3)))
+                    later(when + wait_s, grown(chain, 300), shared, steps)
     end = max(event.seconds for event in events if event.what == "request")
     return sorted(event for event in events if event.seconds <= end)
 
@@ -168,50 +179,59 @@ def with_disk(requests: trace.TraceRequests, blocks: int) -> tuple[float, float]
     return absent, absent - totals.hit_blocks["nvme"]
 
 
-def saved_row(title: str, runs: Sequence[dict[str, float]], **also: str) -> Row:
-    """How many misses are saved. A run has the absent blocks `without` and `with`, the `new` ones among them,
-    and all that were requested; `also` names others that are shown, as shares."""
-    shares = [1 - (one["with"] - one["new"]) / (one["without"] - one["new"]) for one in runs]
-    more = {"if new ones count": mean(1 - one["with"] / one["without"] for one in runs)}
-    for text, name in {"without": "without", "with": "with", **also}.items():
-        more[text] = mean((one[name] - one["new"]) / one["requested"] for one in runs)
+def saved_row(
+    title: str, runs: Sequence[dict[str, float]], kind: str = "", counts_new: bool = False
+) -> Row:
+    """How many misses are saved. A run has the absent blocks `without` and `with`, of this kind, the `new`
+    ones among them, and all that were requested; if it has an `optimum`, that is shown."""
+    names = (f"without{kind}", f"with{kind}")
+    gone = [0.0 if counts_new else one["new"] for one in runs]
+    shares = [
+        1 - (one[names[1]] - new) / (one[names[0]] - new)
+        for one, new in zip(runs, gone, strict=True)
+    ]
+    shown = {"without": names[0], "with": names[1], "optimum": f"optimum{kind}"}
+    more = {
+        text: mean(
+            (one[name] - new) / one["requested"] for one, new in zip(runs, gone, strict=True)
+        )
+        for text, name in shown.items()
+        if name in runs[0]
+    }
     row = at_least(title, mean(shares), "", BAR, **more)
     row.low, row.high = min(shares), max(shares)
     return row
 
 
 def simulated(requests: int, seeds: Sequence[int]) -> list[Row]:
-    memory: dict[int, list[dict[str, float]]] = {point: [] for point in POINTS}
-    disk: dict[int, list[dict[str, float]]] = {point: [] for point in POINTS}
+    found: dict[int, list[dict[str, float]]] = {point: [] for point in POINTS}
     for seed in seeds:
-        found = traces_of(agents(requests, seed))
-        plain, told, new = found[False], found[True], found[False].native.unique
-        given = {"new": new, "requested": plain.looked_up_blocks}
+        traces = traces_of(agents(requests, seed))
+        plain, told, new = traces[False], traces[True], traces[False].native.unique
         for point in POINTS:
             blocks = new * point // 100
-            memory[point].append(
-                given
-                | {
-                    "without": in_memory(plain, "auto", blocks),
-                    "with": in_memory(told, "auto", blocks),
-                    "optimum": in_memory(plain, OPTIMUM, blocks),
-                }
-            )
             without, with_it = with_disk(plain, blocks), with_disk(told, blocks)
-            disk[point].append(
-                given
-                | {"without": without[0], "with": with_it[0]}
-                | {"computed without": without[1], "computed with": with_it[1]}
-            )
+            run = {
+                "new": new, "requested": plain.looked_up_blocks,
+                "without": in_memory(plain, "auto", blocks), "with": in_memory(told, "auto", blocks),
+                "optimum": in_memory(plain, OPTIMUM, blocks),
+                "without of memory": without[0], "with of memory": with_it[0],
+                "without computed": without[1], "with computed": with_it[1],
+            }  # fmt: skip
+            found[point].append(run)
+    kinds = (
+        ("", "misses that hints save", ""),
+        (" and a disk", "misses of memory that hints and announcements save", " of memory"),
+        (" and a disk", "computed blocks that hints and announcements save", " computed"),
+    )
     return [
-        saved_row(f"memory of {point}%: misses that hints save", runs, optimum="optimum")
-        for point, runs in memory.items()
-    ] + [
         saved_row(
-            f"memory of {point}% and a disk: misses of memory that hints and announcements save", runs,
-            **{"computed without": "computed without", "computed with": "computed with"},
+            f"memory of {point}%{also}: {what}{', if new ones count' * counts_new}",
+            found[point], kind, counts_new,
         )
-        for point, runs in disk.items()
+        for also, what, kind in kinds
+        for counts_new in (False, True)
+        for point in POINTS
     ]  # fmt: skip
 
 

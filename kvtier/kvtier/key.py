@@ -143,11 +143,17 @@ def hash_keys(
     extras: bytes = b"",
     after: Keys | None = None,
     accepted: Sequence[bytes] = (),
+    alone: bool = False,
 ) -> Keys:
     """Return one key per block hash of an engine, in place of tokens: after the keys `after`, or as a new
-    chain. `accepted` are the secrets of `Keys.others`."""
+    chain; with `alone`, each as if it was the only one. `accepted` are the secrets of `Keys.others`."""
     if not (after is None or isinstance(after, Keys)):
         raise InvalidArgument(f"after: expected Keys, got {type(after).__name__}")
+
+    def chained(one: bytes, begin: bytes) -> bytes:
+        runs = [[name] for name in each] if alone else [each]
+        return b"".join([chain_hashes(one, begin, run, extras) for run in runs])
+
     parent = after[-1] if after else b""
     if after and len(after.others) != len(accepted):
         accepted = ()  # the daemon was started again meanwhile
@@ -155,6 +161,6 @@ def hash_keys(
         each, others = list(hashes), list[bytes]()
         for number, one in enumerate(accepted):
             begin = after.others[number][-KEY_BYTES:] if after else chain_root(one, salt)
-            others.append(chain_hashes(one, begin, each, extras))
+            others.append(chained(one, begin))
         root = parent or chain_root(secret, salt)
-        return Keys(chain_hashes(secret, root, each, extras), parent, tuple(others))
+        return Keys(chained(secret, root), parent, tuple(others))

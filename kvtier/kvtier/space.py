@@ -150,10 +150,12 @@ class Space:
         salt: bytes = b"",
         extras: bytes = b"",
         after: Keys | None = None,
+        alone: bool = False,
     ) -> Keys:
         """Return one key per block hash of an engine, in place of tokens. Use only hashes that cannot be
-        forged, such as SHA-256. `after` contains the keys of the blocks before these."""
-        return hash_keys(self._secret, hashes, salt, extras, after, self._accepted)
+        forged, such as SHA-256. `after` contains the keys of the blocks before these. With `alone`, the key
+        of a block does not depend on the hashes before it, which its own hash then has to contain."""
+        return hash_keys(self._secret, hashes, salt, extras, after, self._accepted, alone)
 
     # --- lookups -----------------------------------------------------------------------------
 

@@ -16,16 +16,17 @@ PAUSE_S, PAUSE_MAX_S = 0.1, 1.0  # between attempts
 
 class SpaceKeeper:
     """Keeps a client with this space open. `space` is None while the daemon is away; a thread connects, and
-    connects again. The loss of the daemon and its return are logged once each."""
+    connects again. The loss of the daemon and its return are logged once each. `device`: as for clients."""
 
     def __init__(
-        self, socket: str | None, spec: KvSpec, name: str, verify: bool, log: logging.Logger
-    ) -> None:
+        self, socket: str | None, spec: KvSpec, name: str, verify: bool, log: logging.Logger,
+        device: bool = False,
+    ) -> None:  # fmt: skip
         self._log = log
         self.space: Space | None = None
         self.client: Client | None = None
         self._connect: Callable[[], Client] = lambda: Client.connect(
-            socket, timeout_s=TIMEOUT_S, name=name, verify=verify
+            socket, timeout_s=TIMEOUT_S, name=name, verify=verify, device=device
         )
         self._spec = spec
         self._known: Space | None = None  # of the present client

@@ -89,7 +89,8 @@ class HostPages:
 @dataclass(slots=True)
 class HeldPages:
     """The leading pages of `keys` that are in memory, `ready` of them, held by leases until `until`, in
-    monotonic seconds. `coming`: as many more are being read from disk."""
+    monotonic seconds. `coming`: as many more are being read from disk. `waited_s`: how long the disk was
+    waited for."""
 
     keys: Sequence[str]
     space: Space | None
@@ -97,6 +98,7 @@ class HeldPages:
     leases: list[Lease] = field(default_factory=list)
     ready: int = 0
     coming: int = 0
+    waited_s: float = 0.0
 
     def release(self) -> None:
         leases, self.leases, self.ready = self.leases, [], 0
@@ -116,6 +118,11 @@ class RankCache:
     shard: int = 0
     writes: bool = True
 
+    @property
+    def device(self) -> bool:
+        """Whether a device copies pages."""
+        return not all(isinstance(one, HostPages) for one in self.pools.values())
+
 
 class PageOptions(Protocol):
     """`socket`: as for `kvtier.Client`. `patience_ms`: the longest time that a load waits for pages on disk.
@@ -134,7 +141,10 @@ class PageOptions(Protocol):
 def keys_alone(space: Space, hashes: Sequence[tuple[bytes, bytes]]) -> Keys:
     """Keys of blocks that an engine names by a hash of their tokens and of all before, and a salt. Each
     stands alone."""
-    each = [space.keys_of_hashes([one], salt) for one, salt in hashes]
+    each = [
+        space.keys_of_hashes([one for one, _ in some], salt, alone=True)
+        for salt, some in itertools.groupby(hashes, key=lambda pair: pair[1])
+    ]
     others = tuple(map(b"".join, zip(*(one.others for one in each), strict=False)))
     return Keys(b"".join(one.packed for one in each), b"", others)
 
@@ -169,7 +179,9 @@ class PageStore:
         self._loading = threading.Lock()  # one thread polls for answers
         self._counting = threading.Lock()
         name = f"{cache.engine} {os.getpid()}"
-        self.keeper = SpaceKeeper(options.socket, cache.spec, name, options.verify, cache.log)
+        self.keeper = SpaceKeeper(
+            options.socket, cache.spec, name, options.verify, cache.log, cache.device
+        )
 
     def exists(self, keys: Sequence[str]) -> int:
         """How many leading pages are stored, in all pools and by all ranks, in memory or coming from disk."""
@@ -219,7 +231,8 @@ class PageStore:
         try:
             while space is not None and held.ready < len(keys):
                 piece = keys[held.ready : held.ready + space.most_keys()]
-                lease = self._lease(space, self._keys(space, piece), waits)
+                lease, waited_s = self._lease(space, self._keys(space, piece), waits)
+                held.waited_s += waited_s
                 held.leases.append(lease)
                 held.ready += lease.ready
                 held.coming = lease.coming
@@ -263,9 +276,13 @@ class PageStore:
         self._count("load_missing", count - done)
         return done == count
 
-    def save(self, pool: str, keys: Sequence[str], indices: Any, before: str = "") -> list[bool]:
-        """Save these pages of a pool. `before`: the key of the page before the first one, if it is known. For
-        each page: whether it is stored, or is being stored by another rank or server."""
+    def save(
+        self, pool: str, keys: Sequence[str], indices: Any, before: str = "",
+        waits: Callable[[], bool] = lambda: True, stored: Sequence[int] = STORED,
+    ) -> list[bool]:  # fmt: skip
+        """Save these pages of a pool. `before`: the key of the page before the first one, if it is known. It
+        waits for the disk for at most a second, and while it `waits`. For each page: whether it is stored, or
+        is being stored by another rank or server; or whether its outcome is one of `stored`."""
         outcomes, space = b"", self.keeper.space
         if not self._cache.writes:
             return [False] * len(keys)
@@ -279,13 +296,13 @@ class PageStore:
                 whole = Keys(self._keys(space, keys).packed, parent)
                 for at in range(0, len(keys), LIMIT_RESERVED):
                     piece = slice(at, at + LIMIT_RESERVED)
-                    outcomes += self._save(space, pool, whole[piece], numbers[piece])
+                    outcomes += self._save(space, pool, whole[piece], numbers[piece], waits)
         except Exception as error:  # noqa: BLE001  # the pages are not stored
             self._failed("save", error)
         for one in set(outcomes):
             self._count(f"saved:{OUTCOMES[one]}", outcomes.count(one))
-        stored = [one in STORED for one in outcomes]
-        return stored + [False] * (len(keys) - len(stored))
+        good = [one in stored for one in outcomes]
+        return good + [False] * (len(keys) - len(good))
 
     def clear(self, run: bytes) -> None:
         """From now on the run of the engine with this name finds none of the pages that are stored now."""
@@ -303,7 +320,7 @@ class PageStore:
 
     def _load(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> int:
         shard, group, good = self._cache.shard, self._groups[pool], 0
-        lease = self._lease(space, keys)
+        lease, _ = self._lease(space, keys)
         try:
             good = self._copy(lease, pool, numbers[: lease.ready])
         except SpoiltBlocks:
@@ -332,17 +349,20 @@ class PageStore:
         self.loads.append(Moved(good, good * pages.block_bytes, time.monotonic() - began))
         return good
 
-    def _lease(self, space: Space, keys: Keys, waits: bool = True) -> Lease:
+    def _lease(self, space: Space, keys: Keys, waits: bool = True) -> tuple[Lease, float]:
         """Lease the leading pages in memory. If it `waits`, then for those that are coming from disk, at most
-        for the patience."""
+        for the patience. Return the lease, and how long it waited."""
         last = space.lease(keys, LEASE_MS, [self._cache.shard])
         if not (last.coming and waits):
-            return last
+            return last, 0.0
         client, number = self.keeper.client, next(self._requests)
         if client is None:
             raise Unavailable("the client was closed")
-        until, wait_ms = time.monotonic() + self._options.patience_ms / 1000, 0
-        with self._loading:
+        began, patience_s, wait_ms = time.monotonic(), self._options.patience_ms / 1000, 0
+        until = began + patience_s
+        if not self._loading.acquire(timeout=patience_s):
+            return last, patience_s
+        try:
             while True:
                 left_ms = max(1, int((until - time.monotonic()) * 1000))
                 ticket = space.begin_lease(
@@ -351,12 +371,18 @@ class PageStore:
                 )  # fmt: skip
                 lease = self._answer(client, ticket, left_ms / 1000 + TIMEOUT_S)
                 last.release()  # only now: the daemon cancels reads that no request waits for
-                if not lease.coming:
-                    return lease
-                if time.monotonic() >= until:
+                last = lease
+                if lease.coming and time.monotonic() < until:
+                    wait_ms = left_ms
+                    continue
+                if lease.coming:
                     space.cancel(number)
-                    return lease
-                wait_ms, last = left_ms, lease
+                return lease, time.monotonic() - began
+        except BaseException:
+            last.release()
+            raise
+        finally:
+            self._loading.release()
 
     def _answer(self, client: Client, ticket: int, within_s: float) -> Lease:
         until = time.monotonic() + within_s
@@ -373,11 +399,13 @@ class PageStore:
                 poll.register(client.fileno(), select.POLLIN)
                 poll.poll(LOOK_S * 1000)
 
-    def _save(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> bytes:
+    def _save(
+        self, space: Space, pool: str, keys: Keys, numbers: Sequence[int], waits: Callable[[], bool]
+    ) -> bytes:
         pages, until = self._cache.pools[pool], time.monotonic() + SAVE_WAIT_S
         with space.reserve(
             keys, self._groups[pool], self._cache.shard, wait_s=0,
-            waits=lambda: time.monotonic() < until,
+            waits=lambda: time.monotonic() < until and waits(),
         ) as saving:  # fmt: skip
             if saving.slots:
                 began = time.monotonic()

@@ -11,11 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import Empty, Queue
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
+    CPUFP8KVCacheMethod,
+    UnquantizedKVCacheMethod,
+)
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
     DevicePoolEntry,
@@ -31,6 +35,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from sglang.srt.runtime_context import get_parallel
 
+from kvtier.wire import GRANTED, PRESENT
 from kvtier_plugins import Unsupported
 from kvtier_plugins.page_store import HeldPages
 from kvtier_sglang.device import DeviceCopies
@@ -39,11 +44,13 @@ from kvtier_sglang.options import read_linker_options
 from kvtier_sglang.pages import SHAPE, ServedPool, find_pages
 from kvtier_sglang.server import ServedPages, log
 
-BUSY_SHARE = 4  # after a wait for the disk, the scheduler does not wait for so many times as long
-ASK_AGAIN_S = 0.2  # SGLang repeats the lookup of a waiting request before each batch
-LEAST_WAIT_S = 0.005
+BUSY_SHARE = 4  # after a wait for the disk, the scheduler does not wait for this many times as long
+ASK_AGAIN_S = 1.0  # SGLang repeats the lookup of a waiting request before each batch
+COMING_AGAIN_S = 0.05  # the same, while pages of it are coming from disk
 LEAST_LEASE_S = 2.0  # that is left of pages that a load copies
 MOST_HELD = 256  # requests
+WAITING_SAVES = 2  # with this many queued, none waits for the disk: their pages cannot be evicted
+SCALELESS = (UnquantizedKVCacheMethod, CPUFP8KVCacheMethod)  # all of a page is in two buffers
 MOST_NAMES = 1 << 16  # of which the page before is known
 
 
@@ -83,9 +90,11 @@ class EntryPool:
 
 def pool_group(kvcache: Any, params: Any, components: set[ComponentType]) -> DevicePoolGroup:
     """The pools of a model with full attention. Raises Unsupported, or ValueError."""
-    kind, page, layers = type(kvcache), params.page_size, range(kvcache.layer_num)
     if components != {ComponentType.FULL}:
         raise Unsupported("models with states or sliding windows are not supported yet")
+    if params.pp_size > 1:
+        raise Unsupported("pipeline stages do not agree on what they have found")
+    kind, page, layers = type(kvcache), params.page_size, range(kvcache.layer_num)
     if get_parallel().attn_dcp_size > 1:
         raise Unsupported("decode context parallelism: ranks hold different tokens of a page")
     if kind is DSATokenToKVPool:
@@ -95,12 +104,12 @@ def pool_group(kvcache: Any, params: Any, components: set[ComponentType]) -> Dev
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
         raise Unsupported("draft models with a cache of their own are not supported yet")
     mapping: dict[int, int | tuple[int, int]]
-    if kind is MLATokenToKVPool:
+    if kind is MLATokenToKVPool and kvcache.kv_scale_buffer is None:
         buffers, mapping = list(kvcache.kv_buffer), {at: at for at in layers}
     elif (
         kind is MHATokenToKVPool
         and kvcache.kv_cache_layout == "nhd"
-        and kvcache.k_scale_buffer is None
+        and type(kvcache.quant_method) in SCALELESS
     ):
         buffers = [*kvcache.k_buffer, *kvcache.v_buffer]
         mapping = {at: (at, len(layers) + at) for at in layers}
@@ -142,7 +151,7 @@ class KvtierLinker(UnifiedCacheLinker):
         self.pools: dict[PoolName, DevicePoolEntry] = {}
         self._params, self._components = params, components
         self._kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        self.layer_done_counter = LayerWiseLoadCounter(max(1, self._kvcache.layer_num))
+        self.layer_done_counter = LayerWiseLoadCounter(getattr(self._kvcache, "layer_num", 1) or 1)
         self._group: DevicePoolGroup | None = None
         self._copies: DeviceCopies | None = None
         self._device: Any = None
@@ -154,17 +163,20 @@ class KvtierLinker(UnifiedCacheLinker):
         self._loads: Queue[tuple[int, list[LinkerLoad], list[Any]] | None] = Queue()
         self._offloads: Queue[tuple[list[Any], list[Any]] | None] = Queue()
         self._results: Queue[bool] = Queue()
-        self._closed = False
+        self._closed = self._hurries = False
         self._served = ServedPages()
         self._served.open(self._find, read_linker_options(extra_config or {}))
-        if self._served.opened is None:
-            self.pools = {}
+        started: Queue[str] = Queue()
         self._threads = [
-            threading.Thread(target=run, name=f"kvtier-{name}", daemon=True)
+            threading.Thread(target=self._run, args=(run, started), name=f"kvtier-{name}", daemon=True)
             for name, run in (("load", self._run_loads), ("offload", self._run_offloads))
-        ]
+        ]  # fmt: skip
         for thread in self._threads:
             thread.start()
+        if failed := [why for _ in self._threads if (why := started.get())]:
+            self._served.decline(failed[0])
+        if self._served.opened is None:
+            self.pools = {}
 
     def _find(self) -> tuple[Mapping[str, ServedPool], RankPlace]:
         self._group = group = pool_group(self._kvcache, self._params, self._components)
@@ -191,15 +203,15 @@ class KvtierLinker(UnifiedCacheLinker):
         now = time.monotonic()
         self._let_go(now)
         self._note_order(keys)
-        asked_s, held = self._held.pop(rid, (0.0, None))
-        if held is None or held.keys != keys or held.coming or now > asked_s + ASK_AGAIN_S:
-            before, held, asked_s = held, store.hold(keys, now >= self._may_wait_at), now
-            took_s = time.monotonic() - now
-            if took_s >= LEAST_WAIT_S:
-                self._may_wait_at = now + took_s * (1 + BUSY_SHARE)
+        again_s, held = self._held.pop(rid, (0.0, None))
+        if held is None or held.keys != keys or now > again_s:
+            before, held = held, store.hold(keys, now >= self._may_wait_at)
+            again_s = now + (COMING_AGAIN_S if held.coming else ASK_AGAIN_S)
+            if held.waited_s:
+                self._may_wait_at = now + held.waited_s * (1 + BUSY_SHARE)
             if before is not None:
                 before.release()  # only now: the pages stay in memory
-        self._held[rid] = asked_s, held
+        self._held[rid] = again_s, held
         return list(range(1, held.ready + 1))
 
     def _let_go(self, now: float) -> None:
@@ -253,7 +265,6 @@ class KvtierLinker(UnifiedCacheLinker):
         return bool(self.layer_done_counter.finish(counter_index))
 
     def _run_loads(self) -> None:
-        self._prepare_thread()
         while (task := self._loads.get()) is not None:
             index, loads, events = task
             try:
@@ -291,7 +302,6 @@ class KvtierLinker(UnifiedCacheLinker):
         return True
 
     def _run_offloads(self) -> None:
-        self._prepare_thread()
         while (task := self._offloads.get()) is not None:
             saved = False
             try:
@@ -314,8 +324,17 @@ class KvtierLinker(UnifiedCacheLinker):
             return bool(wanted)
         keys = list(wanted[0].keys)
         before = self._before.get(keys[0], "")
-        saved = [store.save(str(one.name), keys, one.host_indices, before) for one in wanted]
+        saved = [
+            store.save(
+                str(one.name), keys, one.host_indices, before, self._may_wait, (GRANTED, PRESENT)
+            )
+            for one in wanted
+        ]
         return all(map(all, saved))
+
+    def _may_wait(self) -> bool:
+        """Whether a save may wait for the daemon's disk."""
+        return not self._hurries and self._offloads.qsize() < WAITING_SAVES
 
     def num_completed_offloads(self) -> int:
         return self._results.qsize()
@@ -325,18 +344,26 @@ class KvtierLinker(UnifiedCacheLinker):
 
     # --- the rest --------------------------------------------------------------------------------
 
-    def _prepare_thread(self) -> None:
-        if self._copies is not None:
-            self._copies.driver.own_thread()
-            device_module.set_device(self._device)  # of the indices that it reads
+    def _run(self, work: Callable[[], None], started: Queue[str]) -> None:
+        """Prepare a thread, and do its work also if that failed: nothing may wait for a thread that ended."""
+        why = ""
+        try:
+            if self._copies is not None:
+                self._copies.driver.own_thread()
+                device_module.set_device(self._device)  # of the indices that it reads
+        except Exception as error:  # noqa: BLE001  # the linker declines
+            why = f"{type(error).__name__}: {error}"
+        started.put(why)
+        work()
 
     def reset(self) -> None:
         """Wait for all copies, and forget what was queued. Stored pages stay."""
         for loads in self._queued.values():
             _release(loads)
-        self._queued = {}
+        self._queued, self._hurries = {}, True
         self._loads.join()
         self._offloads.join()
+        self._hurries = False
         while True:
             try:
                 self._results.get_nowait()

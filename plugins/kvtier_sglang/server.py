@@ -62,6 +62,9 @@ class ServedPages:
         except (ValueError, OSError) as error:
             self.decline(str(error))
             return
+        except Exception as error:  # noqa: BLE001  # unknown pools
+            self.decline(f"{type(error).__name__}: {error}")
+            return
         self._facts = facts
         cache = RankCache(spec, pools, "sglang", log, place.shard, place.writes)
         self._store = PageStore(cache, options)

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from engines import sglang_wheel as wheel
+from kvtier.units import MIB
 from support.daemons import Daemon
+from support.gated import gated_daemon
 from support.pages import blocks, command
 
 pytestmark = [
@@ -347,18 +349,23 @@ def test_the_scheduler_waits_for_the_disk_for_at_most_a_fifth_of_its_time(
     tree, waited = trees(shared_daemon.socket), []
     store = tree.linker._served.opened
 
+    asked = 0
+
     def hold(keys: list[str], waits: bool) -> HeldPages:
-        began = time.monotonic()
+        nonlocal asked
+        began, asked = time.monotonic(), asked + 1
         if waits:
             time.sleep(0.05)
             waited.append(time.monotonic() - began)
-        return HeldPages(keys, None, began + 10, coming=1)
+        waited_s = time.monotonic() - began if waits else 0.0
+        return HeldPages(keys, None, began + 10, coming=1, waited_s=waited_s)
 
     monkeypatch.setattr(store, "hold", hold)
     request, began = wheel.Request("r", prompt(16)), time.monotonic()
     while time.monotonic() < began + 1:
         assert tree.match(request) == 0
     last = waited[-1]  # may have begun at the end
+    assert asked <= 22  # the daemon is not asked before each batch
     assert len(waited) >= 2 and sum(waited) - last <= 0.2 * (time.monotonic() - began)
 
 
@@ -400,10 +407,132 @@ def test_what_cannot_be_kept_is_declined_and_the_server_goes_on(
         declines(trees(shared_daemon.socket), line)
     draft = "draft models with a cache of their own are not supported yet"
     declines(trees(shared_daemon.socket, sidecar_draft_device_pools=(object(),)), draft)
+    stages = "pipeline stages do not agree on what they have found"
+    declines(trees(shared_daemon.socket, pp_size=2), stages)
     updated = trees(shared_daemon.socket)
     assert save(updated, prompt(14)) == [True]
     get_context().override("test", weight_version="step 2")
     declines(updated, "its weights were updated in place; it uses kvtier again after a restart")
+
+
+def test_pages_with_scales_in_other_buffers_are_declined(
+    shared_daemon: Daemon, trees: Callable[..., wheel.Tree], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """SGLang's own NVFP4 with scales in the layout of its kernels."""
+    import torch
+    from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import NVFP4KVCacheMethod
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    def pool(kind: str, pages: int) -> Any:
+        method = NVFP4KVCacheMethod(3, "cpu", wheel.PAGE, native_scale_layout=True)
+        method.configure_attention_backends("trtllm_mha", "trtllm_mha")
+        return MHATokenToKVPool(
+            pages * wheel.PAGE, wheel.PAGE, torch.bfloat16, 2, 64, 3, "cpu", False,
+            quant_method=method,
+        )  # fmt: skip
+
+    monkeypatch.setattr(wheel, "device_pool", pool)
+    tree = trees(shared_daemon.socket)
+    assert tree.pool.k_scale_buffer is None and tree.pool.native_k_scale_buffer is not None
+    assert save(tree, prompt(20)) == [False]
+    assert "pages of a MHATokenToKVPool of this layout are not supported" in caplog.text
+
+
+def test_models_of_a_kind_that_is_not_known_do_not_stop_the_server(
+    trees: Callable[..., wheel.Tree], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    from kvtier_sglang.linker import KvtierLinker
+
+    pool = HybridLinearKVPool(2048, torch.bfloat16, wheel.PAGE, 2, 16, [1, 3], "cpu", None)
+
+    class Allocator:
+        def get_kvcache(self) -> Any:
+            return pool
+
+    params = CacheInitParams(
+        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=Allocator(),
+        page_size=wheel.PAGE,
+    )  # fmt: skip
+    for parts, line in (
+        ({ComponentType.FULL, ComponentType.MAMBA}, "models with states or sliding windows"),
+        ({ComponentType.FULL}, "AttributeError: 'HybridLinearKVPool'"),
+    ):
+        linker = KvtierLinker(
+            None, params, components=parts, extra_config={"socket": str(tmp_path / "none.sock")}
+        )
+        assert linker.lookup("r", []) == [] and not linker.load("r", [])
+        linker.close()
+        assert f"works without kvtier: {line}" in caplog.text
+
+
+def test_saves_give_up_a_slow_disk_while_others_wait_and_at_a_reset(
+    daemon_of: Callable[..., Daemon], trees: Callable[..., wheel.Tree], tmp_path: Path
+) -> None:
+    """Until its save has ended, SGLang cannot evict a page."""
+    (tmp_path / "d").mkdir()
+    daemon, gate = gated_daemon(daemon_of, tmp_path / "d", MIB)
+    tree = trees(daemon.socket, pages=256)
+    began = time.monotonic()
+    for number in range(40, 60):
+        request = wheel.Request(f"r{number}", prompt(number, 10))
+        tree.match(request)
+        tree.finish(request)
+    saved = tree.settle(20)
+    assert saved[0] and saved.count(False) > 10
+    assert time.monotonic() - began < 6  # each waited for a second
+    later = wheel.Request("later", prompt(61, 10))
+    tree.match(later)
+    tree.finish(later)
+    time.sleep(0.1)
+    assert not tree.linker.num_completed_offloads()
+    began = time.monotonic()
+    tree.linker.reset()
+    assert time.monotonic() - began < 0.5
+    gate.touch()
+
+
+def test_pages_that_another_server_is_storing_do_not_count_as_stored(
+    shared_daemon: Daemon, trees: Callable[..., wheel.Tree]
+) -> None:
+    """It may end before they are stored. SGLang saves them again later."""
+    tree, other = trees(shared_daemon.socket), trees(shared_daemon.socket)
+    store = other.linker._served.opened
+    space, names = store.keeper.space, tree.names(wheel.Request("n", prompt(21)))
+    with space.reserve(store._keys(space, names)) as saving:
+        assert len(saving) == PAGES
+        assert save(tree, prompt(21)) == [False]
+    assert save(tree, prompt(21)) == [True]
+
+
+def test_a_thread_that_cannot_use_the_device_stops_nothing(
+    shared_daemon: Daemon, trees: Callable[..., wheel.Tree], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    from kvtier_sglang import linker
+    from kvtier_sglang.pages import find_pages
+
+    class LostDevice:
+        driver = property(lambda self: self)
+
+        def own_thread(self) -> None:
+            raise OSError("the device is lost")
+
+        def close(self) -> None:
+            pass
+
+    device = LostDevice()
+    device.pages = find_pages
+    monkeypatch.setattr(linker.DeviceCopies, "of", lambda place: device)
+    tree = trees(shared_daemon.socket)
+    assert save(tree, prompt(22)) == [False]
+    assert "works without kvtier: OSError: the device is lost" in caplog.text
+    assert tree.match(wheel.Request("r", prompt(22, PAGES + 1))) == 0
 
 
 def test_wrong_options_stop_the_server_with_a_line(trees: Callable[..., wheel.Tree]) -> None:

@@ -62,6 +62,10 @@ def test_keys_of_hashes_form_chains_and_differ_from_keys_of_tokens() -> None:
     keys = hash_keys(SECRET, hashes)
     assert len(keys) == 4
     assert hash_keys(SECRET, hashes[:2]) == keys[:2]
+    alone = hash_keys(SECRET, hashes, b"salt", accepted=[bytes(32)], alone=True)
+    single = [hash_keys(SECRET, [one], b"salt", accepted=[bytes(32)]) for one in hashes]
+    assert alone.packed == b"".join(one.packed for one in single)
+    assert alone.others == (b"".join(one.others[0] for one in single),)
     as_tokens = token_keys(SECRET, array("I", b"".join(hashes)), 8)
     assert not set(keys) & set(as_tokens)
 

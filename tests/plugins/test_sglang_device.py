@@ -59,6 +59,8 @@ def test_pages_on_a_device_come_back_in_other_places(
     indexer.rows.array[:] = [[row] * 48 for row in range(16)]
     store = store_of(shared_daemon.socket, pools, verify)
     assert kv.read(range(16)) == content  # measuring the ways to copy has changed nothing
+    client = store.keeper.client  # copies that it has begun may outlive it
+    assert client is not None and client.link.caller.device
     keys = hashes(4, f"device {verify}")
     for name in pools:
         assert store.save(name, keys, indices_of([3, 9, 4, 15])) == [True] * 4

@@ -283,13 +283,67 @@ def test_a_daemon_that_ends_or_hangs_costs_one_deadline_and_is_used_again(
 def test_a_load_waits_for_pages_on_disk(
     store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path, held: bool
 ) -> None:
+    store, _, pool, keys, content = on_disk(store_of, daemon_of, tmp_path)
+    if held:
+        found = store.hold(keys)
+        assert 0 < found.waited_s < 2
+        assert store.load_held(found, {KV: indices_of([8, 9, 10, 11])}, 4)
+        assert store.hold(keys).waited_s == 0
+    else:
+        assert store.load(KV, keys, indices_of([8, 9, 10, 11])) == [True] * 4
+    assert pool.read([8, 9, 10, 11]) == content
+
+
+def test_a_wait_for_the_disk_ends_while_another_thread_waits(
+    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    store, _, _, keys, _ = on_disk(store_of, daemon_of, tmp_path, patience_ms=300)
+    took: list[float] = []
+
+    def look() -> None:
+        began = time.monotonic()
+        store.hold(keys).release()
+        took.append(time.monotonic() - began)
+
+    looks = threading.Thread(target=look, daemon=True)
+    with store._loading:
+        looks.start()
+        looks.join(5)
+    looks.join(5)
+    assert took and took[0] < 2
+
+
+def test_a_lease_is_released_if_the_answer_of_the_next_one_fails(
+    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    store, _, _, keys, _ = on_disk(store_of, daemon_of, tmp_path)
+    leases, space = [], store.keeper.space
+    assert space is not None and store.load(KV, keys[:2], indices_of([4, 5])) == [True] * 2
+    lease = space.lease
+    monkeypatch.setattr(
+        space, "lease", lambda *given: (leases.append(lease(*given)), leases[-1])[1]
+    )
+
+    def fails(*given: Any) -> Any:
+        raise ValueError("no answer")
+
+    monkeypatch.setattr(store, "_answer", fails)
+    assert store.hold(keys).ready == 0
+    assert (leases[0].ready, leases[0].coming, leases[0]._id) == (2, 2, 0)
+
+
+def on_disk(
+    store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path, **options: Any
+) -> tuple[PageStore, Daemon, HostPool, list[str], list[bytes]]:  # fmt: skip
+    """A store, and four pages of it that are on disk only."""
     (tmp_path / "disk").mkdir()
     cold = f'[cold]\ndirectories = ["{tmp_path / "disk"}"]\nsize = "96MiB"\nsegment = "1MiB"\n'
     daemon = daemon_of(folder=tmp_path, config=cold)
     daemon.wait_for_disks()
     pool, keys = HostPool(), hashes(4)
     content = pool.fill([0, 1, 2, 3], 7)
-    store = store_of(daemon.socket, {KV: pool})
+    store = store_of(daemon.socket, {KV: pool}, **options)
     assert store.save(KV, keys, indices_of([0, 1, 2, 3])) == [True] * 4
     space = store.keeper.space
     assert space is not None
@@ -299,11 +353,7 @@ def test_a_load_waits_for_pages_on_disk(
     daemon.wait_for_disks()
     until(lambda: store.keeper.space is not None)
     until(lambda: space.kept() == (0, 4))
-    if held:
-        assert store.load_held(store.hold(keys), {KV: indices_of([8, 9, 10, 11])}, 4)
-    else:
-        assert store.load(KV, keys, indices_of([8, 9, 10, 11])) == [True] * 4
-    assert pool.read([8, 9, 10, 11]) == content
+    return store, daemon, pool, keys, content
 
 
 def test_with_verify_an_overwritten_page_is_not_loaded(
