@@ -123,6 +123,7 @@ def test_the_first_request_on_a_new_host_hits_what_others_want(
         (text,) = [path.read_bytes() for path in lists(store)]
         assert (bytes(prompts[0][0]) in text) is not sealed
         assert (b"warmed" in text) is not sealed
+    assert not a.stop()  # the store has no list that is being replaced
     b = host("b", more)
     assert warmed(b) == {"lists": 1, "ignored": 0, "blocks": 3 * PROMPT}
     with b.connect() as client:
@@ -140,6 +141,7 @@ def test_memory_is_filled_to_its_share_with_the_most_wanted(
         space = client.open(spec_of("share"))
         prompts = [share(a, space, number, 1 + 3 * (number == 2)) for number in range(5)]
         told(a, store)
+    assert not a.stop()
     # 4% of 16 MiB: 10 blocks of 64 KiB.
     b = host("b", "warm_up_percent = 4\n")
     assert warmed(b)["blocks"] == 10
