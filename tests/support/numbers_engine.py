@@ -103,14 +103,17 @@ def layers(*specs: KVCacheSpec) -> dict[str, KVCacheSpec]:
 MODELS = {
     "full": layers(attention(), attention()),
     "window": layers(attention(WINDOW), attention(WINDOW)),
-    "four heads": layers(attention(heads=4), attention(heads=4)),
-    "four heads, window": layers(attention(heads=4), attention(WINDOW, heads=4)),
     "full and window": layers(attention(), attention(WINDOW), attention(WINDOW), attention()),
     "jamba": layers(*[state("mamba1")] * 3, attention(), *[state("mamba1")] * 3, attention()),
     "bamba": layers(*[state("mamba2")] * 2, attention()),
     "qwen3_next": layers(*[state("gdn")] * 3, attention()),
     "mamba": layers(state("mamba1"), state("mamba1")),
 }  # fmt: skip
+# With heads for several ranks.
+OF_RANKS = {
+    "four heads": layers(attention(heads=4), attention(heads=4)),
+    "four heads, window": layers(attention(heads=4), attention(WINDOW, heads=4)),
+}
 
 
 def mixed(number: int, other: int) -> int:
@@ -592,7 +595,7 @@ class NumbersEngine:
         # The CPU platform disables both.
         config.scheduler_config.async_scheduling = asynchronous
         config.model_config.enable_sleep_mode = sleeps
-        specs = MODELS[model]
+        specs = (MODELS | OF_RANKS)[model]
         if any(isinstance(spec, MambaSpec) for spec in specs.values()):
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = BLOCK
