@@ -32,7 +32,6 @@ from kvtier_daemon.sim.prices import cost_of, read_prices
 
 HERE = Path(__file__).parent
 MODEL = "189M"
-MIB = 1 << 20
 CHATS, SYSTEM_BLOCKS, TURN_BLOCKS, MOST_BLOCKS = 10, 4, (2, 6), 32
 TAIL = 64  # tokens after the last whole block: they are never stored
 THINK_S = (0.05, 0.4)

@@ -20,6 +20,7 @@ from kvtier_daemon.tiers.remote import driver
 from support.daemons import Daemon, start_daemon, start_forked
 from support.effort import effort
 from support.fake_cuda import FakeCuda, build, toolkit
+from support.object_store import ObjectStore
 
 # The tests and their modules stay: a garbage collection while they are collected finds nothing.
 if "PYTEST_XDIST_WORKER" in os.environ:  # the first process collects none
@@ -115,6 +116,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """An S3 server that the tests of a module share."""
+    store = ObjectStore(tmp_path_factory.mktemp("store"))
+    yield store
+    store.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ MEMORY = '[warm]\nsize = "4MiB"\npolicy = "lru"\n'
 HASTE = {"ARCHIVE_S": 0.02, "PAUSE_S": 0.05, "TELL_S": 0.1}
 SEALED = 'encryption = "aes-256-gcm"\nkey_file = "{}"\n'
 Hosts = Callable[..., Daemon]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
-    yield store
-    store.stop()
 
 
 @pytest.fixture

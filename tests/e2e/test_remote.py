@@ -9,7 +9,7 @@ import signal
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,6 @@ PROMPT = 8  # blocks
 WAIT_S = 60.0
 OLD, NEW = b"of the fleet".ljust(32), b"of the fleet, from now on".ljust(32)
 Hosts = Callable[..., Daemon]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
-    yield store
-    store.stop()
 
 
 @pytest.fixture

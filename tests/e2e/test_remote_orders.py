@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,6 @@ from support.specs import pattern, spec_of
 PROMPT = 4  # blocks
 WAIT_S = 60.0
 Hosts = Callable[..., Daemon]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
-    yield store
-    store.stop()
 
 
 @pytest.fixture

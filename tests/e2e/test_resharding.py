@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,13 +30,6 @@ GROUPS = {
     "latents": ({"parts": 1, "head_dim": 48},),
     "latents and heads": ({"heads": 4}, {"heads": 1, "layers": 1}),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
-    yield store
-    store.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Each byte of every page of every rank is compared before a step reads it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,6 @@ from support.numbers_engine import BLOCK, NumbersEngine, in_tensor_ranks  # noqa
 
 WAIT_S = 60.0
 Hosts = Callable[..., Daemon]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
-    yield store
-    store.stop()
 
 
 def hosts_of(folder: Path, daemon_of: Hosts, store: ObjectStore) -> list[Daemon]:

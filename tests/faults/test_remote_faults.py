@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,6 @@ from support.specs import pattern, spec_of
 PROMPT = 4  # blocks
 BACK_S = 60.0  # 30 s on a quiet machine
 Hosts = Callable[..., Daemon]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"))
-    yield store
-    store.stop()
 
 
 @pytest.fixture
