@@ -72,6 +72,10 @@ def loads(space: int) -> bytes:
     return wire.encode(wire.Load(3, space, stored(16_384), 60_000, [0]))
 
 
+def loads_all(space: int) -> bytes:
+    return wire.encode(wire.Load(3, space, stored(STORED), 60_000, [0]))
+
+
 def matches_all(space: int) -> bytes:
     return wire.encode(wire.MatchPrefix(3, space, stored(STORED)))
 
@@ -101,6 +105,7 @@ ATTACKS: list[tuple[str, int, Request, bool]] = [
     ("Open of 4 million strides, 30 connections", 30, strides, True),
     (f"reserves of {RESERVED:,} keys, 60 connections", 60, reserves, True),
     ("loads of 16,384 keys, 120 connections", 120, loads, True),
+    (f"loads of {STORED:,} keys, 60 connections", 60, loads_all, True),
     (f"matches of {STORED:,} keys, 60 connections", 60, matches_all, True),
     (f"hints of {CHANGED:,} keys, 60 connections", 60, hints, True),
     (f"forgets of {CHANGED:,} keys, 60 connections", 60, forgets, True),
@@ -170,7 +175,7 @@ def attack(path: str, count: int, request: Request, again: bool, ready: int) -> 
     senders = []
     for _ in range(count):
         senders.append(Sender(path, request, again))
-        if request in (loads, matches_all, hints, forgets) and len(senders) == 1:
+        if request in (loads, loads_all, matches_all, hints, forgets) and len(senders) == 1:
             keep(path)
     os.write(ready, b"x")
     while True:

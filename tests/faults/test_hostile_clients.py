@@ -207,9 +207,10 @@ def test_unread_answers_wait_and_delay_further_requests(
     raw = Raw(daemon)
     opened = raw.ask(wire.Open(2, spec))
     assert isinstance(opened, wire.Opened)
-    granted = raw.ask(wire.Reserve(3, opened.space, 0, 0, b"", keys))
-    assert isinstance(granted, wire.Reserved)
-    raw.ask(wire.Commit(4, granted.lease, 0, 8192))
+    for half in (keys[: 32 * 4096], keys[32 * 4096 :]):
+        granted = raw.ask(wire.Reserve(3, opened.space, 0, 0, b"", half))
+        assert isinstance(granted, wire.Reserved)
+        raw.ask(wire.Commit(4, granted.lease, 0, 4096))
     before = daemon.process_bytes()
     sender = threading.Thread(
         target=lambda: raw.send(

@@ -27,7 +27,7 @@ from kvtier_daemon.serving.context import Operated, Report
 from kvtier_daemon.serving.peer import Mapper, Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.session import HALF_S, RECEIVE_FIRST_BYTES, Session
-from kvtier_daemon.serving.turns import Share, Turns
+from kvtier_daemon.serving.turns import Settling, Share, Turns
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.hot import HotTier
@@ -81,6 +81,10 @@ class Server:
         self.receive_first = self.receive_buffer[:RECEIVE_FIRST_BYTES]
         # Root and the daemon's user have a share of their own if they have no tenant.
         self.turns = Turns(loop, dict.fromkeys(tenants, 1))
+        for name, tenant in tenants.items():
+            if tenant.uses is not None:
+                share = self.turns.shares[name]
+                share.settling = Settling(self.turns, share, tenant.uses.settle_portion, clock)
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
         # Whose processes may have mapped the memory of a tenant: user, groups and role.

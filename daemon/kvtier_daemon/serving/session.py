@@ -264,11 +264,12 @@ class Session:
                 self._work(began)
         except ProtocolError as error:
             self.fail(0, "bad_frame", str(error), fatal=True)
-        _settle(self.tenant)
+        if (settling := self._share.settling) is not None:
+            settling.settle()
         now = self._server.clock()
         if not self._closing:
             self._go_on(now)
-        _spend(self._server.turns, self._share, now - began)
+        self._server.turns.spend(self._share, now - began)
 
     def _work(self, began: float) -> None:
         """Answer requests until the turn ends or no request is complete."""
@@ -365,8 +366,9 @@ class Session:
             return
         began = self._server.clock()
         self._served(request)
-        _settle(self.tenant)
-        _spend(self._server.turns, self._share, self._server.clock() - began)
+        if (settling := self._share.settling) is not None:
+            settling.settle()
+        self._server.turns.spend(self._share, self._server.clock() - began)
 
     def _serve(self, request: wire.Request, handler: Handler) -> None:
         if not self.greeted:
@@ -522,21 +524,6 @@ class Session:
             self.quarantine.free_later()
         else:
             self.quarantine.free()
-
-
-def _settle(tenant: Tenant | None) -> None:
-    """Pass to the policy what requests used. Only at the end of a turn: several requests can arrive at once,
-    and no answer waits for the policy."""
-    if tenant is not None and tenant.uses is not None:
-        tenant.uses.settle()
-
-
-def _spend(turns: Turns, share: Share, seconds: float) -> None:
-    """The tenant was served for this time: the others are next if that ends its turn."""
-    share.used_s += seconds
-    share.served_s += seconds
-    if share.used_s >= share.turn_s:
-        turns.used_up(share)
 
 
 def _greet(session: Session, server: Listener, request: wire.Hello) -> None:

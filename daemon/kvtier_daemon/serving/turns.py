@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from kvtier.wire import LIMIT_FRAME_BYTES
@@ -22,11 +22,16 @@ RECEIVING_BYTES: Final = 64 << 20  # of all tenants' incomplete requests
 UNSENT_BYTES: Final = 64 << 20  # of all tenants' answers that clients have not received
 
 
-class TurnTaker(Protocol):
+class HasTurn(Protocol):
+    """Waits for its tenant's turn."""
+
+    def turn(self) -> None: ...
+
+
+class TurnTaker(HasTurn, Protocol):
     """A session that waits for its tenant's turn, for memory, or until its tenant's clients receive
     answers."""
 
-    def turn(self) -> None: ...
     def receive_rest(self) -> bool: ...
     def answer_again(self) -> None: ...
 
@@ -35,8 +40,8 @@ class Share:
     """One tenant's part of the loop's time, and of the memory for requests and answers."""
 
     __slots__ = (
-        "is_unread", "receiving_bytes", "receiving_most", "room_for", "served_s", "turn_s", "unanswered",
-        "unsent_bytes", "unsent_most", "used_s", "waiting", "weight",
+        "is_unread", "receiving_bytes", "receiving_most", "room_for", "served_s", "settling", "turn_s",
+        "unanswered", "unsent_bytes", "unsent_most", "used_s", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -45,7 +50,8 @@ class Share:
         self.receiving_most = self.unsent_most = LIMIT_FRAME_BYTES
         self.served_s = 0.0  # in all turns
         self.used_s = 0.0  # in this turn, and the excess of earlier ones
-        self.waiting: deque[TurnTaker] = deque()  # to be served
+        self.waiting: deque[HasTurn] = deque()  # to be served
+        self.settling: Settling | None = None
         self.receiving_bytes = 0  # reserved for incomplete requests
         self.room_for: deque[TurnTaker] = deque()  # sessions that wait for such memory
         self.unsent_bytes = 0
@@ -86,15 +92,26 @@ class Turns:
             share.receiving_most = max(LIMIT_FRAME_BYTES, RECEIVING_BYTES * share.weight // total)
             share.unsent_most = max(LIMIT_FRAME_BYTES, UNSENT_BYTES * share.weight // total)
 
-    def used_up(self, share: Share) -> None:
-        """The turn of this tenant is over: serve the others next."""
+    def _used_up(self, share: Share) -> None:
         share.used_s = min(share.used_s, DEBT_S)
         self._schedule(share)
 
-    def wait(self, share: Share, session: TurnTaker) -> None:
+    def wait(self, share: Share, session: HasTurn) -> None:
         """Serve this session when it is its tenant's turn."""
         share.waiting.append(session)
         self._schedule(share)
+
+    def wait_first(self, share: Share, before_others: HasTurn) -> None:
+        """The same, before all that wait now."""
+        share.waiting.appendleft(before_others)
+        self._schedule(share)
+
+    def spend(self, share: Share, seconds: float) -> None:
+        """The tenant was served for this time: the others are next if that ends its turn."""
+        share.used_s += seconds
+        share.served_s += seconds
+        if share.used_s >= share.turn_s:
+            self._used_up(share)
 
     def _schedule(self, share: Share) -> None:
         self._busy[share] = None
@@ -139,3 +156,30 @@ class Turns:
         share.receiving_bytes -= nbytes
         while share.room_for and share.room_for[0].receive_rest():
             share.room_for.popleft()
+
+
+class Settling:
+    """Passes to the policy of a tenant what its requests used, after they were answered, and in the tenant's
+    turns: the blocks of one request can take several. Its sessions wait until the policy has all of them."""
+
+    def __init__(
+        self, turns: Turns, share: Share, settle_portion: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._turns = turns
+        self._share = share
+        self._settle_portion = settle_portion
+        self._clock = clock
+        self._waits = False
+
+    def settle(self) -> None:
+        """At the end of a turn: several requests can arrive at once, and no answer waits for the policy."""
+        if not self._settle_portion() and not self._waits:
+            self._waits = True
+            self._turns.wait_first(self._share, self)
+
+    def turn(self) -> None:
+        self._waits = False
+        began = self._clock()
+        self.settle()
+        self._turns.spend(self._share, self._clock() - began)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_daemon.catalog.blocks import LIMIT_QUEUED, DeferredPolicy
+from kvtier_daemon.catalog.blocks import LIMIT_QUEUED, PORTION_BLOCKS, DeferredPolicy
 from kvtier_daemon.catalog.policy import make
 from kvtier_kernels import Store
 
@@ -74,6 +74,43 @@ def test_the_queue_is_bounded() -> None:
     for _ in range(LIMIT_QUEUED // 1024 + 1):
         deferred.refreshed(batch)
     assert policy.events
+
+
+def test_an_event_of_many_blocks_arrives_in_portions_the_last_blocks_first() -> None:
+    policy = RecordingPolicy()
+    deferred = DeferredPolicy(policy)  # type: ignore[arg-type]
+    count = 2 * PORTION_BLOCKS + 100
+    blocks, parents = ids(*range(count)), ids(*range(1, count + 1))
+    names = b"".join(number.to_bytes(8, "little") for number in range(count))
+    deferred.added(blocks, names, parents)
+    deferred.wanted_keys(blocks, keys(*range(count)), 3)
+    deferred.freed(ids(1))
+    settled = [deferred.settle_portion()]
+    assert sum(len(event[1]) for event in policy.events) == 4 * PORTION_BLOCKS
+    while not settled[-1]:
+        passed = len(policy.events)
+        settled.append(deferred.settle_portion())
+        assert sum(len(event[1]) for event in policy.events[passed:]) <= 8 * PORTION_BLOCKS
+    assert len(settled) == 5
+    assert [event[0] for event in policy.events] == ["added"] * 3 + ["wanted"] * 3 + ["freed"]
+    for column, whole in ((1, blocks), (2, names), (3, parents)):
+        assert b"".join(event[column] for event in policy.events[2::-1]) == whole
+    assert b"".join(event[1] for event in policy.events[5:2:-1]) == blocks
+    told = b"".join(event[2] for event in policy.events[5:2:-1])
+    assert told == Store.names_of_keys(keys(*range(count)), 3)
+
+
+@pytest.mark.parametrize("name", ["auto", "lru", "lfu", "arc", "s3fifo"])
+def test_the_order_of_a_chain_in_portions_is_that_of_the_whole(name: str) -> None:
+    """Its last blocks are evicted first, and all of it after a chain that was used before."""
+    count = PORTION_BLOCKS + 1000
+    old, chain = list(range(500)), list(range(500, 500 + count))
+    plain, queued = make(name), DeferredPolicy(make(name))
+    for policy in (plain, queued):
+        for blocks in (old, chain):
+            above = ids(0xFFFFFFFF, *blocks[:-1])
+            policy.added(ids(*blocks), Store.names_of_keys(keys(*blocks), 0), above)
+    assert plain.victims(1000) == queued.victims(1000)
 
 
 @pytest.mark.parametrize("name", ["auto", "lru", "lfu", "arc", "s3fifo", "attention"])
