@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # One core reaches about half of the memory's bandwidth, so a large copy uses two cores if there are two.
 COPY_THREADS = 2
-LARGE_COPY_BYTES = 32 << 20
+LARGE_COPY_BYTES = 8 << 20
 LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
 LEAST_TTL_S = 0.001

@@ -38,7 +38,7 @@ from kvtier_plugins.keeper import TIMEOUT_S, SpaceKeeper
 
 LEASE_MS = 10_000
 SAVE_WAIT_S = 1.0  # of a thread that saves, for the daemon's disk
-LARGE_COPY_BYTES = 32 << 20
+LARGE_COPY_BYTES = 8 << 20
 NICE = 10  # of threads that save: the server's own go first
 LOOK_S = 0.005  # another thread may have received the answer
 LIMIT_MOVED = 1024

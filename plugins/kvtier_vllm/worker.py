@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvtier")
 
-LARGE_COPY_BYTES = 32 << 20
+LARGE_COPY_BYTES = 8 << 20
 DRAIN_S = 0.5
 LOADS_S, POLL_S = 60.0, 0.002  # how long, and how often, to wait for loads that cannot be cancelled
 # How long an idle step waits for a load. An engine that continues at once takes CPU time from the copying
