@@ -66,6 +66,10 @@ class DeferredPolicy:
         while not self.settle_portion():
             pass
 
+    def settle_short(self) -> bool:
+        """Pass the queue on unless it is longer than a portion. Return whether it is empty."""
+        return self._queued <= PORTION_BLOCKS and self.settle_portion()
+
     def settle_portion(self) -> bool:
         """Pass on the oldest events, of some PORTION_BLOCKS blocks. Return whether the queue is empty."""
         queue, passed = self._queue, 0

@@ -84,7 +84,7 @@ class Server:
         for name, tenant in tenants.items():
             if tenant.uses is not None:
                 share = self.turns.shares[name]
-                share.settling = Settling(self.turns, share, tenant.uses.settle_portion, clock)
+                share.settling = Settling(self.turns, share, tenant.uses, clock)
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
         # Whose processes may have mapped the memory of a tenant: user, groups and role.

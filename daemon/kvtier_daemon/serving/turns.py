@@ -158,28 +158,37 @@ class Turns:
             share.room_for.popleft()
 
 
+class DelaysEvents(Protocol):
+    def settle_short(self) -> bool: ...
+    def settle_portion(self) -> bool: ...
+
+
 class Settling:
     """Passes to the policy of a tenant what its requests used, after they were answered, and in the tenant's
     turns: the blocks of one request can take several. Its sessions wait until the policy has all of them."""
 
     def __init__(
-        self, turns: Turns, share: Share, settle_portion: Callable[[], bool],
-        clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self, turns: Turns, share: Share, uses: DelaysEvents, clock: Callable[[], float]
+    ) -> None:
         self._turns = turns
         self._share = share
-        self._settle_portion = settle_portion
+        self._uses = uses
         self._clock = clock
         self._waits = False
 
     def settle(self) -> None:
         """At the end of a turn: several requests can arrive at once, and no answer waits for the policy."""
-        if not self._settle_portion() and not self._waits:
-            self._waits = True
-            self._turns.wait_first(self._share, self)
+        if not self._uses.settle_short():
+            self._wait()
 
     def turn(self) -> None:
         self._waits = False
         began = self._clock()
-        self.settle()
+        if not self._uses.settle_portion():
+            self._wait()
         self._turns.spend(self._share, self._clock() - began)
+
+    def _wait(self) -> None:
+        if not self._waits:
+            self._waits = True
+            self._turns.wait_first(self._share, self)

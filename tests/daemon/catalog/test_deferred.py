@@ -85,6 +85,7 @@ def test_an_event_of_many_blocks_arrives_in_portions_the_last_blocks_first() -> 
     deferred.added(blocks, names, parents)
     deferred.wanted_keys(blocks, keys(*range(count)), 3)
     deferred.freed(ids(1))
+    assert not deferred.settle_short() and not policy.events
     settled = [deferred.settle_portion()]
     assert sum(len(event[1]) for event in policy.events) == 4 * PORTION_BLOCKS
     while not settled[-1]:

@@ -42,42 +42,42 @@ def make() -> tuple[SteppedLoop, Turns, Share, Share]:
     return loop, turns, turns.shares["a"], turns.shares["b"]
 
 
-def test_the_policy_gets_the_rest_in_turns_between_which_the_other_tenant_is_served() -> None:
+class Uses:
+    """A queue of this many portions, each of which takes this long."""
+
+    def __init__(self, loop: SteppedLoop, portions: int, portion_s: float, log: list[str]) -> None:
+        self._loop, self.left, self._portion_s, self._log = loop, portions, portion_s, log
+
+    def settle_short(self) -> bool:
+        return self.left <= 1 and self.settle_portion()
+
+    def settle_portion(self) -> bool:
+        self._log.append("portion")
+        self._loop.now += self._portion_s
+        self.left -= 1
+        return not self.left
+
+
+def test_the_policy_gets_many_blocks_in_turns_between_which_the_other_tenant_is_served() -> None:
     loop, turns, a, b = make()
     log: list[str] = []
-    left = [4]
-
-    def settle_portion() -> bool:
-        log.append("portion")
-        loop.now += TURN_S
-        left[0] -= 1
-        return not left[0]
-
-    settling = Settling(turns, a, settle_portion, lambda: loop.now)
-    settling.settle()
+    uses = Uses(loop, 3, TURN_S, log)
+    Settling(turns, a, uses, lambda: loop.now).settle()
+    assert not log, "the turn of the request is long enough"
     turns.spend(a, TURN_S)
     for _ in range(3):
         turns.wait(b, Tells(loop, turns, b, "b", log))
     while loop.calls:
         loop.step()
-    # The first portion belongs to the turn of the request. One turn of each tenant in each round after it.
-    assert log[0] == "portion"
-    assert sorted(log[1:3]) == sorted(log[3:5]) == sorted(log[5:7]) == ["b", "portion"]
-    assert not left[0] and a.served_s == 4 * TURN_S
+    # One turn of each tenant in each round.
+    assert sorted(log[:2]) == sorted(log[2:4]) == sorted(log[4:]) == ["b", "portion"]
+    assert not uses.left and a.served_s == 4 * TURN_S
 
 
 def test_the_sessions_of_a_tenant_wait_until_its_policy_has_everything() -> None:
     loop, turns, a, _ = make()
     log: list[str] = []
-    left = [3]
-
-    def settle_portion() -> bool:
-        log.append("portion")
-        loop.now += TURN_S / 4
-        left[0] -= 1
-        return not left[0]
-
-    settling = Settling(turns, a, settle_portion, lambda: loop.now)
+    settling = Settling(turns, a, Uses(loop, 3, TURN_S / 4, log), lambda: loop.now)
     turns.wait(a, Tells(loop, turns, a, "a", log))
     settling.settle()
     settling.settle()
@@ -87,7 +87,8 @@ def test_the_sessions_of_a_tenant_wait_until_its_policy_has_everything() -> None
     assert log == ["portion", "portion", "portion", "a"]
 
 
-def test_nothing_is_queued_if_one_portion_is_enough() -> None:
+def test_a_short_queue_is_passed_on_in_the_turn_of_the_request() -> None:
     loop, turns, a, _ = make()
-    Settling(turns, a, lambda: True, lambda: loop.now).settle()
-    assert not loop.calls and not a.waiting
+    log: list[str] = []
+    Settling(turns, a, Uses(loop, 1, 0.0, log), lambda: loop.now).settle()
+    assert log == ["portion"] and not loop.calls and not a.waiting
