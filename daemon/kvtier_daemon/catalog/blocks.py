@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
@@ -81,29 +81,13 @@ class DeferredPolicy:
         return not queue
 
     def _later(self, blocks: int, event: Callable[..., None], *arguments: Any) -> None:
-        if blocks > PORTION_BLOCKS:
-            self._later_in_portions(blocks, event, arguments)
-        else:
-            self._queue.append((1 + blocks, event, arguments))
-            self._queued += 1 + blocks
+        for size, some in (
+            ((blocks, arguments),) if blocks <= PORTION_BLOCKS else _portions(blocks, arguments)
+        ):
+            self._queue.append((1 + size, event, some))
+            self._queued += 1 + size
         if self._queued > LIMIT_QUEUED:
             self.settle()
-
-    def _later_in_portions(
-        self, blocks: int, event: Callable[..., None], arguments: tuple[Any, ...]
-    ) -> None:
-        """Queue an event of many blocks as several. The last blocks are first: a policy reads a chain from
-        its end."""
-        for end in range(blocks, 0, -PORTION_BLOCKS):
-            first = max(0, end - PORTION_BLOCKS)
-            portion = (
-                each[first * (width := len(each) // blocks) : end * width]
-                if isinstance(each, bytes)
-                else each
-                for each in arguments
-            )
-            self._queue.append((1 + end - first, event, tuple(portion)))
-            self._queued += 1 + end - first
 
     # Events of lookups and commits.
 
@@ -161,6 +145,21 @@ class DeferredPolicy:
 
     def memory_bytes(self) -> int:
         return self.policy.memory_bytes()
+
+
+def _portions(blocks: int, arguments: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Divide the arguments of an event. The last blocks are first: a policy reads a chain from its end."""
+    for end in range(blocks, 0, -PORTION_BLOCKS):
+        first = max(0, end - PORTION_BLOCKS)
+        yield (
+            end - first,
+            tuple(
+                each[first * (width := len(each) // blocks) : end * width]
+                if isinstance(each, bytes)
+                else each
+                for each in arguments
+            ),
+        )
 
 
 class ReadBlocks:
