@@ -80,9 +80,9 @@ class HotRequests:
     def reserve(self, tenant: Tenant, request: wire.HotReserve) -> wire.Reply:
         if not request.id:
             raise need_id()
-        if len(request.slots) > wire.LIMIT_RESERVED * wire.SLOT_BYTES:
+        if len(request.slots) > wire.LIMIT_COPIED * wire.SLOT_BYTES:
             count = len(request.slots) // wire.SLOT_BYTES
-            text = f"{count} slots in one request, at most {wire.LIMIT_RESERVED}: split it"
+            text = f"{count} slots in one request, at most {wire.LIMIT_COPIED}: split it"
             raise Refused("bad_request", text)
         granted = tenant.catalog.hot.reserve(self._session.id, request.slots, request.again)
         return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
