@@ -890,8 +890,8 @@ def schema_digest() -> bytes:
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (
-        f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_COPIED} {LIMIT_CHANGED}"
-        f" {LIMIT_LOOKS}"
+        f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_COPIED}"
+        f" {LIMIT_CHANGED} {LIMIT_LOOKS}"
     )
     limits += f" {LIMIT_OTHERS} {LIMIT_LOCATED} {LOCATED.format}"
     limits += f" {LIMIT_TOLD_SLOTS} {DIRECT_ROW.format} {LIMIT_DIRECT_BLOCKS} {LIMIT_DIRECT_FILES}"
