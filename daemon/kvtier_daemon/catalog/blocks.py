@@ -76,8 +76,8 @@ class DeferredPolicy:
         while queue and passed < PORTION_BLOCKS:
             weight, event, arguments = queue.popleft()
             passed += weight
+            self._queued -= weight
             event(*arguments)
-        self._queued -= passed
         return not queue
 
     def _later(self, blocks: int, event: Callable[..., None], *arguments: Any) -> None:
