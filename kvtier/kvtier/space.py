@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvtier.key import TokenIds
     from kvtier.link import Link, Make
 
-# One core reaches about half of the memory's bandwidth, so a large copy uses two cores if there are two.
-COPY_THREADS = 2
 LARGE_COPY_BYTES = 32 << 20
 LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
@@ -749,8 +747,7 @@ def check_threads(threads: int | None) -> None:
         whole("threads", threads, 1, LIMIT_COPY_THREADS)
 
 
-def copy_threads(nbytes: int) -> int:
-    """Return how many threads copy `nbytes` if the caller does not select a number."""
-    if nbytes < LARGE_COPY_BYTES:
-        return 1
-    return min(COPY_THREADS, len(os.sched_getaffinity(0)))
+def copy_threads(nbytes: int, most: int = 2) -> int:
+    """Return how many threads, at most `most`, copy `nbytes`. One core reaches about half of the memory's
+    bandwidth. The threads of a copy run on the cores of the calling thread."""
+    return 1 if nbytes < LARGE_COPY_BYTES else min(most, len(os.sched_getaffinity(0)))

@@ -26,6 +26,7 @@ from kvtier import Keys, KvSpec, KvtierError
 from kvtier.client import Reader
 from kvtier.errors import SpoiltBlocks
 from kvtier.key import KEY_BYTES
+from kvtier.space import copy_threads
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
 from kvtier_vllm.daemon import DaemonSession, Reconnect, use_nearby_cores
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvtier")
 
-LARGE_COPY_BYTES = 32 << 20
 DRAIN_S = 0.5
 LOADS_S, POLL_S = 60.0, 0.002  # how long, and how often, to wait for loads that cannot be cancelled
 # How long an idle step waits for a load. An engine that continues at once takes CPU time from the copying
@@ -432,13 +432,11 @@ class RankLoads:
         reader = self._mappings.readers.get(load.daemon_run)
         if reader is None:
             return "no_daemon", 0
-        # The threads of a copy run on its own thread's cores, and an engine's thread may be bound to one.
-        most = min(state.options.copy_threads, len(os.sched_getaffinity(0)))
         moved = 0
         for read in load.shards[state.shard]:
             pieces = state.pieces[read.group]
             nbytes = pieces.block_bytes * len(read.block_ids)
-            threads = most if nbytes >= LARGE_COPY_BYTES else 1
+            threads = copy_threads(nbytes, state.options.copy_threads)
             if not read.block_ids:
                 continue
             parts = state.layout.groups[read.group].parts
