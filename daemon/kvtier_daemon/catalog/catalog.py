@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
@@ -318,9 +318,7 @@ class Catalog:
         space.check_keys(keys)
         space.check_place(group, shard)
         if len(parent) not in (0, KEY_BYTES):
-            raise Refused(
-                "bad_request", f"parent: got {len(parent)} bytes, expected {KEY_BYTES} or none"
-            )
+            raise bad_request(f"parent: got {len(parent)} bytes, expected {KEY_BYTES} or none")
         granted = self._writing.reserve(
             session, space, group, shard, parent, keys, expires_at, waits
         )
@@ -423,7 +421,7 @@ class Catalog:
         watch = space.watches.get(session)
         if watch is None:
             if session not in space.users:
-                raise Refused("bad_request", f"space {space.number} is not open in this session")
+                raise bad_request(f"space {space.number} is not open in this session")
             watch = space.watches[session] = SpaceWatch(wake)
             self._changes.update()
         return watch

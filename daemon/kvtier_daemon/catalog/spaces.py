@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KINDS, KvSpec
 from kvtier.recompute import predict
@@ -68,15 +68,15 @@ class KnownSpace:
                 f"keys: got {len(keys)} bytes, expected at most {LIMIT_KEYS} keys of "
                 f"{KEY_BYTES} bytes each"
             )
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         looks = blocks * self.places
         text = f"{looks} keys times groups times shards, at most {LIMIT_LOOKS}: split the request"
-        raise Refused("bad_request", text)
+        raise bad_request(text)
 
     def check_place(self, group: int, shard: int) -> None:
         groups = self.spec.cache_groups
         if not (0 <= group < len(groups) and 0 <= shard < groups[group].shards):
-            raise Refused("bad_request", f"the space has no group {group}, shard {shard}")
+            raise bad_request(f"the space has no group {group}, shard {shard}")
 
 
 class SpaceTable:

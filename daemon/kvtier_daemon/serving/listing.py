@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, Final
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_LISTED, LISTED
 from kvtier_daemon.catalog import KnownSpace
@@ -85,7 +85,7 @@ def listed(
     """Some of the blocks of a space. A client that is not privileged gets only the first bytes of each key.
     They identify a block, and do not allow to load it: the key of a salted block must stay secret."""
     if not 0 < limit <= LIMIT_LISTED:
-        raise Refused("bad_request", f"limit is {limit}, it must be 1 to {LIMIT_LISTED}")
+        raise bad_request(f"limit is {limit}, it must be 1 to {LIMIT_LISTED}")
     found = tenant.catalog.space(space)
     after, rows = _rows(tenant, found, _checked(first), limit)
     if not privileged:
@@ -135,5 +135,5 @@ def _rows(tenant: Tenant, space: KnownSpace, first: int, limit: int) -> tuple[in
 
 def _checked(first: int) -> int:
     if not 0 <= first < 1 << 32:
-        raise Refused("bad_request", f"no page begins at {first}")
+        raise bad_request(f"no page begins at {first}")
     return first

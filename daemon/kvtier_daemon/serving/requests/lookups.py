@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier_daemon.catalog import Catalog, Found, KnownSpace, LeaseId
@@ -22,7 +22,6 @@ from kvtier_daemon.serving.context import (
     Handlers,
     Host,
     Requester,
-    need_id,
     others_of,
 )
 from kvtier_daemon.serving.deferred_answers import DeferredAnswers
@@ -288,13 +287,10 @@ class LookupRequests:
         space = catalog.space(request.space)
         _check_parts(request)
         if request.deadline_ms < 1:
-            raise Refused(
-                "bad_request", f"deadline_ms is {request.deadline_ms}, it must be at least 1"
-            )
+            raise bad_request(f"deadline_ms is {request.deadline_ms}, it must be at least 1")
         if not 0 <= request.first <= len(request.keys) // KEY_BYTES:
-            raise Refused(
-                "bad_request",
-                f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}",
+            raise bad_request(
+                f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}"
             )
         deferred = self._deferred
         if (
@@ -391,7 +387,7 @@ class LookupRequests:
         used = warm, cold, nbytes = request.warm_tokens, request.cold_tokens, request.nbytes
         most = wire.LIMIT_USED
         if not (0 <= warm <= most and 0 <= cold <= most and 0 <= nbytes <= most):
-            raise Refused("bad_request", f"used amounts are {used}, each must be 0 to {most}")
+            raise bad_request(f"used amounts are {used}, each must be 0 to {most}")
         lease = LeaseId(request.lease)
         tenant.catalog.release(self._session.id, lease, warm, cold, nbytes)
         held = self._leases.pop(lease, None)
@@ -586,7 +582,4 @@ def _record(server: Host, tenant: Tenant, space: KnownSpace, keys: bytes) -> Non
 
 def _check_parts(request: wire.Load | wire.Adopt) -> None:
     if len(request.shards) > LIMIT_SHARDS:
-        text = f"{len(request.shards)} shards in one request, at most {LIMIT_SHARDS}"
-        raise Refused("bad_request", text)
-    if not request.id:
-        raise need_id()
+        raise bad_request(f"{len(request.shards)} shards in one request, at most {LIMIT_SHARDS}")

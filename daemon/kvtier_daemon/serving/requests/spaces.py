@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
 from kvtier_daemon.config.members import Role
@@ -55,7 +55,7 @@ class SpaceRequests:
         space = tenant.catalog.space(request.space)
         fit = (request.token_s, request.context_s)
         if not (all(map(math.isfinite, fit)) and min(fit) >= 0 and max(fit) > 0):
-            raise Refused("bad_request", f"invalid prefill times: {fit} seconds")
+            raise bad_request(f"invalid prefill times: {fit} seconds")
         space.prefill = fit
         return wire.Done(request.id)
 
@@ -66,7 +66,7 @@ class SpaceRequests:
             text = (
                 f"a pin of {request.ttl_ms / 1000:g} s is not possible: pins last 1 ms to {longest}"
             )
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         now = self._server.clock()
         blocks = tenant.catalog.pins.pin(space, request.keys, request.ttl_ms / 1000, now)
         return wire.Counted(request.id, blocks)
@@ -79,7 +79,7 @@ class SpaceRequests:
         space = tenant.catalog.space(request.space)
         _check_count(request)
         if not 0.0 <= request.importance <= 1.0:
-            raise Refused("bad_request", f"importance is {request.importance}, it must be 0 to 1")
+            raise bad_request(f"importance is {request.importance}, it must be 0 to 1")
         blocks = tenant.catalog.hint(space, request.keys, request.importance)
         if (recorder := self._server.recorder).is_on:
             recorder.hinted(
@@ -94,9 +94,7 @@ class SpaceRequests:
         for keys in (request.entered, request.left):
             space.check_keys(keys)
         if (count := (len(request.entered) + len(request.left)) // KEY_BYTES) > wire.LIMIT_RESIDENT:
-            raise Refused(
-                "bad_request", f"{count} keys that entered or left, at most {wire.LIMIT_RESIDENT}"
-            )
+            raise bad_request(f"{count} keys that entered or left, at most {wire.LIMIT_RESIDENT}")
         if self._session.peer.role >= Role.WRITE:
             residency, session = tenant.catalog.blocks.residency, self._session.id
             residency.is_on = tenant.tier.reads.is_on
@@ -115,10 +113,10 @@ class SpaceRequests:
             text = (
                 f"lengths: {len(request.lengths)} bytes for at most {wire.LIMIT_LOCATED} prefixes"
             )
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         lengths = memoryview(request.lengths).cast("I")
         if sum(lengths) * KEY_BYTES != len(keys):
-            raise Refused("bad_request", f"{len(keys)} bytes of keys for {sum(lengths)} blocks")
+            raise bad_request(f"{len(keys)} bytes of keys for {sum(lengths)} blocks")
         rows, at = bytearray(), 0
         for length in lengths:
             chain, at = keys[at : at + length * KEY_BYTES], at + length * KEY_BYTES
@@ -151,4 +149,4 @@ class SpaceRequests:
 def _check_count(request: wire.Hint | wire.Forget) -> None:
     if (count := len(request.keys) // KEY_BYTES) > wire.LIMIT_CHANGED:
         text = f"{count} keys in one request, at most {wire.LIMIT_CHANGED}: split the request"
-        raise Refused("bad_request", text)
+        raise bad_request(text)
