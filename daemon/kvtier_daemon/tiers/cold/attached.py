@@ -309,6 +309,24 @@ class DiskMemory:
         return self.register(anonymous(nbytes), fixed=False), nbytes
 
 
+class ReadMemory:
+    """Memory outside the arena that one task reads blocks into."""
+
+    def __init__(self, memory: DiskMemory) -> None:
+        self._memory = memory
+        self._held = (0, 0)
+
+    def of(self, nbytes: int) -> int:
+        """Return the number of memory with at least this size."""
+        if self._held[1] < nbytes:
+            self._held = self._memory.allocate(nbytes)
+        return self._held[0]
+
+    def leave(self) -> None:
+        """Use other memory from now on: a disk may still write to this."""
+        self._held = (0, 0)
+
+
 class RecoveryProgress:
     """`complete` is set when the blocks of all directories are known. `is_awaited` is True while directories
     are scanned and requests may wait for the result: a scan that takes long is not waited for."""
