@@ -120,7 +120,6 @@ class ReadLeases:
         return first + ready, coming, [held._replace(first=first + held.first) for held in parts]
 
     def slots_of(self, parts: Sequence[Held], shards: Sequence[int]) -> tuple[Part, ...]:
-        """The slots of the blocks of these shards."""
         told: list[Part] = []
         slots, slots_of = 0, self._blocks.store.slots
         for group, shard, first, ids in parts:

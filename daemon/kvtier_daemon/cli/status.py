@@ -98,7 +98,6 @@ def _first_answer_s() -> float:
 
 
 def _age_s() -> float:
-    """Return the age of this process."""
     # The program's name may contain blanks and brackets; it ends with the last bracket.
     begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")

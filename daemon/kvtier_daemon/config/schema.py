@@ -225,7 +225,6 @@ _SECTIONS = frozenset(key for key, below in _SCHEMA.keys.items() if isinstance(b
 
 
 def dotted_keys() -> Iterator[str]:
-    """Yield all dotted keys; NAME stands for a name that users choose."""
     return _SCHEMA.dotted_keys()
 
 

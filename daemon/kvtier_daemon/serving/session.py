@@ -434,7 +434,6 @@ class Session:
                 self._flush()
 
     def send_with(self, message: wire.Message, of: Descriptors) -> None:
-        """Send this with descriptors, after all earlier messages."""
         if not self._closing:
             waits = bool(self.outbox.unsent)
             self.outbox.queue(memoryview(wire.encode(message)), of)

@@ -459,7 +459,6 @@ class AttachedDirectories:
         return f"{files} files could not be read at the start" if files else ""
 
     def give_up(self, why: str) -> None:
-        """Stop all I/O until a restart."""
         for one in self.attached:
             one.disk.give_up(why)
 

@@ -69,7 +69,6 @@ Table: TypeAlias = Any  # what lmdb makes of a table's name; it has no public ty
 
 
 def seal(table: bytes, key: bytes, value: bytes) -> bytes:
-    """Return the record of this value."""
     return value + _digest(table, key, value)
 
 

@@ -62,7 +62,6 @@ class Reclaimer:
         self._memory = ReadMemory(cold.memory)
 
     def reclaim(self, store: SegmentStore, segment: Segment) -> None:
-        """Queue this segment."""
         self._queue.put_nowait((store, segment))
         self.idle.clear()
 
