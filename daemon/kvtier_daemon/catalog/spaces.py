@@ -12,7 +12,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.layout import KINDS, KvSpec
 from kvtier.recompute import predict
 from kvtier.wire import LIMIT_KEYS, LIMIT_LOOKS
-from kvtier_daemon.catalog.leases import SessionId
+from kvtier_daemon.catalog.leases import NOBODY, SessionId
 from kvtier_kernels import Store
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class SpaceTable:
     def __iter__(self) -> Iterator[KnownSpace]:
         return iter(self._of.values())
 
-    def open(self, identity: bytes, spec: KvSpec, session: SessionId) -> KnownSpace:
+    def open(self, identity: bytes, spec: KvSpec, session: SessionId = NOBODY) -> KnownSpace:
         """The space of this identity; created at its first use. It replaces a space that was restored at the
         start with the same identity and another description."""
         space = self._by_identity.get(identity)
@@ -118,6 +118,7 @@ class SpaceTable:
         return space
 
     def at(self, number: int) -> KnownSpace:
+        """The space of this number. Numbers are never reused."""
         space = self._of.get(number)
         if space is None:
             text = (

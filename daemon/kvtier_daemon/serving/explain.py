@@ -26,7 +26,7 @@ def explain(
 
     @cache
     def requestable(space: int) -> bool:
-        return tenant.can_open(catalog.space(space))
+        return tenant.can_open(catalog.spaces.at(space))
 
     if number:
         lookup = catalog.lookups.numbered(number)
@@ -63,7 +63,7 @@ def _explained(
                 found |= {"why": "in_remote", "space": one.number}
     for near in found.get("near", ()):
         if space is not None and not near["differs"]:  # they differ only in the loss of the codec
-            theirs = tenant.stored(tenant.catalog.space(near["space"]))
+            theirs = tenant.stored(tenant.catalog.spaces.at(near["space"]))
             near["differs"] = {"cold.codecs": {"here": tenant.stored(space), "there": theirs}}
     return found
 

@@ -86,7 +86,7 @@ def listed(
     They identify a block, and do not allow to load it: the key of a salted block must stay secret."""
     if not 0 < limit <= LIMIT_LISTED:
         raise bad_request(f"limit is {limit}, it must be 1 to {LIMIT_LISTED}")
-    found = tenant.catalog.space(space)
+    found = tenant.catalog.spaces.at(space)
     after, rows = _rows(tenant, found, _checked(first), limit)
     if not privileged:
         shown, hidden = KEY_AT + SHOWN_BYTES, bytes(KEY_BYTES - SHOWN_BYTES)
@@ -102,7 +102,7 @@ def purge(
     were forgotten, and whether `done` will be called with the failure, or an empty text. For the last portion
     it is called when all of the purge is durable."""
     check_recovered(tenant)
-    found = tenant.catalog.space(space)
+    found = tenant.catalog.spaces.at(space)
     groups = zip(found.block_bytes, found.spec.cache_groups, strict=True)
     key_bytes = sum(nbytes * group.shards for nbytes, group in groups)
     limit = min(PURGE_BLOCKS, max(1, ERASED_BYTES // key_bytes))

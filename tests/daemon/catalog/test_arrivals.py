@@ -19,7 +19,7 @@ def made() -> tuple[Catalog, KnownSpace]:
     catalog = Catalog(Store(), make("lru"))
     blocks = 4 * spec_of().block_bytes
     catalog.add_extent(blocks, bytearray(blocks // PAGE * 8))
-    return catalog, catalog.open(bytes(32), spec_of(), ME)
+    return catalog, catalog.spaces.open(bytes(32), spec_of(), ME)
 
 
 def test_an_arriving_block_is_found_when_it_has_arrived_and_not_before() -> None:

@@ -34,7 +34,7 @@ class DirectReadRequests:
         if request.closed:
             closed = set(request.closed)
             self._files = {file: n for file, n in self._files.items() if n not in closed}
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         grant = tenant.tier.direct.grant(
             self._session.id, space, request.group, request.shard, request.keys,
             frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, max(0, request.first),
@@ -65,7 +65,7 @@ class DirectReadRequests:
 
     def codec(self, tenant: Tenant, request: wire.DirectReadCodec) -> wire.Reply:
         _check_permitted(tenant)
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         space.check_place(request.group, request.shard)
         codec = tenant.calibration(space, request.group, request.shard)
         if codec is None:

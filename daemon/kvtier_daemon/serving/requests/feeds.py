@@ -32,7 +32,7 @@ class FeedRequests:
         }
 
     def watch(self, tenant: Tenant, request: wire.Watch) -> None:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         if request.space in self._watching:
             raise bad_request(f"this session already watches space {request.space}")
         if len(self._watched - {request.space}) >= LIMIT_SESSION_WATCHES:

@@ -218,7 +218,7 @@ class LookupRequests:
 
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
-        space = catalog.space(request.space)
+        space = catalog.spaces.at(request.space)
         found, held = catalog.find(space, request.keys)
         beyond, on_disk = _beyond(tenant, space, request, found, self._session), found.coming
         if not (on_disk or beyond or request.awaits):
@@ -244,7 +244,7 @@ class LookupRequests:
     ) -> bool:
         """Note that a match has used these blocks. Return whether it is a new lookup."""
         is_new = self.counted.is_new(tenant.catalog, request)
-        tenant.catalog.note_use(space, held, request.keys, is_new)
+        tenant.catalog.reading.note_use(space, held, request.keys, is_new)
         if is_new and self._server.recorder.is_on:
             _record(self._server, tenant, space, request.keys)
         return is_new
@@ -260,7 +260,7 @@ class LookupRequests:
             self._note_wait(request, False)
 
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         found = tenant.catalog.match(space, request.keys, False)
         beyond = _beyond(tenant, space, request, found, self._session)
         coming, eta_ms, why = 0, 0.0, ""
@@ -284,7 +284,7 @@ class LookupRequests:
 
     def load(self, tenant: Tenant, request: wire.Load) -> wire.Reply | None:
         catalog, number = tenant.catalog, request.request
-        space = catalog.space(request.space)
+        space = catalog.spaces.at(request.space)
         _check_parts(request)
         if request.deadline_ms < 1:
             raise bad_request(f"deadline_ms is {request.deadline_ms}, it must be at least 1")
@@ -356,7 +356,7 @@ class LookupRequests:
     ) -> wire.Loaded:  # fmt: skip
         parts = list(found.parts)
         if self._session.verifies and parts:
-            parts = tenant.catalog.digests(found.lease, parts)
+            parts = tenant.catalog.reading.digests(found.lease, parts)
         elif parts and tenant.catalog.hot.is_used:
             parts = tenant.catalog.with_copies(self._session.engine, found.lease, parts)
         return wire.Loaded(
@@ -364,7 +364,7 @@ class LookupRequests:
         )
 
     def recheck(self, tenant: Tenant, request: wire.Recheck) -> wire.Reply | None:
-        ids = tenant.catalog.held(self._session.id, LeaseId(request.lease))
+        ids = tenant.catalog.reading.held(self._session.id, LeaseId(request.lease))
         if tenant.rechecking or not ids:
             return wire.Counted(request.id, 0) if request.id else None
         tenant.rechecking = True

@@ -69,7 +69,7 @@ class SaveRequests:
 
     def reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
         expires_at = self._expires_at(request)
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         waits = self._waits.may_wait(self._server.clock()) and request.waits
         granted = tenant.catalog.reserve(
             self._session.id, space, request.group, request.shard, request.parent, request.keys,
@@ -97,7 +97,7 @@ class SaveRequests:
 
     def regain(self, tenant: Tenant, request: wire.Regain) -> wire.Reply:
         expires_at = self._expires_at(request)
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         granted = tenant.catalog.regain(
             self._session.id, space, request.group, request.shard, request.keys, expires_at
         )

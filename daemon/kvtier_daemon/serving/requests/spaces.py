@@ -40,7 +40,7 @@ class SpaceRequests:
         identity = tenant.identity_of(spec)
         if identity not in self.opened and len(self.opened) >= LIMIT_SESSION_SPACES:
             raise Refused("too_many", f"this session has {LIMIT_SESSION_SPACES} spaces already")
-        space = tenant.catalog.open(identity, spec, self._session.id)
+        space = tenant.catalog.spaces.open(identity, spec, self._session.id)
         self.opened.add(identity)
         if self._server.events.on:
             self._server.events.tell(
@@ -52,7 +52,7 @@ class SpaceRequests:
         )  # fmt: skip
 
     def prefill(self, tenant: Tenant, request: wire.Prefill) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         fit = (request.token_s, request.context_s)
         if not (all(map(math.isfinite, fit)) and min(fit) >= 0 and max(fit) > 0):
             raise bad_request(f"invalid prefill times: {fit} seconds")
@@ -60,7 +60,7 @@ class SpaceRequests:
         return wire.Done(request.id)
 
     def pin(self, tenant: Tenant, request: wire.Pin) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         if not 1 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
             longest = f"{LIMIT_PIN_S:.0f} s, a week"
             text = (
@@ -72,11 +72,11 @@ class SpaceRequests:
         return wire.Counted(request.id, blocks)
 
     def unpin(self, tenant: Tenant, request: wire.Unpin) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         return wire.Counted(request.id, tenant.catalog.pins.unpin(space, request.keys))
 
     def hint(self, tenant: Tenant, request: wire.Hint) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         _check_count(request)
         if not 0.0 <= request.importance <= 1.0:
             raise bad_request(f"importance is {request.importance}, it must be 0 to 1")
@@ -89,7 +89,7 @@ class SpaceRequests:
 
     def resident(self, tenant: Tenant, request: wire.Resident) -> wire.Reply:
         """Ignored for clients that may only read: it has an effect on eviction."""
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         space.check_place(request.group, 0)
         for keys in (request.entered, request.left):
             space.check_keys(keys)
@@ -107,7 +107,7 @@ class SpaceRequests:
         return wire.Done(request.id)
 
     def locate(self, tenant: Tenant, request: wire.Locate) -> wire.Reply:
-        space, keys = tenant.catalog.space(request.space), request.keys
+        space, keys = tenant.catalog.spaces.at(request.space), request.keys
         space.check_keys(keys)
         if len(request.lengths) % 4 or len(request.lengths) // 4 > wire.LIMIT_LOCATED:
             text = (
@@ -129,7 +129,7 @@ class SpaceRequests:
         return wire.Locations(request.id, bytes(rows))
 
     def forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         _check_count(request)
         count = tenant.catalog.forget(space, request.keys)
         for sibling in tenant.siblings_of(space):
