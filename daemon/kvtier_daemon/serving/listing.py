@@ -6,6 +6,7 @@ A client may use them for its own tenant; root and the daemon's user for any ten
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_LISTED, LISTED
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.base import Purges, forget_in
+from kvtier_daemon.tiers.base import forget_in
 from kvtier_daemon.tiers.slot_eraser import SlotEraser
 
 LOOK_RECORDS: Final = 65_536  # in one portion
@@ -112,10 +113,10 @@ def purge(
     eraser = SlotEraser(tenant.name, tenant.extents)
     blocks = tenant.catalog.purge(found, keys, eraser.erase)
     # Requests want blocks also during the purge.
-    shared = tenant.shared if first and after else Purges(tenant.shared)
+    shared = tenant.shared.forget if first and after else tenant.shared.purge
     # A tier below memory makes all portions durable at once.
-    parts = (shared,) if after else (tenant.tier.forgets, shared)
-    waits = forget_in(parts, found, keys, done)
+    tiers = (shared,) if after else (tenant.tier.forgets.forget, shared)
+    waits = forget_in([partial(forget, found, keys) for forget in tiers], done)
     return after, blocks, waits
 
 
