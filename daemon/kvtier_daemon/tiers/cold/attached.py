@@ -380,7 +380,6 @@ class AttachedDirectories:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, options: StoreOptions, table: SegmentTable,
         reclaim: Callable[[SegmentStore, Segment], None], missing: Mapping[Path, str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.attached: list[AttachedDirectory] = []
         self.missing = dict(missing)
@@ -391,10 +390,9 @@ class AttachedDirectories:
         self._options = options
         self._table = table
         self._reclaim = reclaim
-        self._clock = clock
         self._earlier_faults = 0  # of disks that are closed
         self._checking: set[asyncio.Task[None]] = set()
-        self._checks_at = clock() + LOCATION_S
+        self._checks_at = time.monotonic() + LOCATION_S
 
     def add(self, directory: ColdDirectory) -> AttachedDirectory:
         """Start a disk and a store for each tenant in this directory. Raises TierError, and never closes the
@@ -411,7 +409,7 @@ class AttachedDirectories:
         with contextlib.ExitStack() as undo:
             try:
                 disk = DirectoryDisk(
-                    self._loop, str(path), options.engine, self._clock,
+                    self._loop, str(path), options.engine, time.monotonic,
                     decoders_here(options.encrypted), options.staged_bytes,
                 )  # fmt: skip
                 undo.callback(disk.stop, 0)
@@ -423,7 +421,7 @@ class AttachedDirectories:
         stores = {
             tenant: SegmentStore(
                 self._loop, tenant, directory, disk, self._table, options.segment_bytes, segments,
-                self._reclaim, self.memory.mappings, self._clock, options.secrets.get(tenant, b""),
+                self._reclaim, self.memory.mappings, options.secrets.get(tenant, b""),
                 options.encrypted, options.readers.get(tenant),
             )
             for tenant, segments in most.items()
@@ -474,10 +472,10 @@ class AttachedDirectories:
             one.disk.check()
             for store in one.stores.values():
                 store.tombstones.retry()
-        if self._clock() >= self._checks_at:
+        if time.monotonic() >= self._checks_at:
             disks = [one.disk for one in self.attached]
             fails = any(disk.reads.failure or disk.writes.failure for disk in disks)
-            self._checks_at = self._clock() + (LOCATION_FAILED_S if fails else LOCATION_S)
+            self._checks_at = time.monotonic() + (LOCATION_FAILED_S if fails else LOCATION_S)
             self.check_locations()
 
     def check_locations(self) -> None:
