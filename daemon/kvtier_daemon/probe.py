@@ -36,7 +36,7 @@ class Probe:
         self._catalog = Catalog(Store(), make("lru"), 0)
         self._memory, self._table = anonymous(EXTENT_BYTES), anonymous(table_bytes(EXTENT_BYTES))
         self._catalog.add_extent(EXTENT_BYTES, self._table)
-        self._space = self._catalog.open(space_id(SPEC, NO_TENANT), SPEC, WHO)
+        self._space = self._catalog.spaces.open(space_id(SPEC, NO_TENANT), SPEC, WHO)
 
     def put_and_get(self) -> None:
         """Save a block, find it, read it and forget it. TierError if the bytes differ."""
