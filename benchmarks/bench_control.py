@@ -259,7 +259,7 @@ def plans() -> list[Row]:
         size = MILLION * 4096
         catalog.add_extent(size, bytearray(size // 4096 * 8))
         spec = tiny_spec()
-        space = catalog.open(space_id(spec, "t"), spec)
+        space = catalog.spaces.open(space_id(spec, "t"), spec)
         secret = os.urandom(32)
         from kvtier.key import token_keys
 

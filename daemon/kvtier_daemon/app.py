@@ -174,6 +174,7 @@ class App:
             _address(self._port),
         )
         self._history = History(lambda: self._figures.of(None))
+        self._told = ""  # the status line
 
     @property
     def config(self) -> Config:
@@ -254,9 +255,15 @@ class App:
                 tasks.create_task(self._run_periodically(), name="tend"),
                 tasks.create_task(recorder.run(), name="record"),
                 tasks.create_task(self._settings.reload_when(reload, note_reload), name="reload"),
-                tasks.create_task(self._update_status_line(), name="tell"),
-                tasks.create_task(self._keep_hints(), name="hints"),
             ]
+            repeated = [
+                (TELL_S, "status line", self._update_status_line),
+                (hints.EVERY_S, "hints", self._note_hints),
+            ]
+            if looked_at is not None:
+                self._unforeseen.tried("history", self._history.note)
+                repeated.append((EVERY_S, "history", self._history.note))
+            running += [tasks.create_task(self._repeat(*one), name=one[1]) for one in repeated]
             if every_s := watchdog_s() / WATCHDOG_PARTS:
                 running.append(tasks.create_task(self._feed_watchdog(every_s), name="watchdog"))
             if self._notifier.is_heard:
@@ -267,8 +274,6 @@ class App:
                 tasks.create_task(check_memory(self.tenants[name], ids), name=f"check {name}")
                 for name, ids in taken_over.items()
             ]
-            if looked_at is not None:
-                running.append(tasks.create_task(self._keep_history(), name="history"))
             await stopped.wait()
             self._figures.stopping = True
             log.info("stopping")
@@ -431,33 +436,20 @@ class App:
         log.info("status page and metrics: http://%s", _address(self._port))
         return shown
 
-    async def _keep_history(self) -> None:
+    async def _repeat(self, every_s: float, what: str, work: Callable[[], None]) -> None:
         while True:
-            self._unforeseen.tried("history", self._history.note)
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(every_s)
+            self._unforeseen.tried(what, work)
 
-    async def _keep_hints(self) -> None:
-        def note() -> None:
-            self._figures.hints.note(self._figures.of(None))
+    def _note_hints(self) -> None:
+        self._figures.hints.note(self._figures.of(None))
 
-        while True:
-            await asyncio.sleep(hints.EVERY_S)
-            self._unforeseen.tried("hints", note)
-
-    async def _update_status_line(self) -> None:
+    def _update_status_line(self) -> None:
         """Keep `systemctl status` up to date."""
-        told = ""
-
-        def tell() -> None:
-            nonlocal told
-            line = self._figures.line()
-            if line != told:
-                self._notifier.status(line)
-                told = line
-
-        while True:
-            await asyncio.sleep(TELL_S)
-            self._unforeseen.tried("status line", tell)
+        line = self._figures.line()
+        if line != self._told:
+            self._notifier.status(line)
+            self._told = line
 
     async def _feed_watchdog(self, every_s: float) -> None:
         """Notify the watchdog as long as a block can be saved to memory and loaded again. The disks are

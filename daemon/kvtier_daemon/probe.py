@@ -5,7 +5,6 @@ It uses a catalog with an extent of its own, which counts for no tenant.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 
@@ -15,8 +14,9 @@ from kvtier.layout import KvSpec, space_id
 from kvtier.wire import SLOT
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.tiers.cold.disk import anonymous
 from kvtier_daemon.tiers.warm import table_bytes
-from kvtier_kernels import Mapping, Store
+from kvtier_kernels import Store
 
 PAGE = 4096
 EXTENT_BYTES = 16 * PAGE  # a slab
@@ -34,9 +34,9 @@ class Probe:
 
     def __init__(self) -> None:
         self._catalog = Catalog(Store(), make("lru"), 0)
-        self._memory, self._table = _mapped(EXTENT_BYTES), _mapped(table_bytes(EXTENT_BYTES))
+        self._memory, self._table = anonymous(EXTENT_BYTES), anonymous(table_bytes(EXTENT_BYTES))
         self._catalog.add_extent(EXTENT_BYTES, self._table)
-        self._space = self._catalog.open(space_id(SPEC, NO_TENANT), SPEC, WHO)
+        self._space = self._catalog.spaces.open(space_id(SPEC, NO_TENANT), SPEC, WHO)
 
     def put_and_get(self) -> None:
         """Save a block, find it, read it and forget it. TierError if the bytes differ."""
@@ -57,12 +57,3 @@ class Probe:
             raise TierError("warm: the watchdog's probe loaded other bytes than it saved")
         self._catalog.release(WHO, found.lease)
         self._catalog.forget(self._space, key)
-
-
-def _mapped(nbytes: int) -> Mapping:
-    fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, nbytes)
-        return Mapping(fd, nbytes, True)
-    finally:
-        os.close(fd)

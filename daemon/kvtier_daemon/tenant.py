@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvtier.errors import SpecError
 from kvtier.key import space_secret
@@ -15,7 +16,6 @@ from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.codec.resharding import family_of
 from kvtier_daemon.tiers.base import (
-    ForgetsOthers,
     JoinedReads,
     NullTier,
     PendingReads,
@@ -69,10 +69,11 @@ class Tenant:
     ) -> bool:  # fmt: skip
         """Make durable that these blocks are forgotten, in all tiers, as `TierForgets.forget`. `others` are
         their keys under other accepted secrets."""
-        more = [ForgetsOthers(self.shared, space, one) for one in others]
-        for one in self.siblings_of(space):
-            more += [ForgetsOthers(part, one, keys) for part in (self.tier.forgets, self.shared)]
-        return forget_in((self.tier.forgets, self.shared, *more), space, keys, done)
+        tiers = self.tier.forgets, self.shared
+        spaces = space, *self.siblings_of(space)
+        parts = [partial(tier.forget, one, keys) for one in spaces for tier in tiers]
+        parts += [partial(self.shared.forget, space, one) for one in others]
+        return forget_in(parts, done)
 
     def identity_of(self, spec: KvSpec) -> bytes:
         return self.losses.identity(spec, self.name)

@@ -152,9 +152,9 @@ KVTIER_LOOP size_t symbols_of(const int16_t* __restrict numbers, size_t count, i
 }
 
 // Converts symbols to numbers; returns how many escapes were used, or kNoRoom if there are too few.
-KVTIER_LOOP size_t numbers_of(const uint8_t* __restrict symbols, size_t count, int reach,
-                              const uint8_t* __restrict escapes, size_t room,
-                              int16_t* __restrict numbers) {
+KVTIER_LOOP size_t numbers_again(const uint8_t* __restrict symbols, size_t count, int reach,
+                                 const uint8_t* __restrict escapes, size_t room,
+                                 int16_t* __restrict numbers) {
     constexpr size_t kAtOnce = 32;
     const auto last = static_cast<uint8_t>(2 * reach + 1);
     size_t used = 0;
@@ -197,47 +197,25 @@ struct LevelKernels {
                    const float* sines, float* cos, float* sin);
 };
 
-#define KVTIER_LEVEL(LEVEL)                                                       \
-    template <Element kIs>                                                        \
-    constexpr TypeKernels kType##LEVEL = {                                        \
-        {numbers##LEVEL<kIs, Turned::kNot>, numbers##LEVEL<kIs, Turned::kHalves>, \
-         numbers##LEVEL<kIs, Turned::kNeighbours>},                               \
-        {values##LEVEL<kIs, Turned::kNot>, values##LEVEL<kIs, Turned::kHalves>,   \
-         values##LEVEL<kIs, Turned::kNeighbours>}};                               \
-    constexpr LevelKernels k##LEVEL = {                                           \
-        {kType##LEVEL<Element::kBf16>, kType##LEVEL<Element::kFp16>,              \
-         kType##LEVEL<Element::kFp32>},                                           \
-        symbols##LEVEL,                                                           \
-        again##LEVEL,                                                             \
-        angles##LEVEL};
+// The kernels of a level, with loops compiled as by `At`.
+template <template <auto> class At, Element kIs>
+constexpr TypeKernels kType = {
+    {At<numbers_of<kIs, Turned::kNot>>::run, At<numbers_of<kIs, Turned::kHalves>>::run,
+     At<numbers_of<kIs, Turned::kNeighbours>>::run},
+    {At<values_of<kIs, Turned::kNot>>::run, At<values_of<kIs, Turned::kHalves>>::run,
+     At<values_of<kIs, Turned::kNeighbours>>::run}};
+template <template <auto> class At>
+constexpr LevelKernels kLevel = {
+    {kType<At, Element::kBf16>, kType<At, Element::kFp16>, kType<At, Element::kFp32>},
+    At<symbols_of>::run,
+    At<numbers_again>::run,
+    At<angles_of>::run};
 
-#define KVTIER_CALIBRATED(LEVEL, TARGET)                                                          \
-    template <Element kIs, Turned kHow>                                                           \
-    TARGET bool numbers##LEVEL(const uint8_t* in, const Span& span, int16_t* numbers) {           \
-        return numbers_of<kIs, kHow>(in, span, numbers);                                          \
-    }                                                                                             \
-    template <Element kIs, Turned kHow>                                                           \
-    TARGET void values##LEVEL(const int16_t* numbers, const Span& span, uint8_t* out) {           \
-        values_of<kIs, kHow>(numbers, span, out);                                                 \
-    }                                                                                             \
-    TARGET size_t symbols##LEVEL(const int16_t* numbers, size_t count, int reach,                 \
-                                 uint8_t* symbols, int16_t* escapes) {                            \
-        return symbols_of(numbers, count, reach, symbols, escapes);                               \
-    }                                                                                             \
-    TARGET size_t again##LEVEL(const uint8_t* symbols, size_t count, int reach,                   \
-                               const uint8_t* escapes, size_t room, int16_t* numbers) {           \
-        return numbers_of(symbols, count, reach, escapes, room, numbers);                         \
-    }                                                                                             \
-    TARGET void angles##LEVEL(const uint64_t* turns, size_t pairs, uint64_t position,             \
-                              const float* cosines, const float* sines, float* cos, float* sin) { \
-        angles_of(turns, pairs, position, cosines, sines, cos, sin);                              \
-    }                                                                                             \
-    KVTIER_LEVEL(LEVEL)
-
-KVTIER_CALIBRATED(Plain, )
+KVTIER_COMPILED(Plain, )
 
 #if KVTIER_X86
-KVTIER_CALIBRATED(Half, KVTIER_AVX2)
+KVTIER_COMPILED(Half, KVTIER_AVX2)
+KVTIER_COMPILED(Whole, KVTIER_VBMI)
 
 // --- AVX-512 -------------------------------------------------------------------------------------
 
@@ -355,7 +333,7 @@ struct Place {
 };
 
 template <Element kIs, Turned kHow>
-KVTIER_VBMI bool numbersWhole(const uint8_t* in, const Span& span, int16_t* numbers) {
+KVTIER_VBMI bool wide_numbers(const uint8_t* in, const Span& span, int16_t* numbers) {
     Seen seen = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     const size_t turned = kHow == Turned::kNot ? 0 : 2 * span.pairs;
     for (size_t token = 0; token < span.tokens; token++) {
@@ -401,7 +379,7 @@ KVTIER_VBMI bool numbersWhole(const uint8_t* in, const Span& span, int16_t* numb
 }
 
 template <Element kIs, Turned kHow>
-KVTIER_VBMI void valuesWhole(const int16_t* numbers, const Span& span, uint8_t* out) {
+KVTIER_VBMI void wide_values(const int16_t* numbers, const Span& span, uint8_t* out) {
     const size_t turned = kHow == Turned::kNot ? 0 : 2 * span.pairs;
     for (size_t token = 0; token < span.tokens; token++) {
         const float *cos = span.cos + token * span.pairs, *sin = span.sin + token * span.pairs;
@@ -431,7 +409,7 @@ KVTIER_VBMI void valuesWhole(const int16_t* numbers, const Span& span, uint8_t* 
     }
 }
 
-KVTIER_VBMI size_t symbolsWhole(const int16_t* numbers, size_t count, int reach, uint8_t* symbols,
+KVTIER_VBMI size_t wide_symbols(const int16_t* numbers, size_t count, int reach, uint8_t* symbols,
                                 int16_t* escapes) {
     const __m512i up = _mm512_set1_epi16(static_cast<short>(reach));
     const __m512i last = _mm512_set1_epi16(static_cast<short>(2 * reach + 1));
@@ -451,8 +429,8 @@ KVTIER_VBMI size_t symbolsWhole(const int16_t* numbers, size_t count, int reach,
     return used;
 }
 
-KVTIER_VBMI size_t againWhole(const uint8_t* symbols, size_t count, int reach,
-                              const uint8_t* escapes, size_t room, int16_t* numbers) {
+KVTIER_VBMI size_t wide_numbers_again(const uint8_t* symbols, size_t count, int reach,
+                                      const uint8_t* escapes, size_t room, int16_t* numbers) {
     const __m512i up = _mm512_set1_epi16(static_cast<short>(reach));
     const __m256i last = _mm256_set1_epi8(static_cast<char>(2 * reach + 1));
     size_t used = 0;
@@ -473,15 +451,20 @@ KVTIER_VBMI size_t againWhole(const uint8_t* symbols, size_t count, int reach,
     return used;
 }
 
-KVTIER_VBMI void anglesWhole(const uint64_t* turns, size_t pairs, uint64_t position,
-                             const float* cosines, const float* sines, float* cos, float* sin) {
-    angles_of(turns, pairs, position, cosines, sines, cos, sin);
-}
-
-KVTIER_LEVEL(Whole)
+template <Element kIs>
+constexpr TypeKernels kTypeWhole = {
+    {wide_numbers<kIs, Turned::kNot>, wide_numbers<kIs, Turned::kHalves>,
+     wide_numbers<kIs, Turned::kNeighbours>},
+    {wide_values<kIs, Turned::kNot>, wide_values<kIs, Turned::kHalves>,
+     wide_values<kIs, Turned::kNeighbours>}};
+constexpr LevelKernels kWhole = {
+    {kTypeWhole<Element::kBf16>, kTypeWhole<Element::kFp16>, kTypeWhole<Element::kFp32>},
+    wide_symbols,
+    wide_numbers_again,
+    Whole<angles_of>::run};
 #endif
 
-const LevelKernels& level() { return KVTIER_LEVELS(kPlain, kHalf, kWhole); }
+const LevelKernels& level() { return KVTIER_LEVELS(kLevel<Plain>, kLevel<Half>, kWhole); }
 
 // --- angles --------------------------------------------------------------------------------------
 

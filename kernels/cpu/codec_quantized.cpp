@@ -51,10 +51,22 @@ KVTIER_LOOP float valued(uint8_t code, float base, float step) {
     return value_of(code, base, step);
 }
 
+// Calls `act` for each i < count. With a constant count, the compiler needs no loop for remaining
+// elements.
+template <size_t kMost, typename Act>
+KVTIER_LOOP void of_count(size_t count, Act act) {
+    if (count == kMost) {
+        for (size_t i = 0; i < kMost; i++) act(i);
+    } else {
+        for (size_t i = 0; i < count; i++) act(i);
+    }
+}
+
 // The minimum and maximum of each channel.
 template <Element kIs>
 KVTIER_LOOP void channel_ranges(const uint8_t* __restrict in, size_t rows, size_t channels,
-                                float* __restrict least, float* __restrict most) {
+                                size_t /* head */, float* __restrict least,
+                                float* __restrict most) {
     using Order = typename Value<kIs>::Order;
     constexpr size_t kWide = 64;
     for (size_t first = 0; first < channels; first += kWide) {
@@ -65,19 +77,11 @@ KVTIER_LOOP void channel_ranges(const uint8_t* __restrict in, size_t rows, size_
         for (size_t i = count; i < kWide; i++) low[i] = high[i] = 0;
         for (size_t r = 1; r < rows; r++) {
             row += channels * kBytes<kIs>;
-            if (count == kWide) {
-                for (size_t i = 0; i < kWide; i++) {
-                    const Order one = ordered<kIs>(row + i * sizeof(Order));
-                    low[i] = one < low[i] ? one : low[i];
-                    high[i] = one > high[i] ? one : high[i];
-                }
-            } else {
-                for (size_t i = 0; i < count; i++) {
-                    const Order one = ordered<kIs>(row + i * sizeof(Order));
-                    low[i] = one < low[i] ? one : low[i];
-                    high[i] = one > high[i] ? one : high[i];
-                }
-            }
+            of_count<kWide>(count, [&](size_t i) __attribute__((always_inline)) {
+                const Order one = ordered<kIs>(row + i * sizeof(Order));
+                low[i] = one < low[i] ? one : low[i];
+                high[i] = one > high[i] ? one : high[i];
+            });
         }
         for (size_t i = 0; i < count; i++) {
             least[first + i] = unordered<kIs>(low[i]);
@@ -148,7 +152,7 @@ KVTIER_LOOP float largest_of(const uint8_t* __restrict in, size_t count) {
 }
 template <Element kIs>
 KVTIER_LOOP void channel_sizes(const uint8_t* __restrict in, size_t rows, size_t channels,
-                               float* __restrict sizes) {
+                               size_t /* head */, float* __restrict sizes) {
     using Bits = typename Value<kIs>::Bits;
     constexpr size_t kWide = 64;
     for (size_t first = 0; first < channels; first += kWide) {
@@ -156,17 +160,10 @@ KVTIER_LOOP void channel_sizes(const uint8_t* __restrict in, size_t rows, size_t
         const uint8_t* row = in + first * kBytes<kIs>;
         Bits most[kWide] = {};
         for (size_t r = 0; r < rows; r++, row += channels * kBytes<kIs>) {
-            if (count == kWide) {
-                for (size_t i = 0; i < kWide; i++) {
-                    const Bits one = magnitude<kIs>(row + i * kBytes<kIs>);
-                    most[i] = one > most[i] ? one : most[i];
-                }
-            } else {
-                for (size_t i = 0; i < count; i++) {
-                    const Bits one = magnitude<kIs>(row + i * kBytes<kIs>);
-                    most[i] = one > most[i] ? one : most[i];
-                }
-            }
+            of_count<kWide>(count, [&](size_t i) __attribute__((always_inline)) {
+                const Bits one = magnitude<kIs>(row + i * kBytes<kIs>);
+                most[i] = one > most[i] ? one : most[i];
+            });
         }
         for (size_t i = 0; i < count; i++) sizes[first + i] = Value<kIs>::widened(most[i]);
     }
@@ -209,8 +206,8 @@ KVTIER_LOOP void steps_again(unsigned said, float scale, size_t count,
 
 template <Element kIs, Code kCode>
 KVTIER_LOOP void channel_codes(const uint8_t* __restrict in, size_t rows, size_t channels,
-                               const float* __restrict base, const float* __restrict inverse,
-                               uint8_t* __restrict codes) {
+                               size_t /* head */, const float* __restrict base,
+                               const float* __restrict inverse, uint8_t* __restrict codes) {
     for (size_t r = 0; r < rows; r++) {
         for (size_t i = 0; i < channels; i++) {
             codes[i] = coded<kCode>(loaded<kIs>(in + i * kBytes<kIs>), base[i], inverse[i]);
@@ -238,8 +235,8 @@ KVTIER_LOOP void token_codes(const uint8_t* __restrict in, size_t rows, size_t c
 
 template <Element kIs, Code kCode>
 KVTIER_LOOP void channel_values(const uint8_t* __restrict codes, size_t rows, size_t channels,
-                                const float* __restrict base, const float* __restrict step,
-                                uint8_t* __restrict out) {
+                                size_t /* head */, const float* __restrict base,
+                                const float* __restrict step, uint8_t* __restrict out) {
     for (size_t r = 0; r < rows; r++) {
         for (size_t i = 0; i < channels; i++) {
             const auto bits = Value<kIs>::narrowed(valued<kCode>(codes[i], base[i], step[i]));
@@ -362,102 +359,50 @@ struct LevelKernels {
                         float* steps);
 };
 
-// kMost: the channels of a group, or 0 if a group is the tokens of a channel.
-#define KVTIER_QUANTIZED(LEVEL, TARGET)                                                            \
-    template <Element kIs, bool kByToken>                                                          \
-    TARGET void ranges##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,        \
-                              float* least, float* most) {                                         \
-        if (kByToken) return group_ranges<kIs>(in, rows, channels, head, least, most);             \
-        channel_ranges<kIs>(in, rows, channels, least, most);                                      \
-    }                                                                                              \
-    template <Element kIs, size_t kMost>                                                           \
-    TARGET void sizes##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,         \
-                             float* sizes) {                                                       \
-        if constexpr (kMost == 0)                                                                  \
-            return channel_sizes<kIs>(in, rows, channels, sizes);                                  \
-        else                                                                                       \
-            group_sizes<kIs, kMost>(in, rows, channels, head, sizes);                              \
-    }                                                                                              \
-    template <Element kIs, Code kCode, size_t kMost>                                               \
-    TARGET void codes##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,         \
-                             const float* base, const float* inverse, uint8_t* codes) {            \
-        if constexpr (kMost == 0)                                                                  \
-            return channel_codes<kIs, kCode>(in, rows, channels, base, inverse, codes);            \
-        else                                                                                       \
-            token_codes<kIs, kCode, kMost>(in, rows, channels, head, base, inverse, codes);        \
-    }                                                                                              \
-    template <Element kIs, Code kCode, size_t kMost>                                               \
-    TARGET void values##LEVEL(const uint8_t* codes, size_t rows, size_t channels, size_t head,     \
-                              const float* base, const float* step, uint8_t* out) {                \
-        if constexpr (kMost == 0)                                                                  \
-            return channel_values<kIs, kCode>(codes, rows, channels, base, step, out);             \
-        else                                                                                       \
-            token_values<kIs, kCode, kMost>(codes, rows, channels, head, base, step, out);         \
-    }                                                                                              \
-    template <Element kIs>                                                                         \
-    TARGET float largest##LEVEL(const uint8_t* in, size_t count) {                                 \
-        return largest_of<kIs>(in, count);                                                         \
-    }                                                                                              \
-    template <Element kIs>                                                                         \
-    TARGET float halves##LEVEL(const uint8_t* in, size_t count, uint8_t* codes) {                  \
-        return halves<kIs>(in, count, codes);                                                      \
-    }                                                                                              \
-    template <Element kIs>                                                                         \
-    TARGET void wholes##LEVEL(const uint8_t* codes, size_t count, uint8_t* out) {                  \
-        wholes<kIs>(codes, count, out);                                                            \
-    }                                                                                              \
-    template <unsigned kBits>                                                                      \
-    TARGET void pack##LEVEL(const uint8_t* codes, size_t units, uint8_t* out) {                    \
-        pack<kBits>(codes, units, out);                                                            \
-    }                                                                                              \
-    template <unsigned kBits>                                                                      \
-    TARGET void unpack##LEVEL(const uint8_t* in, size_t units, uint8_t* codes) {                   \
-        unpack<kBits>(in, units, codes);                                                           \
-    }                                                                                              \
-    TARGET void small_steps##LEVEL(unsigned said, float scale, size_t count, float* sizes,         \
-                                   uint8_t* bytes) {                                               \
-        small_steps(said, scale, count, sizes, bytes);                                             \
-    }                                                                                              \
-    TARGET void steps_again##LEVEL(unsigned said, float scale, size_t count, const uint8_t* bytes, \
-                                   float* steps) {                                                 \
-        steps_again(said, scale, count, bytes, steps);                                             \
-    }                                                                                              \
-    template <Element kIs>                                                                         \
-    constexpr TypeKernels kType##LEVEL = {                                                         \
-        {ranges##LEVEL<kIs, false>, ranges##LEVEL<kIs, true>},                                     \
-        {sizes##LEVEL<kIs, 0>, sizes##LEVEL<kIs, 16>, sizes##LEVEL<kIs, 32>},                      \
-        {codes##LEVEL<kIs, Code::kInteger, 0>, codes##LEVEL<kIs, Code::kInteger, 64>,              \
-         codes##LEVEL<kIs, Code::kE4m3, 0>, codes##LEVEL<kIs, Code::kE4m3, 64>,                    \
-         codes##LEVEL<kIs, Code::kE2m1, 0>, codes##LEVEL<kIs, Code::kE2m1, 16>,                    \
-         codes##LEVEL<kIs, Code::kE2m1, 0>, codes##LEVEL<kIs, Code::kE2m1, 32>},                   \
-        {values##LEVEL<kIs, Code::kInteger, 0>, values##LEVEL<kIs, Code::kInteger, 64>,            \
-         values##LEVEL<kIs, Code::kE4m3, 0>, values##LEVEL<kIs, Code::kE4m3, 64>,                  \
-         values##LEVEL<kIs, Code::kE2m1, 0>, values##LEVEL<kIs, Code::kE2m1, 16>,                  \
-         values##LEVEL<kIs, Code::kE2m1, 0>, values##LEVEL<kIs, Code::kE2m1, 32>},                 \
-        largest##LEVEL<kIs>,                                                                       \
-        halves##LEVEL<kIs>,                                                                        \
-        wholes##LEVEL<kIs>};                                                                       \
-    constexpr LevelKernels k##LEVEL = {                                                            \
-        {kType##LEVEL<Element::kBf16>, kType##LEVEL<Element::kFp16>,                               \
-         kType##LEVEL<Element::kFp32>},                                                            \
-        pack##LEVEL<4>,                                                                            \
-        pack##LEVEL<2>,                                                                            \
-        unpack##LEVEL<4>,                                                                          \
-        unpack##LEVEL<2>,                                                                          \
-        small_steps##LEVEL,                                                                        \
-        steps_again##LEVEL};
+// The kernels of a level, with loops compiled as by `At`.
+template <template <auto> class At, Element kIs, Code kCode, size_t kMost>
+constexpr auto kCodes = At<token_codes<kIs, kCode, kMost>>::run;
+template <template <auto> class At, Element kIs, Code kCode>
+constexpr auto kCodes<At, kIs, kCode, 0> = At<channel_codes<kIs, kCode>>::run;
+template <template <auto> class At, Element kIs, Code kCode, size_t kMost>
+constexpr auto kValues = At<token_values<kIs, kCode, kMost>>::run;
+template <template <auto> class At, Element kIs, Code kCode>
+constexpr auto kValues<At, kIs, kCode, 0> = At<channel_values<kIs, kCode>>::run;
 
-KVTIER_QUANTIZED(Plain, )
+template <template <auto> class At, Element kIs>
+constexpr TypeKernels kType = {
+    {At<channel_ranges<kIs>>::run, At<group_ranges<kIs>>::run},
+    {At<channel_sizes<kIs>>::run, At<group_sizes<kIs, 16>>::run, At<group_sizes<kIs, 32>>::run},
+    {kCodes<At, kIs, Code::kInteger, 0>, kCodes<At, kIs, Code::kInteger, 64>,
+     kCodes<At, kIs, Code::kE4m3, 0>, kCodes<At, kIs, Code::kE4m3, 64>,
+     kCodes<At, kIs, Code::kE2m1, 0>, kCodes<At, kIs, Code::kE2m1, 16>,
+     kCodes<At, kIs, Code::kE2m1, 0>, kCodes<At, kIs, Code::kE2m1, 32>},
+    {kValues<At, kIs, Code::kInteger, 0>, kValues<At, kIs, Code::kInteger, 64>,
+     kValues<At, kIs, Code::kE4m3, 0>, kValues<At, kIs, Code::kE4m3, 64>,
+     kValues<At, kIs, Code::kE2m1, 0>, kValues<At, kIs, Code::kE2m1, 16>,
+     kValues<At, kIs, Code::kE2m1, 0>, kValues<At, kIs, Code::kE2m1, 32>},
+    At<largest_of<kIs>>::run,
+    At<halves<kIs>>::run,
+    At<wholes<kIs>>::run};
+template <template <auto> class At>
+constexpr LevelKernels kLevel = {
+    {kType<At, Element::kBf16>, kType<At, Element::kFp16>, kType<At, Element::kFp32>},
+    At<pack<4>>::run,
+    At<pack<2>>::run,
+    At<unpack<4>>::run,
+    At<unpack<2>>::run,
+    At<small_steps>::run,
+    At<steps_again>::run};
+
+KVTIER_COMPILED(Plain, )
 #if KVTIER_X86
 #define KVTIER_LINES                                                               \
     __attribute__((                                                                \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,prefer-vector-width=" \
                "512")))
-KVTIER_QUANTIZED(Half, KVTIER_AVX2)
-KVTIER_QUANTIZED(Whole, KVTIER_LINES)
-#endif
+KVTIER_COMPILED(Half, KVTIER_AVX2)
+KVTIER_COMPILED(Whole, KVTIER_LINES)
 
-#if KVTIER_X86
 // Intrinsics for bf16: q8 decodes at 0.85 of the speed of memcpy with them, and at 0.71 with the
 // plain loop and a copy of its lines that bypasses the caches.
 KVTIER_LINES KVTIER_LOOP __m512i rounded16(__m512 values) {
@@ -700,7 +645,7 @@ KVTIER_LINES void wholes_bf16(const uint8_t* codes, size_t count, uint8_t* out) 
 }
 #endif
 
-const LevelKernels& level() { return KVTIER_LEVELS(kPlain, kHalf, kWhole); }
+const LevelKernels& level() { return KVTIER_LEVELS(kLevel<Plain>, kLevel<Half>, kLevel<Whole>); }
 
 // --- independent of the processor ----------------------------------------------------------------
 

@@ -304,22 +304,20 @@ struct LevelKernels {
     void (*pieces[2][2])(const Order& by, const Piece& piece, const uint8_t* from, uint8_t* to);
 };
 
-#define KVTIER_REORDER(LEVEL, TARGET, BYTES)                                             \
-    template <size_t kWidth, bool kBack>                                                 \
-    TARGET void piece##LEVEL(const Order& by, const Piece& piece, const uint8_t* from,   \
-                             uint8_t* to) {                                              \
-        move_piece<BYTES, kWidth, kBack>(by, piece, from, to);                           \
-    }                                                                                    \
-    constexpr LevelKernels k##LEVEL = {{{piece##LEVEL<2, false>, piece##LEVEL<2, true>}, \
-                                        {piece##LEVEL<4, false>, piece##LEVEL<4, true>}}};
+template <template <auto> class At, size_t kBytes>
+constexpr LevelKernels kLevel = {
+    {{At<move_piece<kBytes, 2, false>>::run, At<move_piece<kBytes, 2, true>>::run},
+     {At<move_piece<kBytes, 4, false>>::run, At<move_piece<kBytes, 4, true>>::run}}};
 
-KVTIER_REORDER(Plain, , 16)
+KVTIER_COMPILED(Plain, )
 #if KVTIER_X86
-KVTIER_REORDER(Half, KVTIER_AVX2, 32)
-KVTIER_REORDER(Whole, KVTIER_VBMI, 64)
+KVTIER_COMPILED(Half, KVTIER_AVX2)
+KVTIER_COMPILED(Whole, KVTIER_VBMI)
 #endif
 
-const LevelKernels& level() { return KVTIER_LEVELS(kPlain, kHalf, kWhole); }
+const LevelKernels& level() {
+    return KVTIER_LEVELS((kLevel<Plain, 16>), (kLevel<Half, 32>), (kLevel<Whole, 64>));
+}
 
 // --- contiguous elements -------------------------------------------------------------------------
 

@@ -82,7 +82,6 @@ class DirectFrame:
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is within its file."""
         return self.payload_at + self.read_bytes <= self.file.nbytes
 
     def verify(self, header: bytes, block_bytes: int) -> Frame:

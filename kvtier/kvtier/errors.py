@@ -48,6 +48,11 @@ class Refused(KvtierError):  # noqa: N818
         return f"{self.message} ({self.code})"
 
 
+def bad_request(message: str) -> Refused:
+    """The error for a request that is well-formed, but invalid."""
+    return Refused("bad_request", message)
+
+
 class NotReady(KvtierError, TimeoutError):  # noqa: N818
     """The daemon's memory is not complete at the deadline. The client can still be used: wait again, or
     continue with the memory that exists."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvtier.key import TokenIds
     from kvtier.link import Link, Make
 
-# One core reaches about half of the memory's bandwidth, so a large copy uses two cores if there are two.
-COPY_THREADS = 2
 LARGE_COPY_BYTES = 8 << 20
 LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
@@ -562,11 +560,8 @@ class Space:
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
         """Set the importance of these blocks, from 0 (evict first) to 1: below 1/3 they leave earlier than
         others, from 2/3 on later. Returns how many of them are stored."""
-        value, hinted = share("importance", importance), 0
-        for some in _portions(keys):
-            make = partial(_hint, self.index, some.packed, value)
-            hinted += self.link.ask(make, wire.Counted).blocks
-        return hinted
+        value = share("importance", importance)
+        return self._change(keys, lambda some, id_: wire.Hint(id_, self.index, some.packed, value))
 
     def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
         """Send a hint without an answer."""
@@ -587,19 +582,21 @@ class Space:
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
         """Make these blocks impossible to find, also after a restart of the daemon. Returns how many
         blocks there were. Raises Refused with the code `disk_failed` if the second part is not certain."""
-        forgotten = 0
+
+        def request(some: Keys, id_: int) -> wire.Message:
+            packed, others = _packed(some)
+            return wire.Forget(id_, self.index, packed, *others)
+
+        return self._change(keys, request)
+
+    def _change(
+        self, keys: Keys | Sequence[bytes], request: Callable[[Keys, int], wire.Message]
+    ) -> int:
+        """Send this request for each portion of the keys; return how many blocks they changed."""
+        changed = 0
         for some in _portions(keys):
-            make = partial(_forget, self.index, *_packed(some))
-            forgotten += self.link.ask(make, wire.Counted).blocks
-        return forgotten
-
-
-def _hint(space: int, keys: bytes, importance: float, id_: int) -> wire.Hint:
-    return wire.Hint(id_, space, keys, importance)
-
-
-def _forget(space: int, keys: bytes, others: tuple[bytes, int], id_: int) -> wire.Forget:
-    return wire.Forget(id_, space, keys, *others)
+            changed += self.link.ask(partial(request, some), wire.Counted).blocks
+        return changed
 
 
 def _portions(keys: Keys | Sequence[bytes]) -> Iterator[Keys]:
@@ -749,8 +746,7 @@ def check_threads(threads: int | None) -> None:
         whole("threads", threads, 1, LIMIT_COPY_THREADS)
 
 
-def copy_threads(nbytes: int) -> int:
-    """Return how many threads copy `nbytes` if the caller does not select a number."""
-    if nbytes < LARGE_COPY_BYTES:
-        return 1
-    return min(COPY_THREADS, len(os.sched_getaffinity(0)))
+def copy_threads(nbytes: int, most: int = 2) -> int:
+    """Return how many threads, at most `most`, copy `nbytes`. One core reaches about half of the memory's
+    bandwidth. The threads of a copy run on the cores of the calling thread."""
+    return 1 if nbytes < LARGE_COPY_BYTES else min(most, len(os.sched_getaffinity(0)))

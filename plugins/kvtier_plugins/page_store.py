@@ -23,7 +23,7 @@ from kvtier.client import Client
 from kvtier.errors import SpoiltBlocks
 from kvtier.loading import Lease, Reader
 from kvtier.saving import Saving
-from kvtier.space import Space
+from kvtier.space import Space, copy_threads
 from kvtier.wire import (
     DIGEST_BYTES,
     GRANTED,
@@ -38,7 +38,6 @@ from kvtier_plugins.keeper import TIMEOUT_S, SpaceKeeper
 
 LEASE_MS = 10_000
 SAVE_WAIT_S = 1.0  # of a thread that saves, for the daemon's disk
-LARGE_COPY_BYTES = 8 << 20
 NICE = 10  # of threads that save: the server's own go first
 LOOK_S = 0.005  # another thread may have received the answer
 LIMIT_MOVED = 1024
@@ -339,9 +338,7 @@ class PageStore:
         pages, count = self._cache.pools[pool], len(numbers)
         group, shard = self._groups[pool], self._cache.shard
         part, began = lease.part(group, shard), time.monotonic()
-        threads = 1
-        if count * pages.block_bytes >= LARGE_COPY_BYTES:
-            threads = min(self._options.copy_threads, len(os.sched_getaffinity(0)))
+        threads = copy_threads(count * pages.block_bytes, self._options.copy_threads)
         good = pages.scatter(
             lease.reader(), part.slots[: count * SLOT_BYTES], numbers, threads,
             part.digests[: count * DIGEST_BYTES],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,8 +188,7 @@ class Adapters:
     unknown which content the engine computes with, even if the first content is restored.
     """
 
-    def __init__(self, digest: Callable[[Path], str] = folder_digest) -> None:
-        self._digest = digest
+    def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[tuple[str, int, int], ...]], bytes] = {}
         self._first: dict[Path, bytes] = {}
 
@@ -206,7 +205,7 @@ class Adapters:
             seen = tuple(sorted((name, s.st_mtime_ns, s.st_size) for name, s in stats))
             known = self._known.get((str(folder), seen))
             if known is None:
-                known = self._known[str(folder), seen] = b"lora:" + self._digest(folder).encode()
+                known = self._known[str(folder), seen] = b"lora:" + folder_digest(folder).encode()
         except (OSError, Unsupported):
             return None
         if self._first.setdefault(folder, known) != known:

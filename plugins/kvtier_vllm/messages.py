@@ -159,7 +159,6 @@ class RankReport:
         return _report, ({name: value for name in NAMES if (value := getattr(self, name))},)
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add these counts."""
         for name, count in counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
 

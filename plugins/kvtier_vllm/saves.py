@@ -204,7 +204,6 @@ class Saves:
         return Save(number, writes, save.prompt.options.ttl_s)
 
     def prompt_of(self, save: int) -> Prompt:
-        """The prompt of a pending save."""
         return self._pending[save].prompt
 
     def reported(self, report: RankReport) -> list[int]:

@@ -182,7 +182,6 @@ class Busiest:
 
 
 def added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The sum of both."""
     if not one or not other:
         return one or other
     counts = Counter(one["counts"])

@@ -26,6 +26,7 @@ from kvtier import Keys, KvSpec, KvtierError
 from kvtier.client import Reader
 from kvtier.errors import SpoiltBlocks
 from kvtier.key import KEY_BYTES
+from kvtier.space import copy_threads
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
 from kvtier_vllm.daemon import DaemonSession, Reconnect, use_nearby_cores
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvtier")
 
-LARGE_COPY_BYTES = 8 << 20
 DRAIN_S = 0.5
 LOADS_S, POLL_S = 60.0, 0.002  # how long, and how often, to wait for loads that cannot be cancelled
 # How long an idle step waits for a load. An engine that continues at once takes CPU time from the copying
@@ -81,7 +81,6 @@ class RankState:
     layout: Layout
     options: Options
     rank: int
-    clock: Callable[[], float]
     device: DeviceSide | None
     pieces: list[Pieces]
     shard: int
@@ -191,7 +190,7 @@ class DaemonMappings:
         run = session.reader.daemon_run if session is not None else b""
         state = self._state
         with state.lock:
-            ended_s = state.clock() - state.step_ended
+            ended_s = time.monotonic() - state.step_ended
             if state.within_step or state.pending_loads or ended_s < IDLE_AFTER_S:
                 return
             for old in self.readers.keys() - {run}:
@@ -293,7 +292,7 @@ class RankLoads:
         self, device: DeviceSide, loads: Sequence[LoadOrder], after: Event | None
     ) -> None:
         """Start all loads within this step layer by layer, if that is possible. Never raises."""
-        state, begun = self._state, self._state.clock()
+        state, begun = self._state, time.monotonic()
         readers = [self._mappings.readers.get(load.daemon_run) for load in loads]
         reads = [
             (reader, read)
@@ -405,7 +404,7 @@ class RankLoads:
 
     def _read_directly(self, device: DeviceSide, order: DirectOrder, after: Event | None) -> str:
         """Fill pages with blocks on disk; return why that failed, or an empty text."""
-        state, began = self._state, self._state.clock()
+        state, began = self._state, time.monotonic()
         direct, keys = device.direct, Keys(order.keys, order.parent)
         why = direct.load(keys, order.block_ids, after) if direct is not None else "error"
         with state.lock:
@@ -414,12 +413,12 @@ class RankLoads:
             if not why:
                 nbytes = state.layout.groups[0].block_bytes * len(order.block_ids)
                 state.report.direct_bytes += nbytes
-                state.report.direct_s += state.clock() - began
+                state.report.direct_s += time.monotonic() - began
         return why
 
     def _load(self, load: LoadOrder) -> bool:
         """Copy this rank's shard; return whether every page has its content. Never raises."""
-        started = self._state.clock()
+        started = time.monotonic()
         try:
             why, nbytes = self._copy(load)
         except Exception as error:  # noqa: BLE001  # becomes a cache miss
@@ -432,13 +431,11 @@ class RankLoads:
         reader = self._mappings.readers.get(load.daemon_run)
         if reader is None:
             return "no_daemon", 0
-        # The threads of a copy run on its own thread's cores, and an engine's thread may be bound to one.
-        most = min(state.options.copy_threads, len(os.sched_getaffinity(0)))
         moved = 0
         for read in load.shards[state.shard]:
             pieces = state.pieces[read.group]
             nbytes = pieces.block_bytes * len(read.block_ids)
-            threads = most if nbytes >= LARGE_COPY_BYTES else 1
+            threads = copy_threads(nbytes, state.options.copy_threads)
             if not read.block_ids:
                 continue
             parts = state.layout.groups[read.group].parts
@@ -463,7 +460,7 @@ class RankLoads:
         assert device is not None
         reader = self._mappings.readers.get(load.daemon_run)
         started = DeviceLoad(
-            load, reader, self._state.clock(), "" if reader is not None else "no_daemon"
+            load, reader, time.monotonic(), "" if reader is not None else "no_daemon"
         )
         if reader is not None:
             parts = [group.parts for group in self._state.layout.groups]
@@ -500,7 +497,7 @@ class RankLoads:
     def _count(self, load: LoadOrder, why: str, nbytes: int, started: float) -> bool:
         """Report the end of a copy; return whether it was good."""
         state = self._state
-        ended = state.clock()
+        ended = time.monotonic()
         seconds = 0.0 if load.direct is not None else ended - started
         slots = 0 if why else sum(len(read.slots) for read in load.shards[state.shard])
         blocks = slots // SLOT_BYTES
@@ -568,10 +565,14 @@ class SaveCopy:
         if self._ended is not None and self._started == len(self.save.writes):
             self._ended.set()
 
-    def waits(self, clock: Callable[[], float]) -> Callable[[], bool] | None:
+    def waits(self) -> Callable[[], bool] | None:
         """Whether the save may still wait for the daemon's disk: not when the engine needs its pages. None
         for a fleeting save: a step may wait for it."""
-        return None if self._ended else lambda: not self._cancelled and clock() < self.wait_until
+        return (
+            None
+            if self._ended
+            else lambda: not self._cancelled and time.monotonic() < self.wait_until
+        )
 
     def ended(self) -> None:
         """The save has ended, with or without success."""
@@ -612,7 +613,7 @@ class RankSaves:
         for number in numbers:
             copy = self.pending.get(number)
             if copy is not None:
-                copy.cancel(until - self._state.clock())
+                copy.cancel(until - time.monotonic())
 
     def _run(self) -> None:
         self._state.prepare_thread()
@@ -622,11 +623,11 @@ class RankSaves:
 
     def _save(self, copy: SaveCopy) -> None:
         state = self._state
-        begun = state.clock()
+        begun = time.monotonic()
         counts = self._store(copy)
         copy.ended()
         number, nbytes = copy.save.number, counts["saved_bytes"]
-        ended, blocks = state.clock(), counts["saved"]
+        ended, blocks = time.monotonic(), counts["saved"]
         copied = Copied(number, state.rank, begun, ended, nbytes, nbytes > 0, blocks)
         with state.lock:
             state.report.saved.append(copied)
@@ -646,7 +647,7 @@ class RankSaves:
         if session is None:
             return Counter({"drop:no_daemon": blocks})
         counts: Counter[str] = Counter()
-        copy.wait_until = self._state.clock() + SAVE_WAIT_S
+        copy.wait_until = time.monotonic() + SAVE_WAIT_S
         try:
             for write in copy.save.writes:
                 counts += self._copy(session, write, copy)
@@ -665,7 +666,7 @@ class RankSaves:
         state, keys, ttl_s = self._state, Keys(write.keys, write.parent), copy.save.ttl_s
         # The thread may wait, the engine never does: it cancels a save whose pages it needs.
         with session.space.reserve(
-            keys, write.group, state.shard, wait_s=0, ttl_s=ttl_s, waits=copy.waits(state.clock)
+            keys, write.group, state.shard, wait_s=0, ttl_s=ttl_s, waits=copy.waits()
         ) as saving:
             if saving.slots:
                 if state.device is not None:
@@ -712,14 +713,11 @@ class WorkerSide:
         rank: int,
         pages: Pages,
         arrays: Sequence[Any],
-        clock: Callable[[], float] = time.monotonic,
         device: DeviceSide | None = None,
     ) -> None:
         pieces = [] if device else [_pieces(group, arrays) for group in pages.groups]
         sizes = [group.block_bytes for group in layout.groups]
-        self.state = RankState(
-            layout, options, rank, clock, device, pieces, layout.shards.of(rank), sizes
-        )
+        self.state = RankState(layout, options, rank, device, pieces, layout.shards.of(rank), sizes)
         self.mappings = DaemonMappings(self.state)
         if device is not None and options.layerwise_bytes and len(layout.groups) == 1:
             device.divide(layout.groups[0].pages, options.layerwise_bytes)
@@ -741,7 +739,7 @@ class WorkerSide:
             state.within_step = True
         self._step, state.idle = step.number, step.idle
         self.loads.failed_in_step = False
-        began, self._began = self._began, state.clock()
+        began, self._began = self._began, time.monotonic()
         until = self._began + min(CANCEL_SHARE * (self._began - began), CANCEL_MOST_S)
         self.saves.cancel(step.overwritten, until)
         self.mappings.follow(step)
@@ -757,7 +755,7 @@ class WorkerSide:
         state = self.state
         with state.lock:
             report, state.report = state.report, RankReport()
-            state.within_step, state.step_ended = False, state.clock()
+            state.within_step, state.step_ended = False, time.monotonic()
         report.step = self._step
         for number in report.saves:
             self.saves.pending.pop(number, None)
@@ -769,14 +767,14 @@ class WorkerSide:
     def end_copies(self) -> None:
         """Return when no copy uses the engine's pages, whose memory is about to be discarded: saves have a
         moment to end, then they are cancelled. Raises TimeoutError if a load does not end."""
-        state, began = self.state, self.state.clock()
-        while self.saves.copying() and state.clock() < began + DRAIN_S:
+        state, began = self.state, time.monotonic()
+        while self.saves.copying() and time.monotonic() < began + DRAIN_S:
             time.sleep(POLL_S)
         self.saves.cancel(list(self.saves.pending), 0.0)
         if state.device is not None:
             state.device.wait_for_saves()
         while state.pending_loads:
-            if state.clock() > began + LOADS_S:
+            if time.monotonic() > began + LOADS_S:
                 raise TimeoutError(f"{len(state.pending_loads)} loads still fill pages")
             time.sleep(POLL_S)
 
@@ -785,9 +783,9 @@ class WorkerSide:
         state, threads = self.state, (self.loads.thread, self.saves.thread)
         self.loads.orders.put(None)
         state.tasks.put(None)
-        until = state.clock() + DRAIN_S
+        until = time.monotonic() + DRAIN_S
         for thread in threads:
-            thread.join(max(0.0, until - state.clock()))
+            thread.join(max(0.0, until - time.monotonic()))
         self.saves.cancel(list(self.saves.pending), 0.0)
         if state.device is not None:
             state.device.wait_for_saves()

@@ -133,7 +133,7 @@ class ServedTenant:
         spec = KvSpec.groups(
             [group] * GROUPS, model=identity.space, dtype="bfloat16", block_tokens=16, weights="r"
         )
-        space = self.tenant.catalog.open(space_id(spec, self.tenant.name), spec)
+        space = self.tenant.catalog.spaces.open(space_id(spec, self.tenant.name), spec)
         self.tenant.catalog.spaces.settle(space)
         return space
 

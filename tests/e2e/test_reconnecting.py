@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import Lease, StaleLease, Unavailable, wire
+from kvtier import Keys, Lease, Space, StaleLease, Unavailable, wire
 from kvtier.link import ask_delayed
 from kvtier.space import Changes
 from support.daemons import start_daemon
@@ -220,6 +220,23 @@ def test_a_request_whose_answer_is_delayed_is_sent_again(folder: Path) -> None:
         daemon = start(folder)
         asking.join(WAIT_S)
         assert [one.ready for one in found] == [len(blocks)]
+    daemon.stop()
+
+
+@pytest.mark.parametrize("change", [Space.forget, lambda space, keys: space.hint(keys, 1.0)])
+def test_a_change_reaches_its_space_if_the_next_daemon_numbers_spaces_differently(
+    folder: Path, change: Callable[[Space, Keys], int]
+) -> None:
+    daemon = start_daemon(folder, keep_s=0)
+    with daemon.connect(reconnect_s=WAIT_S, timeout_s=WAIT_S) as client:
+        first = client.open(spec_of("first"))
+        space = client.open(spec_of())
+        keys, number = space.keys(tokens(space, 7, 8)), space.index
+        del first
+        end(daemon, signal.SIGKILL)
+        daemon = start_daemon(folder, keep_s=0)
+        assert change(space, keys) == 0
+        assert space.index != number
     daemon.stop()
 
 

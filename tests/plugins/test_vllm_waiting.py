@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import Keys
+from kvtier import Keys, space
 from kvtier.client import Reader, Saving
 from kvtier.key import KEY_BYTES
 from kvtier.recompute import Recompute
@@ -567,7 +567,7 @@ def test_a_large_copy_uses_at_most_as_many_threads_as_cores(
         return scatter(reader, slots, pieces, pages, threads, *more)
 
     monkeypatch.setattr(Reader, "scatter", seen)
-    monkeypatch.setattr(worker, "LARGE_COPY_BYTES", 1)
+    monkeypatch.setattr(space, "LARGE_COPY_BYTES", 1)
     os.sched_setaffinity(0, {min(all_)})
     try:
         for load in ("sync", "async"):

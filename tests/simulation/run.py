@@ -252,7 +252,7 @@ class Simulation:
         app = self.daemon.app
         sessions = {NOBODY, *(one.id for one in app._server.sessions)}
         for name, tenant in app.tenants.items():
-            reading = tenant.catalog._reading
+            reading = tenant.catalog.reading
             ending = {session for session, _ in reading._left}  # in portions
             holders = {session for lease in reading._of.values() for session in lease.holders}
             holders |= {session for session, _ in tenant.catalog.holds.of}

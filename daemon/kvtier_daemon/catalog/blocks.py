@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import Keys
 from kvtier.wire import CAME, DISK, MEMORY, WENT
 from kvtier_daemon.catalog.admission import Admission
@@ -239,7 +239,7 @@ class BlockTable:
             for ids in taken:
                 self.store.unlease(ids)
             if isinstance(error, ValueError):
-                raise Refused("bad_request", "a key is given twice") from error
+                raise bad_request("a key is given twice") from error
             raise Refused("too_many", "a block is held by too many leases") from error
         for ids in taken:
             self.policy.held(ids)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
-from kvtier.layout import KvSpec
 from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
 from kvtier_daemon.catalog.arrivals import Arrivals
 from kvtier_daemon.catalog.blocks import (
@@ -37,7 +36,7 @@ from kvtier_daemon.catalog.explain import find_reason
 from kvtier_daemon.catalog.holds import Holds
 from kvtier_daemon.catalog.hot import HotCopies
 from kvtier_daemon.catalog.kept_blocks import KeptBlocks
-from kvtier_daemon.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
+from kvtier_daemon.catalog.leases import NO_LEASE, LeaseId, Leases, SessionId
 from kvtier_daemon.catalog.miss_log import NOTES_BYTES, SPOILT, MissLog
 from kvtier_daemon.catalog.pins import PinnedPrefixes
 from kvtier_daemon.catalog.policy import Policy
@@ -177,10 +176,10 @@ class Catalog:
         self._changes = ChangeFeed(store, self.spaces)
         self.blocks = BlockTable(store, policy, self._changes, MissLog(notes_bytes))
         self.leases = Leases()
-        self._reading = ReadLeases(self.blocks, self.leases)
+        self.reading = ReadLeases(self.blocks, self.leases)
         self._writing = WriteLeases(self.blocks, self.spaces, self.leases)
         self.hot = HotCopies(self.blocks, self.leases)
-        self.pins = PinnedPrefixes(self.blocks, self._reading)
+        self.pins = PinnedPrefixes(self.blocks, self.reading)
         self.kept = KeptBlocks(self.blocks, self.spaces, self._writing, self.pins)
         self.holds = Holds(self.blocks)
         self.promotions = Promotions(self.blocks, self.holds)
@@ -200,36 +199,25 @@ class Catalog:
     def counts(self) -> Counts:
         return self._store.counts()
 
-    def open(self, identity: bytes, spec: KvSpec, session: SessionId = NOBODY) -> KnownSpace:
-        """The space of this identity; created at its first use."""
-        return self.spaces.open(identity, spec, session)
-
-    def space(self, number: int) -> KnownSpace:
-        """The space of this number. Numbers are never reused."""
-        return self.spaces.at(number)
-
     # --- reading -------------------------------------------------------------------------------
 
     def match(self, space: KnownSpace, keys: bytes, is_new: bool = True) -> Found:
         """Find the longest prefix that every group can restore, and mark it as used; without `is_new`, the
         request marked it before. `usage.count_lookup` counts the answer."""
         found, held = self.find(space, keys)
-        self._reading.note_use(space, held, keys, is_new)
+        self.reading.note_use(space, held, keys, is_new)
         return found
 
     def find(self, space: KnownSpace, keys: bytes) -> tuple[Found, Sequence[Held]]:
-        """The same without marking: also return the blocks that the caller passes to `note_use`."""
+        """The same without marking: also return the blocks that the caller passes to
+        `reading.note_use`."""
         space.check_keys(keys)
-        ready, coming, held = self._reading.find(space, keys)
+        ready, coming, held = self.reading.find(space, keys)
         return Found(ready, coming), held
-
-    def note_use(self, space: KnownSpace, held: Sequence[Held], keys: bytes, is_new: bool) -> None:
-        """Mark these blocks, which `find` has returned for these keys, as used."""
-        self._reading.note_use(space, held, keys, is_new)
 
     def located(self, space: KnownSpace, keys: bytes) -> Found:
         """Find the same prefix, and mark nothing as used."""
-        ready, coming, _ = self._reading.find(space, keys)
+        ready, coming, _ = self.reading.find(space, keys)
         return Found(ready, coming)
 
     def load(
@@ -246,20 +234,20 @@ class Catalog:
         """Match, and take a lease on the ready blocks. Without a ready block, there is no lease (id 0). The
         client has the blocks before `first` itself: if some of them are on disk, they count as ready."""
         space.check_keys(keys)
-        ready, coming, held = self._reading.find(space, keys)
+        ready, coming, held = self.reading.find(space, keys)
         skipped = first if ready < first < ready + coming else 0
         if first and coming and self.blocks.residency:
             self._note_own(space, keys, min(first, ready + coming), is_new)
         if skipped:
-            self._reading.note_use(space, held, keys, is_new)
-            ready, coming, held = self._reading.find_after(space, keys, skipped)
-        parts = self._reading.slots_of(held, shards)
+            self.reading.note_use(space, held, keys, is_new)
+            ready, coming, held = self.reading.find_after(space, keys, skipped)
+        parts = self.reading.slots_of(held, shards)
         self._policy.now(now)
-        self._reading.note_use(space, held, keys, is_new)
+        self.reading.note_use(space, held, keys, is_new)
         if not held:
             return Found(ready, coming, skipped=skipped)
         deadline = now + min(deadline_s, LIMIT_LEASE_S)
-        lease = self._reading.hold(session, space, held, ready, deadline)
+        lease = self.reading.hold(session, space, held, ready, deadline)
         return Found(ready, coming, lease.id, lease.token, parts, skipped)
 
     def _note_own(self, space: KnownSpace, keys: bytes, first: int, is_new: bool) -> None:
@@ -273,22 +261,14 @@ class Catalog:
 
     def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
         """Join the lease with this token. It lasts until all sessions that joined it have released it."""
-        lease = self._reading.with_token(token)
-        parts = self._reading.slots_of(lease.parts, shards)
-        self._reading.join(session, lease)
+        lease = self.reading.with_token(token)
+        parts = self.reading.slots_of(lease.parts, shards)
+        self.reading.join(session, lease)
         return Found(lease.prefix_blocks, 0, lease.id, lease.token, parts)
-
-    def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
-        """Return these parts of a read lease with the checksums of their blocks."""
-        return self._reading.digests(lease_id, parts)
 
     def with_copies(self, engine: str, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
         """Return these parts of a read lease with the slots of their copies on the engine's GPUs."""
-        return self.hot.with_copies(engine, parts, self._reading.ids_of(lease_id))
-
-    def held(self, session: SessionId, lease_id: LeaseId) -> bytes:
-        """Return the ids of all blocks of this session's read lease; none if the lease has ended."""
-        return self._reading.held(session, lease_id)
+        return self.hot.with_copies(engine, parts, self.reading.ids_of(lease_id))
 
     def release(
         self, session: SessionId, lease_id: LeaseId, warm: int = 0, cold: int = 0, nbytes: int = 0
@@ -298,8 +278,8 @@ class Catalog:
         if lease_id in self._writing.of:
             raise Refused("unknown_lease", f"lease {lease_id} is a write lease, not a read lease")
         if nbytes:
-            self._reading.note_loaded(lease_id)
-        space = self._reading.release(session, lease_id)
+            self.reading.note_loaded(lease_id)
+        space = self.reading.release(session, lease_id)
         if nbytes:
             self.usage.count_used(space, warm, cold, nbytes)
 
@@ -318,9 +298,7 @@ class Catalog:
         space.check_keys(keys)
         space.check_place(group, shard)
         if len(parent) not in (0, KEY_BYTES):
-            raise Refused(
-                "bad_request", f"parent: got {len(parent)} bytes, expected {KEY_BYTES} or none"
-            )
+            raise bad_request(f"parent: got {len(parent)} bytes, expected {KEY_BYTES} or none")
         granted = self._writing.reserve(
             session, space, group, shard, parent, keys, expires_at, waits
         )
@@ -378,10 +356,13 @@ class Catalog:
         """Forget these blocks in memory and on disk: no match finds them from now on. Blocks that are being
         read stay until the read ends."""
         ids = self.blocks.resident(space, keys)
+        self._forget(ids)
+        return len(ids) // ID_BYTES
+
+    def _forget(self, ids: bytes) -> None:
         if ids and self.blocks.forget(ids):
             self.pins.unpin_forgotten()
             self.holds.end_forgotten()
-        return len(ids) // ID_BYTES
 
     def purge(self, space: KnownSpace, keys: bytes, erase: Callable[[bytes, int], None]) -> int:
         """Forget these blocks, as `forget` does. `erase` is called with the slot and the bytes of each block
@@ -402,9 +383,7 @@ class Catalog:
     def forget_spoilt(self, ids: bytes) -> None:
         """Forget these blocks, whose bytes are not those of their saves."""
         keys = self.blocks.store.keys_of(ids)
-        if self.blocks.forget(ids):
-            self.pins.unpin_forgotten()
-            self.holds.end_forgotten()
+        self._forget(ids)
         self.blocks.miss_log.note(keys, SPOILT)
 
     def forget_expired(self, now: float) -> None:
@@ -412,9 +391,7 @@ class Catalog:
         expiring = self.blocks.expiring
         if not expiring.times or expiring.times[0] > now:
             return
-        ids = expiring.take_due(now)
-        if ids and self.blocks.forget(ids):
-            self.pins.unpin_forgotten()
+        self._forget(expiring.take_due(now))
 
     # --- observing -----------------------------------------------------------------------------
 
@@ -423,7 +400,7 @@ class Catalog:
         watch = space.watches.get(session)
         if watch is None:
             if session not in space.users:
-                raise Refused("bad_request", f"space {space.number} is not open in this session")
+                raise bad_request(f"space {space.number} is not open in this session")
             watch = space.watches[session] = SpaceWatch(wake)
             self._changes.update()
         return watch
@@ -446,7 +423,7 @@ class Catalog:
         self._policy.now(now)
         self.holds.expire(now)
         self.blocks.residency.check()
-        return self._reading.expire(now)
+        return self.reading.expire(now)
 
     def end_session(self, session: SessionId, gone: bool) -> bool:
         """End the session's leases: those for reading now or in the next calls of `expire_leases`. Its
@@ -456,7 +433,7 @@ class Catalog:
         leases = self.leases.of(session)
         written = [lease_id for lease_id in leases if lease_id in self._writing.of]
         quarantined = self._writing.end_session(session, written, gone)
-        self._reading.end_session(session, self.leases.of(session))
+        self.reading.end_session(session, self.leases.of(session))
         self.blocks.residency.end_session(session)
         self.holds.end_session(session)
         self.spaces.leave(session)

@@ -16,7 +16,6 @@ WHERE = ("in_memory", "coming", "on_disk", "in_progress", "incomplete")
 def find_reason(
     blocks: BlockTable, spaces: SpaceTable, policy: str, key: bytes, space: KnownSpace | None
 ) -> dict[str, Any]:
-    """Where this block is, or why it is not stored; in this space or in any."""
     searched = [space] if space is not None else list(spaces)
     best: tuple[str, KnownSpace | None] = ("", space)
     for one in searched:

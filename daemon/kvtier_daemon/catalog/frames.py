@@ -71,5 +71,4 @@ class FramedBlocks:
 
 
 def segments_of(frames: bytes) -> set[int]:
-    """The segments of these packed frames."""
     return set(memoryview(frames).cast("I")[SEGMENTS])

@@ -101,7 +101,6 @@ class Holds:
                 self.end(request)
 
     def expire(self, now: float) -> None:
-        """End the expired holds."""
         while self.of and (first := next(iter(self.of.items())))[1].until <= now:
             self.end(first[0])
 

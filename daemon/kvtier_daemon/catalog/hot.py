@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.wire import GRANTED, LEAVING, LIMIT_TOLD_SLOTS, SLOT_BYTES, Part
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.leases import NO_LEASE, LeaseId, Leases, SessionId
@@ -155,7 +155,7 @@ class HotCopies:
         copies of other blocks may be dropped for them. A slot that has another block now is answered with
         LEAVING."""
         if len(slots) % SLOT_BYTES:
-            raise Refused("bad_request", f"slots: {len(slots)} bytes, expected {SLOT_BYTES} each")
+            raise bad_request(f"slots: {len(slots)} bytes, expected {SLOT_BYTES} each")
         self._leases.check(session)
         arena = self._arena_of(session)
         store = self._blocks.store
@@ -191,7 +191,7 @@ class HotCopies:
     def _arena_of(self, session: SessionId) -> HotArena:
         joined = self._joined.get(session)
         if joined is None:
-            raise Refused("bad_request", "this session has joined no GPU: send HotJoin first")
+            raise bad_request("this session has joined no GPU: send HotJoin first")
         arena = self.arenas.get(joined[1])
         if arena is None:
             text = (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_TOLD_SLOTS, SLOT_BYTES, Part, told_slots
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable, DeferredPolicy
@@ -120,7 +120,6 @@ class ReadLeases:
         return first + ready, coming, [held._replace(first=first + held.first) for held in parts]
 
     def slots_of(self, parts: Sequence[Held], shards: Sequence[int]) -> tuple[Part, ...]:
-        """The slots of the blocks of these shards."""
         told: list[Part] = []
         slots, slots_of = 0, self._blocks.store.slots
         for group, shard, first, ids in parts:
@@ -129,10 +128,9 @@ class ReadLeases:
                 if slots <= LIMIT_TOLD_SLOTS:
                     told.append(Part(group, shard, first, slots_of(ids)))
         if slots > LIMIT_TOLD_SLOTS:
-            raise Refused(
-                "bad_request",
+            raise bad_request(
                 f"{slots} slots in one reply, at most {LIMIT_TOLD_SLOTS}: ask "
-                "for fewer shards at once",
+                "for fewer shards at once"
             )
         return tuple(told)
 
@@ -141,9 +139,8 @@ class ReadLeases:
         many, and then ends no lease."""
         slots = sum(len(part.slots) for part in parts) // SLOT_BYTES
         if slots > (most := told_slots(verify=True)):
-            raise Refused(
-                "bad_request",
-                f"{slots} slots with checksums in one reply, at most {most}: ask for fewer blocks or shards",
+            raise bad_request(
+                f"{slots} slots with checksums in one reply, at most {most}: ask for fewer blocks or shards"
             )
         ids = self.ids_of(lease_id)
         checksums = self._blocks.store.checksums

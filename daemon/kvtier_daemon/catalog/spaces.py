@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KINDS, KvSpec
 from kvtier.recompute import predict
 from kvtier.wire import LIMIT_KEYS, LIMIT_LOOKS
-from kvtier_daemon.catalog.leases import SessionId
+from kvtier_daemon.catalog.leases import NOBODY, SessionId
 from kvtier_kernels import Store
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ class KnownSpace:
                 f"keys: got {len(keys)} bytes, expected at most {LIMIT_KEYS} keys of "
                 f"{KEY_BYTES} bytes each"
             )
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         looks = blocks * self.places
         text = f"{looks} keys times groups times shards, at most {LIMIT_LOOKS}: split the request"
-        raise Refused("bad_request", text)
+        raise bad_request(text)
 
     def check_place(self, group: int, shard: int) -> None:
         groups = self.spec.cache_groups
         if not (0 <= group < len(groups) and 0 <= shard < groups[group].shards):
-            raise Refused("bad_request", f"the space has no group {group}, shard {shard}")
+            raise bad_request(f"the space has no group {group}, shard {shard}")
 
 
 class SpaceTable:
@@ -94,7 +94,7 @@ class SpaceTable:
     def __iter__(self) -> Iterator[KnownSpace]:
         return iter(self._of.values())
 
-    def open(self, identity: bytes, spec: KvSpec, session: SessionId) -> KnownSpace:
+    def open(self, identity: bytes, spec: KvSpec, session: SessionId = NOBODY) -> KnownSpace:
         """The space of this identity; created at its first use. It replaces a space that was restored at the
         start with the same identity and another description."""
         space = self._by_identity.get(identity)
@@ -118,6 +118,7 @@ class SpaceTable:
         return space
 
     def at(self, number: int) -> KnownSpace:
+        """The space of this number. Numbers are never reused."""
         space = self._of.get(number)
         if space is None:
             text = (

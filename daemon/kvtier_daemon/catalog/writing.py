@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, GRANTED, NO_ROOM, PRESENT, WRITING
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable, last_first
@@ -85,7 +85,7 @@ class WriteLeases:
         try:
             return bytearray(self._blocks.store.probe(space.index, group, shard, keys))
         except ValueError as error:
-            raise Refused("bad_request", str(error)) from error
+            raise bad_request(str(error)) from error
 
     def _take(
         self,
@@ -125,15 +125,11 @@ class WriteLeases:
         lease = self._lease_of(session, lease_id)
         total = len(lease.pending)
         if not (0 <= first < total and 0 < count <= total - first):
-            raise Refused(
-                "bad_request", f"blocks {first}+{count} exceed the lease's {total} blocks"
-            )
+            raise bad_request(f"blocks {first}+{count} exceed the lease's {total} blocks")
         if lease.pending.count(1, first, first + count) != count:
-            raise Refused("bad_request", f"blocks {first}+{count}: some are committed already")
+            raise bad_request(f"blocks {first}+{count}: some are committed already")
         if len(checksums) not in (0, count * DIGEST_BYTES):
-            raise Refused(
-                "bad_request", f"checksums: got {len(checksums)} bytes for {count} blocks"
-            )
+            raise bad_request(f"checksums: got {len(checksums)} bytes for {count} blocks")
         ids = lease.ids[first * ID_BYTES : (first + count) * ID_BYTES]
         self._blocks.commit(ids, checksums, is_new=lease.group == lease.shard == 0)
         if lease.expires_at < math.inf:

@@ -77,7 +77,6 @@ class Commands(TyperGroup):
 
 
 def loaded(name: str) -> Any:
-    """Return the command of this name."""
     module = import_module(f"kvtier_daemon.cli.{name.replace('-', '_')}")
     found = getattr(module, "app", None)
     if found is None:

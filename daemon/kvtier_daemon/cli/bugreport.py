@@ -110,7 +110,6 @@ def _where(socket: Path | None, config: Path | None) -> Path | None:
 
 
 def _in_force(socket: Path | None, config: Path | None, names: Redactor) -> str:
-    """Return the values in force."""
     from kvtier.errors import KvtierError
     from kvtier_daemon.cli.config import ask_daemon
     from kvtier_daemon.tools import bug_report

@@ -102,7 +102,7 @@ def diff(json: Json = False, socket: Socket = None) -> None:
 
 def ask_daemon(socket: Path | None, order: str) -> dict[str, Any]:
     """Return the daemon's answer about its settings."""
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
 
     with connected(socket, "config") as client:
         return client.settings(order)

@@ -121,7 +121,7 @@ def _in_force(
 
 def _stats(socket: Path | None) -> tuple[Mapping[str, Any] | None, str]:
     from kvtier.errors import KvtierError
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
 
     try:
         with connected(socket, "doctor") as client:

@@ -55,7 +55,7 @@ def explain(
     socket: Socket = None,
 ) -> None:
     """Show why a lookup hit or missed, or where blocks are. Exits with 3 if no daemon answers."""
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
 
     lookup, keys = _parsed(what or [])
     with connected(socket, "explain") as client:

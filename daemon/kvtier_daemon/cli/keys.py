@@ -27,7 +27,7 @@ def keys(
 ) -> None:
     """List the spaces and what they hold, or the keys of one. Exits with 3 if no daemon answers."""
     from kvtier_daemon.cli import listing
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
 
     found: list[Block] = []
     with connected(socket, "keys") as client:

@@ -39,7 +39,7 @@ def monitor(
     """
     from json import dumps
 
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
 
     terms = [text for each in wanted or [] for text in each.split(",")]
     kinds = [text for text in terms if "=" not in text]

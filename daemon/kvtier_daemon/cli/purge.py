@@ -34,7 +34,7 @@ def purge(
     docs/security.md describes which copies a disk may keep.
     """
     from kvtier_daemon.cli import listing
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
 
     if everything + bool(space or tenant) != 1:
         raise typer.BadParameter("choose what to purge: --space, --tenant or --all")

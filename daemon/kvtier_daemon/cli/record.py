@@ -28,8 +28,8 @@ def record(
     traces/ of its state directory. Only for root and the daemon's user.
     """
 
+    from kvtier_daemon.cli.connecting import connected
     from kvtier_daemon.cli.flags import amount
-    from kvtier_daemon.cli.status import connected
 
     limit = amount("--size", size)
     if order == "start" and limit < 1:

@@ -42,7 +42,7 @@ def tier(
     daemon's user.
     """
 
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
 
     with connected(socket, "tier") as client:
         told = client.tier(name, order)

@@ -53,7 +53,7 @@ def _look(path: Path) -> Moment:
     import msgspec
 
     from kvtier import wire
-    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.connecting import connected
     from kvtier_daemon.cli.top_views import Moment
 
     with connected(path, "top") as client:

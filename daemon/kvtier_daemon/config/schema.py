@@ -225,7 +225,6 @@ _SECTIONS = frozenset(key for key, below in _SCHEMA.keys.items() if isinstance(b
 
 
 def dotted_keys() -> Iterator[str]:
-    """Yield all dotted keys; NAME stands for a name that users choose."""
     return _SCHEMA.dotted_keys()
 
 
@@ -294,30 +293,23 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
     remote = _settled_remote(parsed, place)
     http = _settled_http(parsed, place)
 
-    warm = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("warm",)}
-    top = {path[0]: value for path, (value, _) in parsed.items() if path[0] not in _SECTIONS}
-    if "history" in top:
-        top["history_bytes"] = top.pop("history")
-    audit = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("audit",)}
-    hot = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("hot",)}
-    for name, _ in hot.get("sizes", ()):
+    hot = HotConfig(**_given(parsed, HotConfig, "hot"))
+    for name, _ in hot.sizes:
         if name not in tenants:
             what = f"{name!r} is not a tenant; the tenants are {', '.join(tenants)}"
             raise unfit(("hot", "sizes"), parsed[("hot", "sizes")][1].place, what)
-    warm.pop("size")
-    warm.pop("extent", None)
-    warm["compressed_bytes"] = warm.pop("compressed", 0)
-    if warm["compressed_bytes"] and cold is None:
+    warm = _given(parsed, WarmConfig, "warm") | {"extent_bytes": extent_bytes}
+    if warm.get("compressed_bytes") and cold is None:
         what = "needs [cold]: blocks that leave compressed memory must be on a disk"
         raise unfit(("warm", "compressed"), parsed["warm", "compressed"][1].place, what)
     config = Config(
-        **top,
-        warm=WarmConfig(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
+        **{name: one for name, one in _given(parsed, Config).items() if name not in _SECTIONS},
+        warm=WarmConfig(**warm),
         cold=cold,
         remote=remote,
-        hot=HotConfig(**hot),
+        hot=hot,
         http=http,
-        audit=AuditConfig(**audit),
+        audit=AuditConfig(**_given(parsed, AuditConfig, "audit")),
         tenants=tenants,
     )
     named = {name: f"tenants.{name}." for name in tenants}
@@ -329,6 +321,12 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
         prefix + key for prefix in named.values() for key in (*USERS, *BUDGETS, *PERMITS, "quota")
     ]
     return LoadedConfig(config, {key: origins.get(key, "default") for key in every})
+
+
+def _given(parsed: _Parsed, struct: type[msgspec.Struct], *section: str) -> dict[str, Any]:
+    """Return the values of this section that were given, by the names of the struct's fields."""
+    names = {field.encode_name: field.name for field in msgspec.structs.fields(struct)}
+    return {names[path[-1]]: value for path, (value, _) in parsed.items() if path[:-1] == section}
 
 
 USERS: Final = ("uids", "writers", "readers")  # the keys of a tenant that list users
@@ -394,35 +392,29 @@ def _of(amount: int, whole: int) -> str:
 
 def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> ColdConfig | None:
     """Return the cold tier, or None. Every tenant has its own segments in each directory."""
-    said = {path[1]: pair for path, pair in parsed.items() if path[:-1] == ("cold",)}
-    if not said:
+    given = _given(parsed, ColdConfig, "cold")
+    if not given:
         return None
     for key, example in (("directories", '["/var/lib/kvtier/cold"]'), ("size", '"2TiB"')):
-        if key not in said:
+        if ("cold", key) not in parsed:
             raise ConfigError(
                 f"{place}cold.{key}: is not set; write {key} = {example} under [cold]"
             )
-    values_said = {key: value for key, (value, _) in said.items()}
-    size, directories = values_said.pop("size"), values_said.pop("directories")
-    smallest = int(size / len(directories) * least_share)
-    segment = values_said.pop("segment", None)
-    renamed = {"daily_writes": "daily_bytes", "scrub": "scrub_bytes"}
-    amounts = {renamed[key]: values_said.pop(key) for key in renamed if key in values_said}
-    if segment is None:
-        segment = max(MIB, whole_pages(min(GIB, size // 64, smallest // 8)))
-    if segment > size // 64 and "segment" in said:
+    size = given["size_bytes"]
+    smallest = int(size / len(given["directories"]) * least_share)
+    usual = max(MIB, whole_pages(min(GIB, size // 64, smallest // 8)))
+    segment = given.setdefault("segment_bytes", usual)
+    if segment > size // 64 and ("cold", "segment") in parsed:
         what = f"{format_bytes(segment)} is more than 1/64 of cold.size {format_bytes(size)}"
-        raise unfit(("cold", "segment"), said["segment"][1].place, what)
+        raise unfit(("cold", "segment"), parsed["cold", "segment"][1].place, what)
     if smallest < LEAST_SEGMENTS * segment:
         what = (
             f"{format_bytes(size)} is too little: the smallest tenant would have "
             f"{format_bytes(smallest)} in a directory, but needs {LEAST_SEGMENTS} segments of "
             f"{format_bytes(segment)}"
         )
-        raise unfit(("cold", "size"), said["size"][1].place, what)
-    return ColdConfig(
-        directories=directories, size_bytes=size, segment_bytes=segment, **amounts, **values_said
-    )  # fmt: skip
+        raise unfit(("cold", "size"), parsed["cold", "size"][1].place, what)
+    return ColdConfig(**given)
 
 
 _BUCKET: Final = frozenset({"bucket", "endpoint", "region", "credentials", "reshard"})
@@ -431,38 +423,38 @@ _POOL: Final = frozenset({"protocol", "devices", "metadata", "host", "segment"})
 
 def _settled_remote(parsed: _Parsed, place: str) -> RemoteConfig | None:
     """Return the remote tier, or None."""
-    said = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("remote",)}
-    if not said:
+    given = _given(parsed, RemoteConfig, "remote")
+    if not given:
         return None
-    if "bucket" not in said and "url" not in said:
+    if "bucket" not in given and "url" not in given:
         raise ConfigError(
             f'{place}remote.bucket: is not set; write bucket = "kvtier-blocks" under [remote], or '
             'url = "mooncake://HOST:50051"'
         )
-    other, why = (_BUCKET, "remote.url") if "url" in said else (_POOL, "remote.bucket")
-    for key in said.keys() & other:
-        what = f"cannot be used with {why}; remove one of them"
-        raise unfit(("remote", key), parsed["remote", key][1].place, what)
-    renamed = {"buffer": "buffer_bytes", "known": "known_bytes", "segment": "segment_bytes"}
-    return RemoteConfig(**{renamed.get(key, key): value for key, value in said.items()})
+    other, why = (_BUCKET, "remote.url") if "url" in given else (_POOL, "remote.bucket")
+    for key in other:
+        if ("remote", key) in parsed:
+            what = f"cannot be used with {why}; remove one of them"
+            raise unfit(("remote", key), parsed["remote", key][1].place, what)
+    return RemoteConfig(**given)
 
 
 def _settled_http(parsed: _Parsed, place: str) -> HttpConfig | None:
     """Return the HTTP server, or None. It listens beyond this machine only if that is configured."""
-    said = {path[1]: pair for path, pair in parsed.items() if path[:-1] == ("http",)}
-    if not said:
+    given = _given(parsed, HttpConfig, "http")
+    if not given:
         return None
-    if "listen" not in said:
+    if "listen" not in given:
         example = 'write listen = "127.0.0.1:9410" under [http]'
         raise ConfigError(f"{place}http.listen: is not set; {example}")
-    http = HttpConfig(**{key: value for key, (value, _) in said.items()})
+    http = HttpConfig(**given)
     if not ip_address(http.listen[0]).is_loopback and not http.allow_remote:
         what = (
             f"{http.listen[0]} can be reached from other machines, and any client that reaches "
             f"it can read the figures of all tenants; write 127.0.0.1:{http.listen[1]}, or add "
             "allow_remote = true if that is intended"
         )
-        raise unfit(("http", "listen"), said["listen"][1].place, what)
+        raise unfit(("http", "listen"), parsed["http", "listen"][1].place, what)
     return http
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.tenant import Tenant
 
@@ -71,9 +71,8 @@ class EventFeed:
     ) -> Watcher:
         """Keep events for this session until it takes them, up to a limit."""
         if unknown := sorted(set(kinds) - set(KINDS)):
-            raise Refused(
-                "bad_request",
-                f"unknown kind of event {unknown[0]!r}; known kinds: {', '.join(KINDS)}",
+            raise bad_request(
+                f"unknown kind of event {unknown[0]!r}; known kinds: {', '.join(KINDS)}"
             )
         watcher = self._watchers.get(session)
         if watcher is None:

@@ -93,32 +93,29 @@ def families(figures: Figures) -> Iterable[Family]:
 # --- where they are -------------------------------------------------------------------------------
 
 
-def _warm(figures: Figures) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = figures["tiers"]["warm"]
-    return found
+def _part(*path: str) -> Callable[[Figures], Figures]:
+    """Read the figures of a part of the daemon; empty without it, so that its metrics are zero."""
+
+    def read(figures: Figures) -> Figures:
+        for name in path:
+            figures = figures.get(name) or {}
+        return figures
+
+    return read
 
 
-def _resident(figures: Figures) -> Mapping[str, int]:
-    """Return the figures of the blocks that engines hold in their own caches."""
-    found: Mapping[str, int] = figures["hot"]["resident"]
-    return found
+_warm = _part("tiers", "warm")
+_compressed = _part("tiers", "warm", "compressed")
+_cold = _part("tiers", "cold")
+_coding = _part("tiers", "cold", "coding")
+_scrub = _part("tiers", "cold", "scrub")
+_remote = _part("tiers", "remote")
+_resident = _part("hot", "resident")  # of the blocks that engines hold in their own caches
+_copies = _part("hot", "arena")  # of the copies in the memory of GPUs
 
 
-def _cold(figures: Figures) -> Mapping[str, Any]:
-    """Return the figures of the cold tier; empty without one, so that its metrics are zero."""
-    found: Mapping[str, Any] = figures["tiers"].get("cold", {})
-    return found
-
-
-def _remote(figures: Figures) -> Mapping[str, Any]:
-    """Return the figures of the remote tier; empty without one, so that its metrics are zero."""
-    found: Mapping[str, Any] = figures["tiers"].get("remote", {})
-    return found
-
-
-def _of_copies(name: str) -> Read:
-    """Read a figure of the copies in the memory of GPUs; zero without any."""
-    return lambda figures: figures.get("hot", {}).get("arena", {}).get(name, 0)
+def _of(part: Callable[[Figures], Figures], name: str) -> Read:
+    return lambda figures: part(figures).get(name, 0)
 
 
 def lookups(figures: Figures) -> int:
@@ -157,31 +154,11 @@ def routes(figures: Figures) -> dict[str, int]:
     }
 
 
-def _scrub(figures: Figures) -> Mapping[str, Any]:
-    return _cold(figures).get("scrub") or {}
-
-
 def _of_tenants(name: str) -> Read:
     def read(figures: Figures) -> dict[str, int]:
         return {tenant: of[name] for tenant, of in figures["tenants"].items()}
 
     return read
-
-
-def _of_compressed(name: str) -> Read:
-    return lambda figures: _warm(figures)["compressed"][name]
-
-
-def _of_cold(name: str) -> Read:
-    return lambda figures: _cold(figures).get(name, 0)
-
-
-def _of_remote(name: str) -> Read:
-    return lambda figures: _remote(figures).get(name, 0)
-
-
-def _of_coding(name: str) -> Read:
-    return lambda figures: _cold(figures).get("coding", {}).get(name, 0)
 
 
 # --- what they are --------------------------------------------------------------------------------
@@ -225,25 +202,25 @@ SERIES: Final[tuple[Metric, ...]] = (
            "reason; demoted blocks are on disk.", lambda f: f["evicted_blocks"], "reason", WHY_EVICTED),
     # Compressed memory.
     Metric("kvtier_compressed_capacity_bytes", "gauge", "Configured size of compressed memory.",
-           _of_compressed("capacity_bytes")),
-    Metric("kvtier_compressed_bytes", "gauge", "Compressed memory in use.", _of_compressed("used_bytes")),
+           _of(_compressed, "capacity_bytes")),
+    Metric("kvtier_compressed_bytes", "gauge", "Compressed memory in use.", _of(_compressed, "used_bytes")),
     Metric("kvtier_compressed_block_bytes", "gauge", "Size that the blocks that are only in compressed "
-           "memory have in slots.", _of_compressed("block_bytes")),
+           "memory have in slots.", _of(_compressed, "block_bytes")),
     Metric("kvtier_compressed_blocks", "gauge", "Blocks in compressed memory; some have a slot too.",
-           _of_compressed("blocks")),
+           _of(_compressed, "blocks")),
     Metric("kvtier_compressed_effective_ratio", "gauge", "Bytes of blocks per byte of slots and compressed "
-           "memory.", _of_compressed("effective")),
+           "memory.", _of(_compressed, "effective")),
     Metric("kvtier_compressed_events", "counter", "Blocks that were compressed, read, found to be damaged, "
            "dropped for others, or not worth their memory.",
-           lambda f: {name: _of_compressed(name)(f) for name in COMPRESSED_EVENTS}, "event",
+           lambda f: {name: _compressed(f)[name] for name in COMPRESSED_EVENTS}, "event",
            COMPRESSED_EVENTS),
     # What engines hold in their own caches.
     Metric("kvtier_hot_resident_blocks", "gauge", "Blocks that engines hold in their own caches, as their "
            "plugins report it; a block counts for each engine, group and shard.",
-           lambda f: _resident(f)["blocks"]),
-    Metric("kvtier_hot_resident_bytes", "gauge", "Their size.", lambda f: _resident(f)["bytes"]),
+           _of(_resident, "blocks")),
+    Metric("kvtier_hot_resident_bytes", "gauge", "Their size.", _of(_resident, "bytes")),
     Metric("kvtier_hot_away_blocks", "gauge", "Blocks that left memory because an engine holds them and the "
-           "disk has them.", lambda f: _resident(f)["away_blocks"]),
+           "disk has them.", _of(_resident, "away_blocks")),
     Metric("kvtier_hot_resident_moves", "counter", "Blocks that entered and left engines' caches; refused "
            "means that the daemon does not note them, evicted that a block left memory because an engine "
            "holds it, returned that it was read back because the engine dropped it.",
@@ -268,10 +245,10 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_waiting_lookups", "gauge", "Lookups that wait for blocks on disk.",
            lambda f: f["waiting_lookups"]),
     Metric("kvtier_reading_blocks", "gauge", "Blocks requested from the disks and not yet read.",
-           _of_cold("reading")),
+           _of(_cold, "reading")),
     Metric("kvtier_writing_blocks", "gauge", "Blocks that are being written to the disks.",
-           _of_cold("writing")),
-    Metric("kvtier_leaving_segments", "gauge", "Segments that are being freed.", _of_cold("leaving")),
+           _of(_cold, "writing")),
+    Metric("kvtier_leaving_segments", "gauge", "Segments that are being freed.", _of(_cold, "leaving")),
     Metric("kvtier_engines", "gauge", "Connected engines: one for all processes of a vLLM engine, and "
            "one for each other client with an open space.", lambda f: f["engines"]),
     Metric("kvtier_sessions", "gauge", "Clients with an open space: of a vLLM engine, its scheduler and"
@@ -293,7 +270,7 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: int(_cold(f).get("on", False))),
     Metric("kvtier_cold_given_up", "gauge", "1 if a part of the cold tier is off until a restart.",
            lambda f: int(_cold(f).get("given_up", False))),
-    Metric("kvtier_cold_faults", "counter", "Errors and timeouts of the disks.", _of_cold("faults")),
+    Metric("kvtier_cold_faults", "counter", "Errors and timeouts of the disks.", _of(_cold, "faults")),
     Metric("kvtier_cold_frames", "counter", "Blocks written to and read from the disks, by outcome: "
            "loaded means that a client used a block that was read, not_read that the read was cancelled, "
            "failed or was too late, spoilt that the frame is damaged, unknown_key that it is encrypted with "
@@ -303,40 +280,40 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_cold_loads", "counter", "Requests for blocks on disk, by decision.",
            lambda f: _cold(f).get("loads", {}), "verdict", WHY),
     Metric("kvtier_cold_unasked_blocks", "gauge", "Blocks found on disk at the start that no request "
-           "can find, because cold.codecs now stores their models differently.", _of_cold("unasked")),
+           "can find, because cold.codecs now stores their models differently.", _of(_cold, "unasked")),
     Metric("kvtier_cold_unwritten_blocks", "counter", "Blocks evicted before they were on a disk, by "
            "reason.",
            lambda f: _cold(f).get("unwritten", {}), "reason", UNWRITTEN),
     Metric("kvtier_cold_unread_blocks", "counter", "Blocks whose read failed or was cancelled.",
            lambda f: sum(_cold(f).get("not_read", {}).values())),
     Metric("kvtier_cold_day_bytes", "gauge", "Bytes written to the disks in the last 24 hours.",
-           _of_cold("day_bytes")),
+           _of(_cold, "day_bytes")),
     Metric("kvtier_cold_day_limit_bytes", "gauge", "Limit for the last 24 hours (cold.daily_writes); 0 "
            "means no limit.",
-           _of_cold("day_limit_bytes")),
+           _of(_cold, "day_limit_bytes")),
     # Copies in the memory of GPUs.
     Metric("kvtier_hot_copies_capacity_bytes", "gauge", "Memory of GPUs that holders have given to tenants.",
-           _of_copies("capacity_bytes")),
+           _of(_copies, "capacity_bytes")),
     Metric("kvtier_hot_copies_bytes", "gauge", "The part of it that copies occupy.",
-           _of_copies("used_bytes")),
+           _of(_copies, "used_bytes")),
     Metric("kvtier_hot_copies_blocks", "gauge", "Copies of blocks in it, by state; quarantined copies are "
            "part of those that are written: their writers are gone or disconnected.",
-           lambda f: {state: _of_copies(name)(f) for state, name in COPY_STATES.items()}, "state",
+           lambda f: {state: _copies(f).get(name, 0) for state, name in COPY_STATES.items()}, "state",
            tuple(COPY_STATES)),
     Metric("kvtier_hot_copies_saves", "counter", "Blocks for which an engine asked for a copy, by outcome: "
            "refused means that there was no room, or a copy already, or no block any longer.",
-           lambda f: _of_copies("counts")(f) or {}, "outcome", COPY_OUTCOMES),
+           lambda f: _copies(f).get("counts", {}), "outcome", COPY_OUTCOMES),
     Metric("kvtier_hot_copies_loads", "counter", "Blocks of loads by engines that use such memory: found if "
            "they had a copy, absent if not.",
-           lambda f: {name: _of_copies(name)(f) for name in COPY_LOADS}, "copy", COPY_LOADS),
+           lambda f: {name: _copies(f).get(name, 0) for name in COPY_LOADS}, "copy", COPY_LOADS),
     Metric("kvtier_hot_copies_evicted", "counter", "Copies that were dropped to make room for others.",
-           _of_copies("evicted")),
+           _of(_copies, "evicted")),
     # The remote tier.
     Metric("kvtier_remote_on", "gauge", "1 if the remote store is used; 0 if it does not answer, or if there "
            "is none.", lambda f: int(_remote(f).get("on", False))),
-    Metric("kvtier_remote_faults", "counter", "Failed requests to the remote store.", _of_remote("faults")),
+    Metric("kvtier_remote_faults", "counter", "Failed requests to the remote store.", _of(_remote, "faults")),
     Metric("kvtier_remote_restarts", "counter", "How often the process that talks to the remote store was "
-           "replaced because it or the store failed.", _of_remote("restarts")),
+           "replaced because it or the store failed.", _of(_remote, "restarts")),
     Metric("kvtier_remote_blocks", "counter", "Blocks written to and read from the remote store, by outcome: "
            "dropped means that too many blocks waited to be written, archived that a block was written "
            "before its place on disk was reused, not_archived that it waited for that when its place was "
@@ -351,25 +328,25 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_remote_loads", "counter", "Requests for blocks in the remote store, by decision.",
            lambda f: _remote(f).get("loads", {}), "verdict", WHY),
     Metric("kvtier_remote_queued", "gauge", "Blocks and prefixes that wait to be written.",
-           _of_remote("queued")),
+           _of(_remote, "queued")),
     Metric("kvtier_remote_known_objects", "gauge", "Objects that are known to exist, or to have been absent "
-           "lately.", _of_remote("known_objects")),
+           "lately.", _of(_remote, "known_objects")),
     Metric("kvtier_remote_latency_seconds", "gauge", "Time until the first byte of an object arrives, on "
-           "average.", _of_remote("latency_s")),
+           "average.", _of(_remote, "latency_s")),
     Metric("kvtier_coding_failures", "counter", "Blocks that could not be encoded or decoded.",
-           _of_coding("failures")),
+           _of(_coding, "failures")),
     Metric("kvtier_staged_bytes", "gauge", "Memory in use for encoded blocks that wait to be written.",
-           _of_coding("staged_bytes")),
+           _of(_coding, "staged_bytes")),
     Metric("kvtier_staged_limit_bytes", "gauge", "Limit on the memory for encoded blocks.",
-           _of_coding("staged_limit_bytes")),
+           _of(_coding, "staged_limit_bytes")),
     Metric("kvtier_staging_waits", "counter", "How often blocks had to wait for this memory.",
-           _of_coding("waited")),
+           _of(_coding, "waited")),
     Metric("kvtier_staging_refusals", "counter",
-           "How often blocks got none of this memory and were written unencoded.", _of_coding("refused")),
+           "How often blocks got none of this memory and were written unencoded.", _of(_coding, "refused")),
     Metric("kvtier_scrub_frames", "counter", "Frames that the scrub has read.",
-           lambda f: _scrub(f).get("frames", 0)),
+           _of(_scrub, "frames")),
     Metric("kvtier_scrub_damaged_frames", "counter", "Damaged frames that the scrub has found.",
-           lambda f: _scrub(f).get("damaged", 0)),
+           _of(_scrub, "damaged")),
     Metric("kvtier_scrub_round_seconds", "gauge", "Duration of the last scrub of all segments; 0 before"
            " the first one has ended.",
            lambda f: _scrub(f).get("last_round_s") or 0),

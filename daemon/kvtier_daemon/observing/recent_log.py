@@ -19,7 +19,6 @@ class RecentLog(logging.Handler):
         self.lines: deque[str] = deque(maxlen=KEPT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep this record."""
         try:
             self.lines.append(self.format(record)[:LINE_CHARS])
         except (TypeError, ValueError):

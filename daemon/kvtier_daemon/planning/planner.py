@@ -306,7 +306,6 @@ class Planner:
         return name in self._requests or name in self._declined
 
     def is_waiting(self, name: Hashable) -> bool:
-        """Whether this request waits."""
         return name in self._requests
 
     def ended(self, block: Hashable, good: bool) -> list[Hashable]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_OTHERS
 from kvtier_daemon.catalog import SessionId
@@ -111,10 +111,6 @@ def others_of(
         text = (
             f"other keys: {len(others)} bytes for {request.other_blocks} blocks under each secret"
         )
-        raise Refused("bad_request", text)
+        raise bad_request(text)
     chains = [others[at : at + each] for at in range(0, len(others), each)]
     return chains if len(chains) == len(tenant.accepted) else []  # not those of an earlier start
-
-
-def need_id() -> Refused:
-    return Refused("bad_request", "this request needs an id, as its answer must be read")

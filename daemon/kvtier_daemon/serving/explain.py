@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from kvtier.errors import Refused
+from kvtier.errors import bad_request
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.explain import WHERE
@@ -26,12 +26,12 @@ def explain(
 
     @cache
     def requestable(space: int) -> bool:
-        return tenant.can_open(catalog.space(space))
+        return tenant.can_open(catalog.spaces.at(space))
 
     if number:
         lookup = catalog.lookups.numbered(number)
         if lookup is None:
-            raise Refused("bad_request", f"lookup {number} is not among the last lookups")
+            raise bad_request(f"lookup {number} is not among the last lookups")
         body: dict[str, Any] = {"lookup": _described(lookup, now, digits)}
         if lookup.missing:
             missing = _explained(tenant, requestable, lookup.missing, lookup.space)
@@ -40,11 +40,9 @@ def explain(
     if not keys:
         return {"lookups": [_described(one, now, digits) for one in catalog.lookups.last(LAST)]}
     if len(keys) % KEY_BYTES:
-        raise Refused(
-            "bad_request", f"keys: got {len(keys)} bytes, expected keys of {KEY_BYTES} bytes each"
-        )
+        raise bad_request(f"keys: got {len(keys)} bytes, expected keys of {KEY_BYTES} bytes each")
     if len(keys) // KEY_BYTES * max(1, len(catalog.spaces)) > LIMIT_EXPLAINED:
-        raise Refused("bad_request", "too many keys: split the request")
+        raise bad_request("too many keys: split the request")
     each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
     return {"keys": [_explained(tenant, requestable, key, None) for key in each]}
 
@@ -65,7 +63,7 @@ def _explained(
                 found |= {"why": "in_remote", "space": one.number}
     for near in found.get("near", ()):
         if space is not None and not near["differs"]:  # they differ only in the loss of the codec
-            theirs = tenant.stored(tenant.catalog.space(near["space"]))
+            theirs = tenant.stored(tenant.catalog.spaces.at(near["space"]))
             near["differs"] = {"cold.codecs": {"here": tenant.stored(space), "there": theirs}}
     return found
 

@@ -6,15 +6,16 @@ A client may use them for its own tenant; root and the daemon's user for any ten
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_LISTED, LISTED
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.base import Purges, forget_in
+from kvtier_daemon.tiers.base import forget_in
 from kvtier_daemon.tiers.slot_eraser import SlotEraser
 
 LOOK_RECORDS: Final = 65_536  # in one portion
@@ -85,8 +86,8 @@ def listed(
     """Some of the blocks of a space. A client that is not privileged gets only the first bytes of each key.
     They identify a block, and do not allow to load it: the key of a salted block must stay secret."""
     if not 0 < limit <= LIMIT_LISTED:
-        raise Refused("bad_request", f"limit is {limit}, it must be 1 to {LIMIT_LISTED}")
-    found = tenant.catalog.space(space)
+        raise bad_request(f"limit is {limit}, it must be 1 to {LIMIT_LISTED}")
+    found = tenant.catalog.spaces.at(space)
     after, rows = _rows(tenant, found, _checked(first), limit)
     if not privileged:
         shown, hidden = KEY_AT + SHOWN_BYTES, bytes(KEY_BYTES - SHOWN_BYTES)
@@ -102,7 +103,7 @@ def purge(
     were forgotten, and whether `done` will be called with the failure, or an empty text. For the last portion
     it is called when all of the purge is durable."""
     check_recovered(tenant)
-    found = tenant.catalog.space(space)
+    found = tenant.catalog.spaces.at(space)
     groups = zip(found.block_bytes, found.spec.cache_groups, strict=True)
     key_bytes = sum(nbytes * group.shards for nbytes, group in groups)
     limit = min(PURGE_BLOCKS, max(1, ERASED_BYTES // key_bytes))
@@ -112,10 +113,10 @@ def purge(
     eraser = SlotEraser(tenant.name, tenant.extents)
     blocks = tenant.catalog.purge(found, keys, eraser.erase)
     # Requests want blocks also during the purge.
-    shared = tenant.shared if first and after else Purges(tenant.shared)
+    shared = tenant.shared.forget if first and after else tenant.shared.purge
     # A tier below memory makes all portions durable at once.
-    parts = (shared,) if after else (tenant.tier.forgets, shared)
-    waits = forget_in(parts, found, keys, done)
+    tiers = (shared,) if after else (tenant.tier.forgets.forget, shared)
+    waits = forget_in([partial(forget, found, keys) for forget in tiers], done)
     return after, blocks, waits
 
 
@@ -135,5 +136,5 @@ def _rows(tenant: Tenant, space: KnownSpace, first: int, limit: int) -> tuple[in
 
 def _checked(first: int) -> int:
     if not 0 <= first < 1 << 32:
-        raise Refused("bad_request", f"no page begins at {first}")
+        raise bad_request(f"no page begins at {first}")
     return first

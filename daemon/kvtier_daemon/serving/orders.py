@@ -60,7 +60,6 @@ class Orders:
             self._note(begun, "done")
 
     def end(self) -> None:
-        """The session ends."""
         while self.begun:
             _, begun = self.begun.popitem()
             self._note(begun, "unanswered")

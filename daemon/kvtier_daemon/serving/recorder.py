@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from aiofiles.threadpool.binary import AsyncBufferedIOBase
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Recorder:
         """Begin a trace of at most this many bytes. Raises Refused while another is written, or without
         room."""
         if self._busy:
-            raise Refused("bad_request", "a trace is already being recorded: stop it first")
+            raise bad_request("a trace is already being recorded: stop it first")
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}.jsonl"
         path = self._directory / name
         try:
@@ -110,7 +110,7 @@ class Recorder:
     def stop(self) -> dict[str, Any]:
         """End the trace. The requests noted so far are still written: see `writing`."""
         if not self.is_on:
-            raise Refused("bad_request", "no trace is being recorded")
+            raise bad_request("no trace is being recorded")
         assert self._trace is not None
         self._end(self._trace)
         return self.stats()

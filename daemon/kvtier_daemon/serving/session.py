@@ -15,14 +15,14 @@ from typing import Protocol
 
 import kvtier
 from kvtier import wire
-from kvtier.errors import ProtocolError, Refused, SpecError
+from kvtier.errors import ProtocolError, Refused, SpecError, bad_request
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.config.members import Role
 from kvtier_daemon.observing.audit import AuditLog
 from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Mapper, Peer
-from kvtier_daemon.serving.requests import NEEDED, WITHOUT_TENANT, Requests, check_role
+from kvtier_daemon.serving.requests import ANSWERED, NEEDED, WITHOUT_TENANT, Requests, check_role
 from kvtier_daemon.serving.sending import (
     BLOCKED,
     FAILED,
@@ -387,6 +387,8 @@ class Session:
                 raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
             if type(request) in AUDITED:
                 self.orders.begin(request, tenant.name if tenant else "")
+            if not request.id and type(request) in ANSWERED:
+                raise bad_request("this request needs an id, as its answer must be read")
             needed = NEEDED.get(type(request))
             if needed is not None and (self.read_only or self.peer.role < needed):
                 check_role(self.peer, self.read_only, needed)
@@ -434,7 +436,6 @@ class Session:
                 self._flush()
 
     def send_with(self, message: wire.Message, of: Descriptors) -> None:
-        """Send this with descriptors, after all earlier messages."""
         if not self._closing:
             waits = bool(self.outbox.unsent)
             self.outbox.queue(memoryview(wire.encode(message)), of)

@@ -68,7 +68,6 @@ def cost_with(
 
 
 def report(requests: TraceRequests, machine: Machine, simulation: Simulation) -> dict[str, Any]:
-    """Return all results of a run."""
     totals = simulation.totals
     looked_up = max(1, totals.looked_up_blocks)
     written = totals.moved["nvme_written"] + totals.moved["nvme_written_again"]

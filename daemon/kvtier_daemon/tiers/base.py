@@ -322,13 +322,6 @@ class NoDirectReads:
         pass
 
 
-class NothingLeaves:
-    """The `TierLeaving` of a tier whose blocks cannot be copied before they leave it."""
-
-    def next(self) -> Sequence[LeavingBlocks]:
-        return ()
-
-
 class NullTier:
     """No tier, and all parts of it: it holds no blocks, and takes none."""
 
@@ -339,8 +332,8 @@ class NullTier:
 
     def __init__(self) -> None:
         self.recovery = self.reads = self.pending = self.writes = self.forgets = self.drain = self
+        self.leaving = self
         self.direct = NoDirectReads()
-        self.leaving = NothingLeaves()
 
     def promote(self, *_: Any, **__: Any) -> Outlook:
         return 0, 0.0, "off"
@@ -349,6 +342,9 @@ class NullTier:
 
     def beyond(self, *_: Any, **__: Any) -> int:
         return 0
+
+    def next(self) -> Sequence[LeavingBlocks]:
+        return ()
 
     def stats(self) -> TierStats:
         return TierStats()
@@ -395,31 +391,12 @@ class JoinedReads:
             part.cancel_calls(request)
 
 
-class ForgetsOthers:
-    """Forgets other blocks with those that are forgotten: by their keys under another secret in a store that
-    hosts share, or those of another space."""
-
-    def __init__(self, part: TierForgets | SharedTier, space: KnownSpace, keys: bytes) -> None:
-        self._part = part
-        self._space = space
-        self._keys = keys
-
-    def forget(self, space: KnownSpace, _: bytes, done: Callable[[str], None] | None) -> bool:
-        return self._part.forget(self._space, self._keys, done)
-
-
-class Purges:
-    """Purges a space in a store that hosts share."""
-
-    def __init__(self, shared: SharedTier) -> None:
-        self.forget = shared.purge
-
-
 def forget_in(
-    parts: Sequence[TierForgets | SharedTier | ForgetsOthers | Purges], space: KnownSpace, keys: bytes,
+    parts: Sequence[Callable[[Callable[[str], None] | None], bool]],
     done: Callable[[str], None] | None,
-) -> bool:  # fmt: skip
-    """Forget these blocks in several tiers, as `TierForgets.forget`. `done` gets all failures."""
+) -> bool:
+    """Forget blocks in several tiers. Each part is a `TierForgets.forget` that lacks only its `done`. `done`
+    gets all failures."""
     failures: list[str] = []
     left = len(parts) + 1  # a part may call at once
 
@@ -431,7 +408,7 @@ def forget_in(
         if not left and done is not None:
             done("; ".join(failures))
 
-    waits = [part.forget(space, keys, ended if done is not None else None) for part in parts]
+    waits = [forget(ended if done is not None else None) for forget in parts]
     if not any(waits):
         return False
     for _ in range(1 + waits.count(False)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.units import format_bytes
 from kvtier_daemon.catalog.hot import OUTCOMES, HotArena
 from kvtier_daemon.tenant import Tenant
@@ -73,9 +73,9 @@ class HotTier:
         """A holder offers the memory of a GPU: return the tenants' shares. Raises Refused."""
         if not self.sizes:
             text = 'the configuration has no [hot]: add sizes = ["TENANT=8GiB"] there, and restart'
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         if not 0 < len(gpu) <= wire.LIMIT_GPU_NAME or nbytes < 1 or unit_bytes < 1:
-            raise Refused("bad_request", f"not a GPU's memory: {gpu[:80]!r}, {nbytes} bytes")
+            raise bad_request(f"not a GPU's memory: {gpu[:80]!r}, {nbytes} bytes")
         if gpu in self._holders:
             text = f"GPU {gpu} has a holder already, with {format_bytes(self._holders[gpu].nbytes)}"
             raise Refused("too_many", text)
@@ -87,7 +87,7 @@ class HotTier:
                 f"the holder of GPU {gpu} offers {format_bytes(nbytes)}, and [hot] sizes sum to "
                 f"{format_bytes(wanted)}: give hold-gpu a larger --size, or the tenants less"
             )
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         shares = {name: size - size % unit_bytes for name, size in self.sizes.items()}
         shares = {name: size for name, size in shares.items() if size}
         self._holders[gpu] = OfferedGpu(name, nbytes, shares)
@@ -100,10 +100,10 @@ class HotTier:
         try:
             holder = self._holders.get(gpu)
             if holder is None or holder.name != name:
-                raise Refused("bad_request", f"this client is not the holder of GPU {gpu}")
+                raise bad_request(f"this client is not the holder of GPU {gpu}")
             if holder.shares.get(tenant) != nbytes or tenant in holder.extents:
                 text = f"tenant {tenant}: {nbytes} bytes of GPU {gpu} were not asked for"
-                raise Refused("bad_request", text)
+                raise bad_request(text)
             table, table_fd = generation_table(f"kvtier-{tenant}-hot", nbytes)
         except BaseException:
             os.close(fd)

@@ -94,7 +94,6 @@ class ExtentFiles(NamedTuple):
 
 
 def head_of(sequence: int, text: bytes) -> bytes:
-    """Return the head of a half of the manifest."""
     head = HEAD.pack(sequence, len(text), zlib.crc32(text), 0)[:-4]
     return head + zlib.crc32(head).to_bytes(4, "little")
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Awaitable, Callable
 
 from kvtier.units import MIB
 from kvtier.wire import SLOT
@@ -21,21 +20,19 @@ RATE = 1024 * MIB  # bytes per second, of some 20 GiB that one core checks
 PORTION = 16  # blocks
 
 
-async def check_memory(
-    tenant: Tenant, ids: bytes, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-) -> None:
+async def check_memory(tenant: Tenant, ids: bytes) -> None:
     """Forget those of these blocks whose bytes do not match their digest. A block that was saved without a
     digest is not checked. No block is held: one that has left meanwhile has another generation. A failure is
     logged."""
     try:
-        await _check(tenant, ids, sleep)
+        await _check(tenant, ids)
     except Exception:
         log.exception(
             "warm: internal error: the blocks of tenant %s are not all checked", tenant.name
         )
 
 
-async def _check(tenant: Tenant, ids: bytes, sleep: Callable[[float], Awaitable[None]]) -> None:
+async def _check(tenant: Tenant, ids: bytes) -> None:
     mappings = [Mapping(extent.fd, extent.nbytes, False) for extent in tenant.extents]
     for mapping in mappings:
         mapping.guard()
@@ -57,7 +54,7 @@ async def _check(tenant: Tenant, ids: bytes, sleep: Callable[[float], Awaitable[
                 "warm: %d blocks of tenant %s were changed after their save: forgotten", len(gone),
                 tenant.name,
             )  # fmt: skip
-        await sleep(nbytes / RATE)
+        await asyncio.sleep(nbytes / RATE)
 
 
 def _block(tenant: Tenant, one: int) -> WritePlan | None:

@@ -60,7 +60,6 @@ class Switching:
 
     @property
     def cold_is_open(self) -> bool:
-        """Whether its files are open."""
         return self._states["cold"] not in (CLOSING, OFF, OPENING)
 
     async def settled(self, timeout_s: float) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +25,7 @@ from kvtier.key import Keys
 from kvtier.layout import KvSpec
 from kvtier.units import MIB
 from kvtier_daemon.tools import machine_limits
-from kvtier_daemon.tools.demo import connect
+from kvtier_daemon.tools.temporary_daemon import temporary_daemon
 
 BLOCK_BYTES: Final = 2 * MIB
 BLOCKS: Final = 96  # per round: larger than the caches of a processor
@@ -39,7 +37,6 @@ ROUNDS, QUICK_ROUNDS, LEAST_ROUNDS = 11, 5, 3
 DISK_S: Final = 30.0
 BOOTSTRAPS: Final = 1000
 LIMIT_SPREAD: Final = 0.30
-START_S: Final = 20.0
 SETTLE_S: Final = 20.0
 SPEC: Final = KvSpec.dense(
     model="kvtier-bench", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16,
@@ -80,34 +77,15 @@ def _check_room(place: Path) -> None:
 @contextmanager
 def _daemon(work: Path, cold: bool) -> Iterator[Client]:
     """Return a client of a daemon that ends with this context."""
-    path = work / "bench.sock"
-    config = work / "bench.toml"
-    text = f'socket = "{path}"\nstate = "{work / "state"}"\nlog_level = "warning"\n'
-    text += f'[warm]\nsize = "{2 * SET_BYTES}"\nkeep_s = 0\n'
+    settings = ""
     if cold:
         (work / "cold").mkdir()
-        text += f'[cold]\ndirectories = ["{work / "cold"}"]\nsize = "{COLD_BYTES}"\ncodec = "raw"\n'
-        text += 'write = "through"\nadmission = "all"\nscrub = 0\n'
-    config.write_text(text)
-    command = [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--config", str(config)]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    daemon = subprocess.Popen(command, env=clean)
-    try:
-        with _connected(str(path), daemon) as client:
-            yield client
-    finally:
-        daemon.terminate()
-        daemon.wait(15)
-
-
-def _connected(path: str, daemon: subprocess.Popen[bytes]) -> Client:
-    client = connect(path, daemon, "bench", populate=True)
-    deadline = time.monotonic() + START_S
-    while True:
-        warm = client.stats()["tiers"]["warm"]
-        if warm["allocated_bytes"] >= warm["capacity_bytes"] or time.monotonic() > deadline:
-            return client
-        time.sleep(0.02)
+        settings = (
+            f'[cold]\ndirectories = ["{work / "cold"}"]\nsize = "{COLD_BYTES}"\ncodec = "raw"\n'
+        )
+        settings += 'write = "through"\nadmission = "all"\nscrub = 0\n'
+    with temporary_daemon(work, 2 * SET_BYTES, "bench", settings, populate=True) as (client, _):
+        yield client
 
 
 def _keys(space: Space, number: int) -> Keys:

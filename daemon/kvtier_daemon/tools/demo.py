@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,13 +14,12 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from kvtier import Client, ConfigError, KvtierError
-from kvtier.embedded import first_answer
+from kvtier import Client, ConfigError
 from kvtier.units import MIB, format_bytes, parse_bytes
+from kvtier_daemon.tools.temporary_daemon import temporary_daemon
 from kvtier_daemon.tools.workload import SPEC, ChatStep
 
 ENGINES = 2
-START_S = 20.0
 REDRAW_S = 0.25
 BAR = 28
 SECONDS_MIN, SECONDS_MAX = 1, 24 * 3600
@@ -59,15 +57,11 @@ def run(seconds: float, warm: str, as_json: bool) -> bool:
             f"--warm: {format_bytes(warm_bytes)} is less than {format_bytes(WARM_MIN_BYTES)}, "
             "so one conversation would not fit"
         )
-    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
-        path = str(Path(folder) / "kvtier.sock")
-        daemon = _start_daemon(path, folder, warm_bytes)
-        try:
-            with connect(path, daemon, "demo") as client:
-                summary = _watch(client, path, seconds, quiet=as_json)
-        finally:
-            daemon.terminate()
-            daemon.wait(10)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder,
+        temporary_daemon(Path(folder), warm_bytes, "demo") as (client, _),
+    ):
+        summary = _watch(client, seconds, quiet=as_json)
     if as_json:
         print(json.dumps(summary, indent=2))
     else:
@@ -75,41 +69,15 @@ def run(seconds: float, warm: str, as_json: bool) -> bool:
     return not summary["wrong_blocks"] and not summary["engines_failed"]
 
 
-def _start_daemon(path: str, folder: str, warm_bytes: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
-        "KVTIER_STATE": str(Path(folder) / "state"),
-        "KVTIER_WARM__KEEP_S": "0",
-    }
-    command = [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--socket", path]
-    command += ["--warm-size", str(warm_bytes), "--log-level", "warning"]
-    return subprocess.Popen(command, env=environment)
-
-
-def connect(
-    path: str, daemon: subprocess.Popen[bytes], name: str, populate: bool = False
-) -> Client:
-    """Connect to a daemon that starts. Raises KvtierError if it ends, or does not answer."""
-    client = first_answer(
-        lambda: Client.connect(path, populate=populate, name=name), daemon, START_S
-    )
-    if client is None:
-        raise KvtierError("the daemon did not start: see its message above")
-    return client
-
-
-def _watch(client: Client, path: str, seconds: float, quiet: bool) -> dict[str, Any]:
+def _watch(client: Client, seconds: float, quiet: bool) -> dict[str, Any]:
     """Run the engines and redraw the table until they end. Returns the summary."""
     from rich.console import Console
     from rich.live import Live
 
-    while client.stats()["tiers"]["warm"]["allocated_bytes"] == 0:
-        time.sleep(0.02)
     totals = DemoTotals()
+    command = [sys.executable, "-m", "kvtier_daemon.tools.workload", client.socket]
     engines = [
-        subprocess.Popen(
-            [sys.executable, "-m", "kvtier_daemon.tools.workload", path, str(number), str(seconds)],
-            stdout=subprocess.PIPE,
-        )
+        subprocess.Popen([*command, str(number), str(seconds)], stdout=subprocess.PIPE)
         for number in range(ENGINES)
     ]
     readers = [threading.Thread(target=_read, args=(process, totals)) for process in engines]

@@ -27,7 +27,7 @@ from kvtier import Client, ConfigError, KvtierError, Space
 from kvtier.key import Keys
 from kvtier.units import MIB
 from kvtier_daemon.config.preflight import missing_library
-from kvtier_daemon.tools.demo import connect
+from kvtier_daemon.tools.temporary_daemon import temporary_daemon
 from kvtier_daemon.tools.workload import SPEC
 
 PROMPTS: Final = 6
@@ -197,19 +197,10 @@ def _start_host(
     file = state / "secrets" / "default"
     file.touch(0o600)
     file.write_bytes(secret)
-    config, path = folder / "kvtier.toml", str(folder / "kvtier.sock")
-    config.write_text(
-        f'state = "{state}"\nlog_level = "warning"\n[warm]\nsize = "256MiB"\nkeep_s = 0\n'
-        f'{section}write = "all"\nprefix = "demo"\n'
+    settings = f'{section}write = "all"\nprefix = "demo"\n'
+    client, daemon = undo.enter_context(
+        temporary_daemon(folder, 256 * MIB, f"host {name}", settings)
     )
-    environment = {key: value for key, value in os.environ.items() if key[:7] != "KVTIER_"}
-    command = [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--config", str(config)]
-    command += ["--socket", path, "--with-process", str(os.getpid())]
-    daemon = subprocess.Popen(command, env=environment)
-    undo.callback(daemon.wait, 10)
-    undo.callback(daemon.terminate)
-    client = undo.enter_context(connect(path, daemon, f"host {name}"))
-    _wait(lambda: client.stats()["tiers"]["warm"]["allocated_bytes"] >= 256 * MIB, START_S)
     _wait(lambda: bool(_remote(client)["on"]), START_S)
     return client, daemon
 

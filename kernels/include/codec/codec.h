@@ -292,6 +292,15 @@ void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table);
 // For loops that are compiled for several levels.
 #define KVTIER_LOOP inline __attribute__((always_inline))
 
+// Declares NAME: NAME<loop>::run is the loop, compiled for a target.
+#define KVTIER_COMPILED(NAME, TARGET)                                                    \
+    template <auto kLoop>                                                                \
+    struct NAME;                                                                         \
+    template <typename Result, typename... Arguments, Result (*kLoop)(Arguments...)>     \
+    struct NAME<kLoop> {                                                                 \
+        TARGET static Result run(Arguments... arguments) { return kLoop(arguments...); } \
+    };
+
 #if KVTIER_X86
 extern const Kernels kKernelsAvx2, kKernelsVbmi;
 

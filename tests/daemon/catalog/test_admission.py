@@ -24,7 +24,7 @@ class Tenant:
     def __init__(self, shut: bool = True) -> None:
         self.catalog = Catalog(Store(), make("lru"))
         self.catalog.add_extent(SLOTS * PAGE, bytearray(8 * SLOTS))
-        self.space = self.catalog.open(space_id(SPEC, "t"), SPEC, ME)
+        self.space = self.catalog.spaces.open(space_id(SPEC, "t"), SPEC, ME)
         self.catalog.blocks.admission.turn_on()
         self.catalog.blocks.admission.strict = shut
         self.catalog.blocks.why_unwritten = ONCE if shut else SLOW_DISK

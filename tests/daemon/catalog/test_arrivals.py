@@ -19,7 +19,7 @@ def made() -> tuple[Catalog, KnownSpace]:
     catalog = Catalog(Store(), make("lru"))
     blocks = 4 * spec_of().block_bytes
     catalog.add_extent(blocks, bytearray(blocks // PAGE * 8))
-    return catalog, catalog.open(bytes(32), spec_of(), ME)
+    return catalog, catalog.spaces.open(bytes(32), spec_of(), ME)
 
 
 def test_an_arriving_block_is_found_when_it_has_arrived_and_not_before() -> None:
@@ -79,32 +79,28 @@ def test_a_request_that_waits_for_two_tiers_is_called_once_after_both() -> None:
     assert not joined.call_when_read((1, 1), lambda: called.append(2))
 
 
-class Forgets(NullTier):
-    def forget(self, space, keys, done):
+class Forgets:
+    def forget(self, done):
         self.done = done
         return True
 
 
 def test_a_forget_in_several_tiers_tells_all_failures_once() -> None:
     one, other, told = Forgets(), Forgets(), []
-    _, space = made()
-    assert forget_in((one, NullTier(), other), space, KEYS, told.append)
+    assert forget_in((one.forget, NullTier().forget, other.forget), told.append)
     one.done("disk")
     assert told == []
     other.done("store")
     assert told == ["disk; store"]
-    assert not forget_in((NullTier(), NullTier()), space, KEYS, told.append)
-
-
-class FailsAtOnce(NullTier):
-    def forget(self, space, keys, done):
-        done("not now")
-        return True
+    assert not forget_in((NullTier().forget, NullTier().forget), told.append)
 
 
 def test_a_forget_that_fails_at_once_is_told() -> None:
-    _, space = made()
-    for parts in ((FailsAtOnce(), NullTier()), (NullTier(), FailsAtOnce(), FailsAtOnce())):
+    def fail(done):
+        done("not now")
+        return True
+
+    for parts in ((fail, NullTier().forget), (NullTier().forget, fail, fail)):
         told: list[str] = []
-        assert forget_in(parts, space, KEYS, told.append)
+        assert forget_in(parts, told.append)
         assert told == ["; ".join(["not now"] * (len(parts) - 1))]

@@ -56,7 +56,7 @@ def catalog_of(blocks: int, size: int = SIZE) -> Catalog:
 
 
 def space_of(catalog: Catalog, spec: KvSpec = SPEC) -> KnownSpace:
-    return catalog.open(space_id(spec, "t"), spec)
+    return catalog.spaces.open(space_id(spec, "t"), spec)
 
 
 def chain(blocks: int) -> bytes:
@@ -537,9 +537,9 @@ def test_a_pin_limited_by_its_share_holds_a_prefix_that_can_be_restored() -> Non
 
 def test_a_space_without_saves_is_removed_with_its_last_session() -> None:
     catalog = catalog_of(4)
-    empty = catalog.open(b"e" * 32, spec_of("empty"), ME)
-    used = catalog.open(b"u" * 32, spec_of("used"), ME)
-    catalog.open(b"e" * 32, spec_of("empty"), YOU)
+    empty = catalog.spaces.open(b"e" * 32, spec_of("empty"), ME)
+    used = catalog.spaces.open(b"u" * 32, spec_of("used"), ME)
+    catalog.spaces.open(b"e" * 32, spec_of("empty"), YOU)
     assert ready(catalog, empty, chain(2)) == 0
     assert catalog.hint(empty, chain(2), 0.5) == catalog.forget(empty, chain(2)) == 0
     save(catalog, used, chain(2))
@@ -548,7 +548,7 @@ def test_a_space_without_saves_is_removed_with_its_last_session() -> None:
     catalog.end_session(YOU, gone=True)
     assert len(catalog.spaces) == 1
     with pytest.raises(Refused) as refusal:
-        catalog.space(empty.number)
+        catalog.spaces.at(empty.number)
     assert refusal.value.code == "unknown_space"
 
 
@@ -664,26 +664,28 @@ def test_an_empty_space_without_sessions_is_removed(
 ) -> None:
     monkeypatch.setattr("kvtier_daemon.catalog.spaces.LIMIT_SPACES", 2)
     catalog = catalog_of(8)
-    first = catalog.open(b"1" * 32, spec_of("first"), ME)
-    second = catalog.open(b"2" * 32, spec_of("second"), ME)
+    first = catalog.spaces.open(b"1" * 32, spec_of("first"), ME)
+    second = catalog.spaces.open(b"2" * 32, spec_of("second"), ME)
     keys = chain(4)
     save(catalog, first, keys)
     save(catalog, second, keys)
     assert catalog.forget(first, keys) == 4
     with pytest.raises(Refused, match="2 spaces"):
-        catalog.open(b"3" * 32, spec_of("third"), YOU)  # first is empty, but a session has it open
+        catalog.spaces.open(
+            b"3" * 32, spec_of("third"), YOU
+        )  # first is empty, but a session has it open
     catalog.end_session(ME, gone=True)
     assert len(catalog.spaces) == 1
-    third = catalog.open(b"3" * 32, spec_of("third"), YOU)
+    third = catalog.spaces.open(b"3" * 32, spec_of("third"), YOU)
     assert save(catalog, third, chain(2)).lease
     assert third.number not in (first.number, second.number)
     with pytest.raises(Refused) as refusal:
-        catalog.space(first.number)
+        catalog.spaces.at(first.number)
     assert refusal.value.code == "unknown_space"
     assert ready(catalog, second, keys) == 4
     # A space that became empty later is removed when all numbers are in use.
     assert catalog.forget(second, keys) == 4
-    assert catalog.open(b"4" * 32, spec_of("fourth"), YOU).number > third.number
+    assert catalog.spaces.open(b"4" * 32, spec_of("fourth"), YOU).number > third.number
     assert len(catalog.spaces) == 2
 
 
@@ -697,21 +699,21 @@ def test_unused_block_sizes_are_replaced_by_new_ones() -> None:
 
     keys = chain(1)
     for at in range(16):
-        save(catalog, catalog.open(bytes([at]) * 32, sizes(at), YOU if at else ME), keys)
-    last = catalog.open(bytes([16]) * 32, sizes(16), YOU)
+        save(catalog, catalog.spaces.open(bytes([at]) * 32, sizes(at), YOU if at else ME), keys)
+    last = catalog.spaces.open(bytes([16]) * 32, sizes(16), YOU)
     for _ in range(2):
         with pytest.raises(Refused, match="sizes") as refusal:
             save(catalog, last, keys)
         assert refusal.value.code == "too_many"
         catalog.end_session(ME, gone=True)
-    assert catalog.forget(catalog.space(0), keys) == 1
+    assert catalog.forget(catalog.spaces.at(0), keys) == 1
     assert save(catalog, last, keys).lease
     assert len(catalog.spaces) == 16
 
 
 def test_a_save_without_granted_blocks_creates_no_space() -> None:
     catalog = Catalog(Store(), make("lru"))
-    space, keys = catalog.open(b"1" * 32, SPEC, ME), chain(2)
+    space, keys = catalog.spaces.open(b"1" * 32, SPEC, ME), chain(2)
     assert catalog.reserve(ME, space, 0, 0, b"", b"") == Granted(LeaseId(0), b"", b"")
     assert catalog.reserve(ME, space, 0, 0, b"", keys).outcomes == bytes([NO_ROOM] * 2)
     with pytest.raises(Refused):

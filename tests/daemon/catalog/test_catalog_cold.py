@@ -53,7 +53,7 @@ class Tenant:
         self.policy: Policy = make("lru")
         self.catalog = Catalog(self.store, self.policy)
         self.catalog.add_extent(blocks * block_bytes, bytearray(blocks * block_bytes // 4096 * 8))
-        self.space = self.catalog.open(space_id(spec, "t"), spec)
+        self.space = self.catalog.spaces.open(space_id(spec, "t"), spec)
         self.disk: dict[tuple[int, int], tuple[Identity, bytes]] = {}
         self.page = 1
 
@@ -187,7 +187,7 @@ def test_a_watermark_reaches_over_many_small_blocks() -> None:
     tenant = Tenant(200)
     group = Group(layers=1, opaque_bytes=4096)
     spec = KvSpec.groups([group], model="s", dtype="int8", block_tokens=16, weights="rev:1")
-    small = tenant.catalog.open(space_id(spec, "t"), spec)
+    small = tenant.catalog.spaces.open(space_id(spec, "t"), spec)
     granted = tenant.catalog.reserve(ME, small, 0, 0, b"", chain(300))
     tenant.catalog.commit(ME, granted.lease, 0, 300)
     tenant.save(chain(100))
@@ -702,10 +702,10 @@ def test_a_space_is_opened_only_with_its_own_description() -> None:
     )
     late = Catalog(Store(), make("lru"))
     assert late.segments.restore(identity, wrong, before.rows(1), 1) == (4, 0)
-    space = late.open(identity, SPEC, ME)
+    space = late.spaces.open(identity, SPEC, ME)
     assert space.spec == SPEC and late.match(space, chain(4)).coming == 0
     late.end_session(ME, True)
-    assert late.open(identity, SPEC, ME).spec == SPEC
+    assert late.spaces.open(identity, SPEC, ME).spec == SPEC
 
 
 def test_groups_that_need_only_their_trailing_blocks_are_promoted_alone() -> None:
@@ -922,7 +922,7 @@ def test_a_forget_ends_holds() -> None:
 def watch_of(
     tenant: Tenant, session: SessionId = ME, woken: list[bool] | None = None
 ) -> SpaceWatch:
-    space = tenant.catalog.open(tenant.space.identity, tenant.space.spec, session)
+    space = tenant.catalog.spaces.open(tenant.space.identity, tenant.space.spec, session)
     return tenant.catalog.watch(session, space, lambda: (woken or []).append(True))
 
 
@@ -952,7 +952,7 @@ def test_a_feed_does_not_report_blocks_of_another_space() -> None:
     tenant = Tenant(8)
     watch = watch_of(tenant)
     other = spec_of("other")
-    space = tenant.catalog.open(space_id(other, "t"), other, ME)
+    space = tenant.catalog.spaces.open(space_id(other, "t"), other, ME)
     granted = tenant.catalog.reserve(ME, space, 0, 0, b"", chain(2))
     tenant.catalog.commit(ME, granted.lease, 0, 2)
     assert changes_of(watch) == []

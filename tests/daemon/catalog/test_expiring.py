@@ -39,7 +39,7 @@ class Tenant:
         self.policy: Policy = make("lru")
         self.catalog = Catalog(Store(), self.policy)
         self.catalog.add_extent(blocks * SIZE, bytearray(blocks * SIZE // 4096 * 8))
-        self.space = self.catalog.open(space_id(SPEC, "t"), SPEC)
+        self.space = self.catalog.spaces.open(space_id(SPEC, "t"), SPEC)
 
     def save(self, keys: bytes, expires_at: float = math.inf, parent: bytes = b"") -> bytes:
         """Save blocks. Returns the outcomes."""

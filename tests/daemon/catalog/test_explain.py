@@ -27,7 +27,7 @@ class Tenant:
         self.space = self.open(spec())
 
     def open(self, described: KvSpec) -> KnownSpace:
-        return self.catalog.open(space_id(described, "t"), described, ME)
+        return self.catalog.spaces.open(space_id(described, "t"), described, ME)
 
     def save(self, *names: object) -> None:
         space = self.space

@@ -56,7 +56,7 @@ class Machine:
         self.random = random.Random(seed)
         self.catalog = Catalog(Store(), make("lru"))
         self.specs = [spec_of(f"size {size}", layers=size) for size in sizes]
-        self.spaces = [self.catalog.open(space_id(one, "t"), one) for one in self.specs]
+        self.spaces = [self.catalog.spaces.open(space_id(one, "t"), one) for one in self.specs]
         self.pages = [-(-one.block_bytes // PAGE) for one in self.specs]
         warm_pages = CHAINS * LENGTH * max(self.pages) * 2 // 3
         self.catalog.add_extent(warm_pages * PAGE, bytearray(warm_pages * 8))
@@ -170,7 +170,7 @@ class Machine:
         found = self.catalog.load(SessionId(888_888), self.spaces[at], keys, 60.0, [0], 0.0)
         if not found.lease:
             return
-        ids = array("I", self.catalog.held(SessionId(888_888), found.lease)).tolist()
+        ids = array("I", self.catalog.reading.held(SessionId(888_888), found.lease)).tolist()
         for one in ids:
             self.held[one] = self.held.get(one, 0) + 1
         (part,) = self.catalog.with_copies(f"{ENGINE} {gpu}", found.lease, list(found.parts))
@@ -222,7 +222,7 @@ class Machine:
         )
         if not found.lease:
             return
-        ids = array("I", self.catalog.held(SessionId(888_888), found.lease)).tolist()
+        ids = array("I", self.catalog.reading.held(SessionId(888_888), found.lease)).tolist()
         (part,) = found.parts
         picked = sorted(self.random.sample(range(len(ids)), self.random.randint(1, len(ids))))
         slots = b"".join(part.slots[n * SLOT_BYTES : (n + 1) * SLOT_BYTES] for n in picked)

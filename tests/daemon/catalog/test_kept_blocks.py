@@ -21,7 +21,7 @@ def test_a_slot_that_a_disk_was_reading_into_has_no_session_that_could_free_it()
     generations, notes = mmap.mmap(-1, 8 * PAGES), mmap.mmap(-1, 128 * PAGES)
     catalog = Catalog(Store(), make("lru"))
     catalog.add_extent(PAGES * PAGE, generations, notes)
-    space = catalog.open(space_id(SPEC, "t"), SPEC, WRITER)
+    space = catalog.spaces.open(space_id(SPEC, "t"), SPEC, WRITER)
     granted = catalog.reserve(WRITER, space, 0, 0, b"", keys("a"))
     ids = catalog.commit(WRITER, granted.lease, 0, 1)
     store = catalog.blocks.store

@@ -81,7 +81,7 @@ class TestMostRecent(PolicyTests):
 
 
 def save(catalog: Catalog, spec: KvSpec, keys: bytes) -> None:
-    space = catalog.open(space_id(spec, "t"), spec)
+    space = catalog.spaces.open(space_id(spec, "t"), spec)
     granted = catalog.reserve(ME, space, 0, 0, b"", keys)
     catalog.commit(ME, granted.lease, 0, len(granted.slots) // SLOT_BYTES)
 
@@ -94,6 +94,6 @@ def test_a_catalog_evicts_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     old, recent, new = (token_keys(bytes(32), [n] * 16, 16).packed for n in range(3))
     for keys in (old, recent, new):
         save(catalog, spec, keys)
-    space = catalog.open(space_id(spec, "t"), spec)
+    space = catalog.spaces.open(space_id(spec, "t"), spec)
     here = [catalog.match(space, keys, is_new=False).ready for keys in (old, recent, new)]
     assert here == [1, 0, 1]

@@ -30,7 +30,7 @@ class Tenant:
         self.policy = make(policy)
         self.catalog = Catalog(self.store, self.policy)
         self.catalog.add_extent(blocks * SIZE, bytearray(blocks * SIZE // 4096 * 8))
-        self.space = self.catalog.open(space_id(SPEC, "t"), SPEC)
+        self.space = self.catalog.spaces.open(space_id(SPEC, "t"), SPEC)
         self.residency = self.catalog.blocks.residency
         self.page = 1
 

@@ -53,7 +53,7 @@ class Client:
         )
         self.answers = Requests(session, server)
         self.space = self.held.space.number
-        reading = self.catalog._reading
+        reading = self.catalog.reading
         use = reading.note_use
 
         def used(space: Any, parts: Any, asked: bytes, count: bool) -> None:

@@ -39,7 +39,8 @@ def test_a_space_is_checked_once_for_all_its_keys() -> None:
     catalog.add_extent(SLOTS * PAGE, bytearray(8 * SLOTS))
     tenant = Counting("t", b"", SLOTS * PAGE, catalog, Readable())
     spaces = [
-        catalog.open(identity, SPEC, ME) for identity in (space_id(SPEC, "t"), b"another".ljust(32))
+        catalog.spaces.open(identity, SPEC, ME)
+        for identity in (space_id(SPEC, "t"), b"another".ljust(32))
     ]
     ids = b""
     for number in range(SLOTS):

@@ -30,14 +30,14 @@ class Timed:
         self.now, self.coming, self.defers = 0.0, 0, False
         self.catalog = Catalog(Store(), make("lru"))
         self.catalog.add_extent(64 * PAGE, bytearray(8 * 64))
-        self.space = self.catalog.open(space_id(SPEC, "t"), SPEC, ME).number
-        find = self.catalog._reading.find
+        self.space = self.catalog.spaces.open(space_id(SPEC, "t"), SPEC, ME).number
+        find = self.catalog.reading.find
 
         def found(space: Any, asked: bytes) -> Any:
             ready, _, parts = find(space, asked)
             return ready, self.coming, parts
 
-        self.catalog._reading.find = found  # type: ignore[method-assign]
+        self.catalog.reading.find = found  # type: ignore[method-assign]
         tier: Any = SimpleNamespace(
             recovery=SimpleNamespace(is_awaited=False, cancel_calls=lambda _: None),
             reads=SimpleNamespace(

@@ -39,12 +39,12 @@ class Asking:
         self.catalog = Catalog(Store(), make("lru"))
         spec = spec_of()
         self.tokens = spec.block_tokens
-        self.space = self.catalog.open(space_id(spec, "t"), spec)
+        self.space = self.catalog.spaces.open(space_id(spec, "t"), spec)
         self.space.prefill = (1.0, 0.0)
         self.there, self.told, self.on = (0, 0), (0, ""), True
-        self.catalog._reading.find = lambda space, keys: (*self.there, [])  # type: ignore[method-assign]
+        self.catalog.reading.find = lambda space, keys: (*self.there, [])  # type: ignore[method-assign]
         hold = SimpleNamespace(id=1, token=b"")
-        self.catalog._reading.hold = lambda *_: hold  # type: ignore
+        self.catalog.reading.hold = lambda *_: hold  # type: ignore
         self.tier: Any = NullTier()
         self.tier.promote = lambda *_, **__: (self.told[0], 1.0, self.told[1])
         tenant = SimpleNamespace(

@@ -99,7 +99,7 @@ def test_a_mover_writes_no_more_than_its_budget(
             clock=clock,
         )
         mover.extents.append(bench.extent)
-        space = catalog.open(SPACE, SPEC, ME)
+        space = catalog.spaces.open(SPACE, SPEC, ME)
         for first in range(0, 48, commit):
             granted = catalog.reserve(ME, space, 0, 0, b"", keys(first, commit))
             mover.writes.saved(catalog.commit(ME, granted.lease, 0, commit))

@@ -214,7 +214,7 @@ class TwoDisks(Tenant):
         self.mover = Mover("t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
         for shelf in self.bench.tier.directories.stores():
             shelf._reclaim = self.mover.reclaimer.reclaim
-        self.space = self.catalog.open(SPACE, SPEC, ONE)
+        self.space = self.catalog.spaces.open(SPACE, SPEC, ONE)
         self.running = None
 
 
@@ -355,7 +355,7 @@ def test_blocks_forgotten_before_recovery_found_them_stay_forgotten_after_their_
         early.catalog.end_session(ONE, True)
         await early.start()
         early.mover.forgets.end_early_forgets()
-        early.space = early.catalog.open(SPACE, SPEC, ONE)
+        early.space = early.catalog.spaces.open(SPACE, SPEC, ONE)
         while early.knows(0):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await early.kill()

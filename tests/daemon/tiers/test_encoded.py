@@ -85,7 +85,7 @@ class Tenant:
         )
         self.bench.first.stores["t"]._reclaim = self.mover.reclaimer.reclaim
         self.spaces = {
-            dtype: self.catalog.open(dtype.ljust(32).encode(), spec, ONE)
+            dtype: self.catalog.spaces.open(dtype.ljust(32).encode(), spec, ONE)
             for dtype, spec in SPECS.items()
         }
         self.ids: dict[tuple[str, int], bytes] = {}

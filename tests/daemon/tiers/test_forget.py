@@ -49,7 +49,7 @@ class Tenant:
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover(name, self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
         self.bench.first.stores[name]._reclaim = self.mover.reclaimer.reclaim
-        self.space = self.catalog.open(SPACE, SPEC, ONE)
+        self.space = self.catalog.spaces.open(SPACE, SPEC, ONE)
         self.running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -120,7 +120,7 @@ def test_only_its_own_tenant_frees_the_slots_of_an_earlier_session(held: Held) -
     for catalog in catalogs:
         catalog.add_extent(PAGES * PAGE, generations, notes)
     before, catalog = catalogs
-    space = before.open(space_id(SPEC, "one"), SPEC, SessionId(5))
+    space = before.spaces.open(space_id(SPEC, "one"), SPEC, SessionId(5))
     before.reserve(SessionId(5), space, 0, 0, b"", keys("a"))
     spaces = {space.number: (space.identity, SPEC)}
     _, sessions, _ = catalog.kept.adopt(spaces, [(0, 0, PAGES)])

@@ -44,7 +44,7 @@ async def saved_only_in_memory(app: App, count: int) -> None:
         while not app.warm.complete:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     (tenant,) = app.tenants.values()
-    space = tenant.catalog.open(SPACE, SPEC, ME)
+    space = tenant.catalog.spaces.open(SPACE, SPEC, ME)
     granted = tenant.catalog.reserve(ME, space, 0, 0, b"", keys(0, count))
     tenant.catalog.commit(ME, granted.lease, 0, count, b"")
 

@@ -41,7 +41,7 @@ class Tenant:
             cipher=(lambda: CIPHER) if encrypted else lambda: None,
         )  # fmt: skip
         self.mover.extents.append(self.bench.extent)
-        self.space = self.catalog.open(SPACE, SPEC, SessionId(1))
+        self.space = self.catalog.spaces.open(SPACE, SPEC, SessionId(1))
 
     async def fill(self) -> LeavingSegment:
         me, catalog, mover = SessionId(1), self.catalog, self.mover

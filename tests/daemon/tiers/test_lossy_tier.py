@@ -65,7 +65,7 @@ class Lossy(Tenant):
         )  # fmt: skip
         self.bench.first.stores["t"]._reclaim = self.mover.reclaimer.reclaim
         identity = self.losses.identity(spec, "t")
-        self.spaces = {"bfloat16": self.catalog.open(identity, spec, ONE)}
+        self.spaces = {"bfloat16": self.catalog.spaces.open(identity, spec, ONE)}
 
     async def __aenter__(self) -> Self:
         await self.start()

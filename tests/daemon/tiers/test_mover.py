@@ -44,7 +44,7 @@ def test_a_stopped_mover_does_not_free_slots_whose_write_is_in_progress(tmp_path
         catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
         mover = Mover("t", catalog, bench.tier, SLOTS * BLOCK, through=True)
         mover.extents.append(bench.extent)
-        space = catalog.open(SPACE, SPEC, SessionId(1))
+        space = catalog.spaces.open(SPACE, SPEC, SessionId(1))
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
         ours = places(granted.slots)
         for number, place in enumerate(ours):
@@ -133,7 +133,7 @@ def test_many_blocks_are_submitted_in_small_batches(
         catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
         mover = Mover("t", catalog, bench.tier, 4 * SLOTS * BLOCK, through=through)
         mover.extents.append(bench.extent)
-        space = catalog.open(SPACE, SPEC, SessionId(1))
+        space = catalog.spaces.open(SPACE, SPEC, SessionId(1))
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
         ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
         mover.writes.saved(ids)

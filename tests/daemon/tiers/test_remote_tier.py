@@ -710,7 +710,7 @@ def opened(alone: ServedShared, *ranks: int, heads: int = 4) -> list[KnownSpace]
     alone._until(lambda: alone.driver.is_writable)
     specs = [ranks_spec(one, {"heads": heads}) for one in ranks]
     catalog = alone.tenant.catalog
-    return [catalog.open(alone.tenant.identity_of(spec), spec, ME) for spec in specs]
+    return [catalog.spaces.open(alone.tenant.identity_of(spec), spec, ME) for spec in specs]
 
 
 def test_a_description_is_written_until_that_succeeds_and_then_once_an_hour(

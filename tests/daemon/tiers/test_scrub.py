@@ -72,7 +72,7 @@ class Kept(Bench):
         """Save blocks, and wait until they are on disk in addition to the `known` blocks that already are."""
         await self.recover()
         self.moving = asyncio.create_task(self.mover.run())
-        space = self.catalog.open(SPACE, SPEC, SessionId(1))
+        space = self.catalog.spaces.open(SPACE, SPEC, SessionId(1))
         granted = self.catalog.reserve(SessionId(1), space, 0, 0, b"", keys(first, SAVED))
         for number, place in enumerate(places(granted.slots)):
             self.slot(place)[:] = pattern(key(first + number), BLOCK)

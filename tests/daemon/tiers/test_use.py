@@ -102,7 +102,7 @@ async def first_life(folder: Path, copy: Path) -> None:
     """Save blocks, request the first ones, and stop as a kill does."""
     kept = Kept(folder)
     await kept.save()
-    space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
+    space = kept.catalog.spaces.open(SPACE, spec_of("cold"), SessionId(1))
     assert kept.catalog.match(space, keys(0, WANTED)).ready == WANTED
     kept.tier.table.note_access(kept.catalog.segments.take_used(1000))
     assert kept.tier.directories.attached[0].directory.access_log.write(10) == 1
@@ -123,7 +123,7 @@ async def second_life(folder: Path) -> int:
     kept.leave(shelf, segment)
     while segment.stage in (Stage.LEAVING, Stage.FREEING):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
+    space = kept.catalog.spaces.open(SPACE, spec_of("cold"), SessionId(1))
     assert kept.tier.directories.attached[0].directory.access_log.pages(epoch) == b""
     found = kept.catalog.match(space, keys(0, 14))
     await kept.close()

@@ -49,7 +49,7 @@ class Desk:
             admission=admission, clock=lambda: self.now,
         )  # fmt: skip
         self.mover.extents.append(bench.extent)
-        self.space = self.catalog.open(SPACE, SPEC, ME)
+        self.space = self.catalog.spaces.open(SPACE, SPEC, ME)
         self.moving = asyncio.create_task(self.mover.run())
 
     def save(self, first: int, count: int = 1, told: bool = True) -> bytes:
@@ -63,7 +63,7 @@ class Desk:
     def save_large(self, first: int, count: int) -> None:
         """Save blocks that are larger than a segment, in memory only."""
         large = spec_of("large", layers=80)  # 1.25 MiB, in segments of 1 MiB
-        space = self.catalog.open(b"large".ljust(32), large, ME)
+        space = self.catalog.spaces.open(b"large".ljust(32), large, ME)
         granted = self.catalog.reserve(ME, space, 0, 0, b"", keys(first, count))
         self.catalog.commit(ME, granted.lease, 0, count, b"")
 

@@ -30,6 +30,12 @@ NEEDED = {
     wire.Purge: Role.ADMIN,
 }  # fmt: skip
 
+# Requests without effect unless the client reads the answer.
+ANSWERED = frozenset((
+    wire.Reserve, wire.Regain, wire.Load, wire.Adopt, wire.Watch, wire.Monitor, wire.Grow, wire.Purge,
+    wire.HotReserve, wire.DirectRead,
+))  # fmt: skip
+
 
 def check_role(peer: Peer, read_only: bool, needed: Role) -> None:
     """Raise Refused unless this client may make requests that need this role. It may not if it is

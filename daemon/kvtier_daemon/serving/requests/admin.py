@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from kvtier import wire
-from kvtier.errors import KvtierError, Refused
+from kvtier.errors import KvtierError, Refused, bad_request
 from kvtier_daemon.serving import listing
-from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id, not_durable
+from kvtier_daemon.serving.context import Handlers, Host, Requester, not_durable
 from kvtier_daemon.serving.explain import explain
 from kvtier_daemon.tenant import Tenant
 
@@ -51,25 +51,21 @@ class AdminRequests:
         self._check_privileged("the configuration is available")
         assert self._server.operated is not None
         if request.order not in ("show", "diff", "reload", "log"):
-            raise Refused("bad_request", f"unknown order for settings: {request.order!r}")
+            raise bad_request(f"unknown order for settings: {request.order!r}")
         self._answer_later(request.id, self._server.operated.settings(request.order))
 
     def tier(self, tenant: Tenant | None, request: wire.Tier) -> None:
         self._check_privileged("tiers can be switched")
         assert self._server.operated is not None
         if request.tier not in self._server.operated.tiers or request.order not in TIER_ORDERS:
-            raise Refused(
-                "bad_request", f"unknown tier or order: {request.tier!r}, {request.order!r}"
-            )
+            raise bad_request(f"unknown tier or order: {request.tier!r}, {request.order!r}")
         self._answer_later(request.id, self._server.operated.tier(request.tier, request.order))
 
     def record(self, tenant: Tenant | None, request: wire.Record) -> wire.Reply:
         self._check_privileged("recordings are available")
         recorder = self._server.recorder
         if request.limit_bytes < 0:
-            raise Refused(
-                "bad_request", f"limit_bytes is {request.limit_bytes}, it must not be negative"
-            )
+            raise bad_request(f"limit_bytes is {request.limit_bytes}, it must not be negative")
         if request.stop:
             stats = recorder.stop()
         elif request.limit_bytes:
@@ -104,8 +100,6 @@ class AdminRequests:
         return wire.Listed(request.id, *found)
 
     def purge(self, tenant: Tenant | None, request: wire.Purge) -> wire.Reply | None:
-        if not request.id:
-            raise need_id()
         of = self._tenant_of(tenant, request.tenant)
         if request.space < 0:
             return self._erase(of, request)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import count
 
 from kvtier import wire
-from kvtier.errors import Refused
-from kvtier_daemon.serving.context import Handlers, Requester, need_id
+from kvtier.errors import bad_request
+from kvtier_daemon.serving.context import Handlers, Requester
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import DirectFile
 
@@ -29,15 +29,12 @@ class DirectReadRequests:
 
     def read(self, tenant: Tenant, request: wire.DirectRead) -> wire.Reply:
         _check_permitted(tenant)
-        if not request.id:
-            raise need_id()
         if request.deadline_ms < 1:
-            text = f"deadline_ms is {request.deadline_ms}, it must be at least 1"
-            raise Refused("bad_request", text)
+            raise bad_request(f"deadline_ms is {request.deadline_ms}, it must be at least 1")
         if request.closed:
             closed = set(request.closed)
             self._files = {file: n for file, n in self._files.items() if n not in closed}
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         grant = tenant.tier.direct.grant(
             self._session.id, space, request.group, request.shard, request.keys,
             frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, max(0, request.first),
@@ -68,7 +65,7 @@ class DirectReadRequests:
 
     def codec(self, tenant: Tenant, request: wire.DirectReadCodec) -> wire.Reply:
         _check_permitted(tenant)
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         space.check_place(request.group, request.shard)
         codec = tenant.calibration(space, request.group, request.shard)
         if codec is None:
@@ -96,4 +93,4 @@ def _check_permitted(tenant: Tenant) -> None:
             f"tenant {tenant.name} does not permit direct reads; "
             f"set tenants.{tenant.name}.direct_reads = true and restart the daemon"
         )
-        raise Refused("bad_request", text)
+        raise bad_request(text)

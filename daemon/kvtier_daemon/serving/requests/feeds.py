@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier_daemon.catalog import SpaceWatch
 from kvtier_daemon.observing.events import Watcher
-from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester, need_id
+from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester
 from kvtier_daemon.tenant import Tenant
 
 LIMIT_SESSION_WATCHES = 4
@@ -32,11 +32,9 @@ class FeedRequests:
         }
 
     def watch(self, tenant: Tenant, request: wire.Watch) -> None:
-        if not request.id:
-            raise need_id()
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         if request.space in self._watching:
-            raise Refused("bad_request", f"this session already watches space {request.space}")
+            raise bad_request(f"this session already watches space {request.space}")
         if len(self._watched - {request.space}) >= LIMIT_SESSION_WATCHES:
             raise Refused(
                 "too_many", f"this session already watches {LIMIT_SESSION_WATCHES} spaces"
@@ -57,11 +55,9 @@ class FeedRequests:
             self._session.send(wire.Changed(self._watching.pop(space), missed, changes))
 
     def monitor(self, tenant: Tenant | None, request: wire.Monitor) -> None:
-        if not request.id:
-            raise need_id()
         privileged = self._session.peer.privileged
         if self._monitoring:
-            raise Refused("bad_request", "this session already waits for events")
+            raise bad_request("this session already waits for events")
 
         def wake() -> None:
             self._server.loop.call_later(COLLECT_S, self._send_events, watcher)
@@ -80,10 +76,8 @@ class FeedRequests:
             self._session.send(events)
 
     def grow(self, tenant: Tenant, request: wire.Grow) -> wire.Reply | None:
-        if not request.id:
-            raise need_id()
         if self.growing:
-            raise Refused("bad_request", "this session already waits for memory to grow")
+            raise bad_request("this session already waits for memory to grow")
         # A client counts retired extents if later ones were announced to it.
         used = sum(not extent.is_retired for extent in tenant.extents)
         waits = tenant.catalog.growing and used <= request.extents

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier_daemon.catalog import LeaseId
-from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
+from kvtier_daemon.serving.context import Handlers, Host, Requester
 from kvtier_daemon.tenant import Tenant
 
 
@@ -36,7 +36,7 @@ class HotRequests:
             text = f"memory of GPUs is accepted from root and the daemon's user only, not from uid {peer.uid}"
             raise Refused("not_admin", text)
         if self._holds:
-            raise Refused("bad_request", "this client holds memory already: use one per GPU")
+            raise bad_request("this client holds memory already: use one per GPU")
         shares = self._server.hot.offer(
             self._session.id, request.gpu, request.nbytes, request.unit_bytes
         )
@@ -47,7 +47,7 @@ class HotRequests:
     def grant(self, tenant: Tenant | None, request: wire.HotGrant) -> wire.Reply:
         fd = self._session.inbox.take_descriptor()
         if fd is None:
-            raise Refused("bad_request", "a HotGrant carries one file descriptor, after a HotOffer")
+            raise bad_request("a HotGrant carries one file descriptor, after a HotOffer")
         self._server.hot.grant(self._session.id, request.gpu, request.tenant, request.nbytes, fd)
         return wire.Done(request.id)
 
@@ -56,7 +56,7 @@ class HotRequests:
     def join(self, tenant: Tenant, request: wire.HotJoin) -> wire.Reply:
         if self._session.verifies:
             text = "copies in a GPU's memory cannot be verified: connect without verify, or do not join"
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         self.gpu = request.gpu
         self._session.device = True  # at the end of its process, slots are held for its copies
         tenant.catalog.hot.join(self._session.id, self._session.engine, request.gpu, request.shards)
@@ -78,12 +78,10 @@ class HotRequests:
             self._session.send_with(added, extent)
 
     def reserve(self, tenant: Tenant, request: wire.HotReserve) -> wire.Reply:
-        if not request.id:
-            raise need_id()
         if len(request.slots) > wire.LIMIT_COPIED * wire.SLOT_BYTES:
             count = len(request.slots) // wire.SLOT_BYTES
             text = f"{count} slots in one request, at most {wire.LIMIT_COPIED}: split it"
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         granted = tenant.catalog.hot.reserve(self._session.id, request.slots, request.again)
         return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
 

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier_daemon.catalog import Catalog, Found, KnownSpace, LeaseId
@@ -22,7 +22,6 @@ from kvtier_daemon.serving.context import (
     Handlers,
     Host,
     Requester,
-    need_id,
     others_of,
 )
 from kvtier_daemon.serving.deferred_answers import DeferredAnswers
@@ -219,7 +218,7 @@ class LookupRequests:
 
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
-        space = catalog.space(request.space)
+        space = catalog.spaces.at(request.space)
         found, held = catalog.find(space, request.keys)
         beyond, on_disk = _beyond(tenant, space, request, found, self._session), found.coming
         if not (on_disk or beyond or request.awaits):
@@ -245,7 +244,7 @@ class LookupRequests:
     ) -> bool:
         """Note that a match has used these blocks. Return whether it is a new lookup."""
         is_new = self.counted.is_new(tenant.catalog, request)
-        tenant.catalog.note_use(space, held, request.keys, is_new)
+        tenant.catalog.reading.note_use(space, held, request.keys, is_new)
         if is_new and self._server.recorder.is_on:
             _record(self._server, tenant, space, request.keys)
         return is_new
@@ -261,7 +260,7 @@ class LookupRequests:
             self._note_wait(request, False)
 
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         found = tenant.catalog.match(space, request.keys, False)
         beyond = _beyond(tenant, space, request, found, self._session)
         coming, eta_ms, why = 0, 0.0, ""
@@ -285,16 +284,13 @@ class LookupRequests:
 
     def load(self, tenant: Tenant, request: wire.Load) -> wire.Reply | None:
         catalog, number = tenant.catalog, request.request
-        space = catalog.space(request.space)
+        space = catalog.spaces.at(request.space)
         _check_parts(request)
         if request.deadline_ms < 1:
-            raise Refused(
-                "bad_request", f"deadline_ms is {request.deadline_ms}, it must be at least 1"
-            )
+            raise bad_request(f"deadline_ms is {request.deadline_ms}, it must be at least 1")
         if not 0 <= request.first <= len(request.keys) // KEY_BYTES:
-            raise Refused(
-                "bad_request",
-                f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}",
+            raise bad_request(
+                f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}"
             )
         deferred = self._deferred
         if (
@@ -360,7 +356,7 @@ class LookupRequests:
     ) -> wire.Loaded:  # fmt: skip
         parts = list(found.parts)
         if self._session.verifies and parts:
-            parts = tenant.catalog.digests(found.lease, parts)
+            parts = tenant.catalog.reading.digests(found.lease, parts)
         elif parts and tenant.catalog.hot.is_used:
             parts = tenant.catalog.with_copies(self._session.engine, found.lease, parts)
         return wire.Loaded(
@@ -368,7 +364,7 @@ class LookupRequests:
         )
 
     def recheck(self, tenant: Tenant, request: wire.Recheck) -> wire.Reply | None:
-        ids = tenant.catalog.held(self._session.id, LeaseId(request.lease))
+        ids = tenant.catalog.reading.held(self._session.id, LeaseId(request.lease))
         if tenant.rechecking or not ids:
             return wire.Counted(request.id, 0) if request.id else None
         tenant.rechecking = True
@@ -391,7 +387,7 @@ class LookupRequests:
         used = warm, cold, nbytes = request.warm_tokens, request.cold_tokens, request.nbytes
         most = wire.LIMIT_USED
         if not (0 <= warm <= most and 0 <= cold <= most and 0 <= nbytes <= most):
-            raise Refused("bad_request", f"used amounts are {used}, each must be 0 to {most}")
+            raise bad_request(f"used amounts are {used}, each must be 0 to {most}")
         lease = LeaseId(request.lease)
         tenant.catalog.release(self._session.id, lease, warm, cold, nbytes)
         held = self._leases.pop(lease, None)
@@ -586,7 +582,4 @@ def _record(server: Host, tenant: Tenant, space: KnownSpace, keys: bytes) -> Non
 
 def _check_parts(request: wire.Load | wire.Adopt) -> None:
     if len(request.shards) > LIMIT_SHARDS:
-        text = f"{len(request.shards)} shards in one request, at most {LIMIT_SHARDS}"
-        raise Refused("bad_request", text)
-    if not request.id:
-        raise need_id()
+        raise bad_request(f"{len(request.shards)} shards in one request, at most {LIMIT_SHARDS}")

@@ -7,13 +7,13 @@ import math
 import msgspec
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import bad_request
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import LeaseId
 from kvtier_daemon.catalog.expiring import expiry_time
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
 from kvtier_daemon.catalog.writing import Granted
-from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
+from kvtier_daemon.serving.context import Handlers, Host, Requester
 from kvtier_daemon.tenant import Tenant
 
 WAIT_S = 10.0  # longest time that saves of a session wait for the disk at once
@@ -69,7 +69,7 @@ class SaveRequests:
 
     def reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
         expires_at = self._expires_at(request)
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         waits = self._waits.may_wait(self._server.clock()) and request.waits
         granted = tenant.catalog.reserve(
             self._session.id, space, request.group, request.shard, request.parent, request.keys,
@@ -97,7 +97,7 @@ class SaveRequests:
 
     def regain(self, tenant: Tenant, request: wire.Regain) -> wire.Reply:
         expires_at = self._expires_at(request)
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         granted = tenant.catalog.regain(
             self._session.id, space, request.group, request.shard, request.keys, expires_at
         )
@@ -105,16 +105,14 @@ class SaveRequests:
 
     def _expires_at(self, request: wire.Reserve | wire.Regain) -> float:
         """When the blocks of this request expire. Raises Refused if it is not possible."""
-        if not request.id:
-            raise need_id()
         if len(request.keys) > wire.LIMIT_RESERVED * KEY_BYTES:
             count = len(request.keys) // KEY_BYTES
             text = f"{count} keys in one reserve, at most {wire.LIMIT_RESERVED}: split the request"
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         if not 0 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
             longest = f"{LIMIT_PIN_S:.0f} s, a week"
             text = f"blocks that expire after {request.ttl_ms / 1000:g} s: 1 ms to {longest}"
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         if not request.ttl_ms:
             return math.inf
         return expiry_time(self._server.clock(), request.ttl_ms / 1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvtier import wire
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
 from kvtier_daemon.config.members import Role
@@ -40,7 +40,7 @@ class SpaceRequests:
         identity = tenant.identity_of(spec)
         if identity not in self.opened and len(self.opened) >= LIMIT_SESSION_SPACES:
             raise Refused("too_many", f"this session has {LIMIT_SESSION_SPACES} spaces already")
-        space = tenant.catalog.open(identity, spec, self._session.id)
+        space = tenant.catalog.spaces.open(identity, spec, self._session.id)
         self.opened.add(identity)
         if self._server.events.on:
             self._server.events.tell(
@@ -52,34 +52,34 @@ class SpaceRequests:
         )  # fmt: skip
 
     def prefill(self, tenant: Tenant, request: wire.Prefill) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         fit = (request.token_s, request.context_s)
         if not (all(map(math.isfinite, fit)) and min(fit) >= 0 and max(fit) > 0):
-            raise Refused("bad_request", f"invalid prefill times: {fit} seconds")
+            raise bad_request(f"invalid prefill times: {fit} seconds")
         space.prefill = fit
         return wire.Done(request.id)
 
     def pin(self, tenant: Tenant, request: wire.Pin) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         if not 1 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
             longest = f"{LIMIT_PIN_S:.0f} s, a week"
             text = (
                 f"a pin of {request.ttl_ms / 1000:g} s is not possible: pins last 1 ms to {longest}"
             )
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         now = self._server.clock()
         blocks = tenant.catalog.pins.pin(space, request.keys, request.ttl_ms / 1000, now)
         return wire.Counted(request.id, blocks)
 
     def unpin(self, tenant: Tenant, request: wire.Unpin) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         return wire.Counted(request.id, tenant.catalog.pins.unpin(space, request.keys))
 
     def hint(self, tenant: Tenant, request: wire.Hint) -> wire.Reply:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         _check_count(request)
         if not 0.0 <= request.importance <= 1.0:
-            raise Refused("bad_request", f"importance is {request.importance}, it must be 0 to 1")
+            raise bad_request(f"importance is {request.importance}, it must be 0 to 1")
         blocks = tenant.catalog.hint(space, request.keys, request.importance)
         if (recorder := self._server.recorder).is_on:
             recorder.hinted(
@@ -89,14 +89,12 @@ class SpaceRequests:
 
     def resident(self, tenant: Tenant, request: wire.Resident) -> wire.Reply:
         """Ignored for clients that may only read: it has an effect on eviction."""
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         space.check_place(request.group, 0)
         for keys in (request.entered, request.left):
             space.check_keys(keys)
         if (count := (len(request.entered) + len(request.left)) // KEY_BYTES) > wire.LIMIT_RESIDENT:
-            raise Refused(
-                "bad_request", f"{count} keys that entered or left, at most {wire.LIMIT_RESIDENT}"
-            )
+            raise bad_request(f"{count} keys that entered or left, at most {wire.LIMIT_RESIDENT}")
         if self._session.peer.role >= Role.WRITE:
             residency, session = tenant.catalog.blocks.residency, self._session.id
             residency.is_on = tenant.tier.reads.is_on
@@ -109,16 +107,16 @@ class SpaceRequests:
         return wire.Done(request.id)
 
     def locate(self, tenant: Tenant, request: wire.Locate) -> wire.Reply:
-        space, keys = tenant.catalog.space(request.space), request.keys
+        space, keys = tenant.catalog.spaces.at(request.space), request.keys
         space.check_keys(keys)
         if len(request.lengths) % 4 or len(request.lengths) // 4 > wire.LIMIT_LOCATED:
             text = (
                 f"lengths: {len(request.lengths)} bytes for at most {wire.LIMIT_LOCATED} prefixes"
             )
-            raise Refused("bad_request", text)
+            raise bad_request(text)
         lengths = memoryview(request.lengths).cast("I")
         if sum(lengths) * KEY_BYTES != len(keys):
-            raise Refused("bad_request", f"{len(keys)} bytes of keys for {sum(lengths)} blocks")
+            raise bad_request(f"{len(keys)} bytes of keys for {sum(lengths)} blocks")
         rows, at = bytearray(), 0
         for length in lengths:
             chain, at = keys[at : at + length * KEY_BYTES], at + length * KEY_BYTES
@@ -131,7 +129,7 @@ class SpaceRequests:
         return wire.Locations(request.id, bytes(rows))
 
     def forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
-        space = tenant.catalog.space(request.space)
+        space = tenant.catalog.spaces.at(request.space)
         _check_count(request)
         count = tenant.catalog.forget(space, request.keys)
         for sibling in tenant.siblings_of(space):
@@ -151,4 +149,4 @@ class SpaceRequests:
 def _check_count(request: wire.Hint | wire.Forget) -> None:
     if (count := len(request.keys) // KEY_BYTES) > wire.LIMIT_CHANGED:
         text = f"{count} keys in one request, at most {wire.LIMIT_CHANGED}: split the request"
-        raise Refused("bad_request", text)
+        raise bad_request(text)

@@ -309,6 +309,24 @@ class DiskMemory:
         return self.register(anonymous(nbytes), fixed=False), nbytes
 
 
+class ReadMemory:
+    """Memory outside the arena that one task reads blocks into."""
+
+    def __init__(self, memory: DiskMemory) -> None:
+        self._memory = memory
+        self._held = (0, 0)
+
+    def of(self, nbytes: int) -> int:
+        """Return the number of memory with at least this size."""
+        if self._held[1] < nbytes:
+            self._held = self._memory.allocate(nbytes)
+        return self._held[0]
+
+    def leave(self) -> None:
+        """Use other memory from now on: a disk may still write to this."""
+        self._held = (0, 0)
+
+
 class RecoveryProgress:
     """`complete` is set when the blocks of all directories are known. `is_awaited` is True while directories
     are scanned and requests may wait for the result: a scan that takes long is not waited for."""
@@ -362,7 +380,6 @@ class AttachedDirectories:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, options: StoreOptions, table: SegmentTable,
         reclaim: Callable[[SegmentStore, Segment], None], missing: Mapping[Path, str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.attached: list[AttachedDirectory] = []
         self.missing = dict(missing)
@@ -373,10 +390,9 @@ class AttachedDirectories:
         self._options = options
         self._table = table
         self._reclaim = reclaim
-        self._clock = clock
         self._earlier_faults = 0  # of disks that are closed
         self._checking: set[asyncio.Task[None]] = set()
-        self._checks_at = clock() + LOCATION_S
+        self._checks_at = time.monotonic() + LOCATION_S
 
     def add(self, directory: ColdDirectory) -> AttachedDirectory:
         """Start a disk and a store for each tenant in this directory. Raises TierError, and never closes the
@@ -393,7 +409,7 @@ class AttachedDirectories:
         with contextlib.ExitStack() as undo:
             try:
                 disk = DirectoryDisk(
-                    self._loop, str(path), options.engine, self._clock,
+                    self._loop, str(path), options.engine, time.monotonic,
                     decoders_here(options.encrypted), options.staged_bytes,
                 )  # fmt: skip
                 undo.callback(disk.stop, 0)
@@ -405,7 +421,7 @@ class AttachedDirectories:
         stores = {
             tenant: SegmentStore(
                 self._loop, tenant, directory, disk, self._table, options.segment_bytes, segments,
-                self._reclaim, self.memory.mappings, self._clock, options.secrets.get(tenant, b""),
+                self._reclaim, self.memory.mappings, options.secrets.get(tenant, b""),
                 options.encrypted, options.readers.get(tenant),
             )
             for tenant, segments in most.items()
@@ -441,7 +457,6 @@ class AttachedDirectories:
         return f"{files} files could not be read at the start" if files else ""
 
     def give_up(self, why: str) -> None:
-        """Stop all I/O until a restart."""
         for one in self.attached:
             one.disk.give_up(why)
 
@@ -457,10 +472,10 @@ class AttachedDirectories:
             one.disk.check()
             for store in one.stores.values():
                 store.tombstones.retry()
-        if self._clock() >= self._checks_at:
+        if time.monotonic() >= self._checks_at:
             disks = [one.disk for one in self.attached]
             fails = any(disk.reads.failure or disk.writes.failure for disk in disks)
-            self._checks_at = self._clock() + (LOCATION_FAILED_S if fails else LOCATION_S)
+            self._checks_at = time.monotonic() + (LOCATION_FAILED_S if fails else LOCATION_S)
             self.check_locations()
 
     def check_locations(self) -> None:

@@ -10,6 +10,7 @@ import errno
 import logging
 import mmap
 import os
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -67,9 +68,9 @@ class FrameThreads(CodingThreads):
 
     is_on = True
 
-    def __init__(self, mappings: Mapping[int, MappedExtent], clock: Callable[[], float]) -> None:
+    def __init__(self, mappings: Mapping[int, MappedExtent]) -> None:
         """Raises RuntimeError if there are no threads."""
-        self.link = DiskLink(clock, GUESS_BYTES_S)
+        self.link = DiskLink(time.monotonic, GUESS_BYTES_S)
         self.reads = self
         self._mappings = mappings
         self.decoders = min(THREADS_MOST, len(os.sched_getaffinity(0)))

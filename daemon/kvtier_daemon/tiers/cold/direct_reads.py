@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 
-from kvtier.errors import Refused
+from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.frames import FRAME, FramedBlocks
@@ -139,9 +139,7 @@ class SegmentReads:
             return bytes(len(failed))
         blocks = len(held.keys) // KEY_BYTES
         if len(failed) != blocks:
-            raise Refused(
-                "bad_request", f"failed has {len(failed)} bytes, the lease has {blocks} blocks"
-            )
+            raise bad_request(f"failed has {len(failed)} bytes, the lease has {blocks} blocks")
         self._release(lease)
         if self._clock() > held.until:
             return bytes(blocks)

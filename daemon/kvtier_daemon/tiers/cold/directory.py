@@ -106,7 +106,6 @@ class ColdDirectory:
         return open_direct(path, flags, opened=self.opened(path))
 
     def segment_path(self, tenant: str, number: int) -> Path:
-        """Return the path of a segment file."""
         return self.path / SEGMENTS / tenant / f"{number:06d}"
 
     def remove(self, tenant: str) -> int:

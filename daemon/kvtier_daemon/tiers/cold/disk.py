@@ -14,7 +14,7 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
@@ -23,7 +23,7 @@ from kvtier_daemon.codec.base import ELEMENTS
 from kvtier_daemon.codec.choice import LATELY_S, Average, Rates
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.planning import DiskLink
-from kvtier_kernels import Disk, FrameKeys, Mapping, Recipe
+from kvtier_kernels import Disk, Mapping
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -138,41 +138,21 @@ class DiskLane:
 class StoppedWorker:
     """Replaces a worker that was stopped. It does nothing; the disk cancels all operations."""
 
+    queued = (0, 0, 0)
+
     def register(self, mapping: Mapping, fixed: bool = True) -> int:
         raise OSError(errno.ESHUTDOWN, "the disk was closed")
 
-    def release(self, extent: int) -> None:
+    def ignore(self, *_: Any, **__: Any) -> None:
         pass
 
-    def read(self, ops: bytes | bytearray) -> None:
-        pass
-
-    def read_frames(
-        self, ops: bytes | bytearray, recipes: Sequence[Recipe], keys: Sequence[FrameKeys]
-    ) -> None:
-        pass
-
-    def read_bytes(
-        self, token: int, fd: int, at: int, nbytes: int, urgent: bool, deadline_ms: int,
-        staged: bool = False,
-    ) -> None:  # fmt: skip
-        pass
-
-    def write(self, ops: bytes | bytearray, headers: bytes | bytearray) -> None:
-        pass
-
-    def sync(self, token: int, fd: int) -> None:
-        pass
+    release = read = read_frames = read_bytes = write = sync = ignore
 
     def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
         return 0, 0.0, {}
 
     def done(self) -> list[tuple[int, int, bytes | None]]:
         return []
-
-    @property
-    def queued(self) -> tuple[int, int, int]:
-        return 0, 0, 0
 
     def stop(self, timeout_s: float) -> int:
         return 0

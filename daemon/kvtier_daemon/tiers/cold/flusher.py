@@ -441,9 +441,7 @@ class Flusher:
         """Submit these blocks, after the copies of the reclaimer, and remove what was submitted from the
         list. Waits a short time for the next segment."""
         for tries in range(BEGIN_TRIES):
-            if tries:
-                await asyncio.sleep(BEGIN_S)
-            await self._copies_ended()
+            await self._pause(tries)
             self._leave_out_forgotten(blocks)
             count, settled = (
                 begin(self._cold.writer, self._tenant, blocks, self._settle)
@@ -458,14 +456,15 @@ class Flusher:
     async def _has_place_soon(self) -> bool:
         """Whether there is a place within the time that the next segment takes to begin."""
         for tries in range(BEGIN_TRIES):
-            if tries:
-                await asyncio.sleep(BEGIN_S)
-            await self._copies_ended()
+            await self._pause(tries)
             if self._cold.writer.has_place(self._tenant):
                 return True
         return False
 
-    async def _copies_ended(self) -> None:
+    async def _pause(self, tries: int) -> None:
+        """Wait until a write may be tried: not at once again, and after the copies of the reclaimer."""
+        if tries:
+            await asyncio.sleep(BEGIN_S)
         try:
             async with asyncio.timeout(COPY_S):
                 await self._reclaimer.idle.wait()

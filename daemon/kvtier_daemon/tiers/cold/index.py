@@ -69,7 +69,6 @@ Table: TypeAlias = Any  # what lmdb makes of a table's name; it has no public ty
 
 
 def seal(table: bytes, key: bytes, value: bytes) -> bytes:
-    """Return the record of this value."""
     return value + _digest(table, key, value)
 
 
@@ -102,10 +101,15 @@ def _digest(table: bytes, key: bytes, value: bytes) -> bytes:
 class ChangeQueue:
     """The changes of tables of bytes that one thread, `work`, is to write, and the answers of that thread."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.failure = ""
+        self._lost = ""
         self._queue: queue.SimpleQueue[Entry | int | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=work, name="kvtier-index", daemon=True)
         self._thread.start()
 
@@ -129,6 +133,41 @@ class ChangeQueue:
             except queue.Empty:
                 return
 
+    # --- the thread --------------------------------------------------------------------------
+
+    def _take(self, is_behind: bool) -> tuple[list[Entry], list[int], bool]:
+        """Return queued changes and tokens, and whether more will follow. Waits for them, but not for long if
+        the thread `is_behind` with earlier ones."""
+        changes: list[Entry] = []
+        tokens: list[int] = []
+        with contextlib.suppress(queue.Empty):
+            for number in range(COALESCED + 1):
+                item = self._queue.get(number == 0, RETRY_S if is_behind else None)
+                if item is None:
+                    return changes, tokens, False
+                if isinstance(item, int):
+                    tokens.append(item)
+                else:
+                    changes.append(item)
+        return changes, tokens, True
+
+    def _answer(self, tokens: list[int], failure: str, unwritten: Change) -> None:
+        """Answer the tokens with this failure. Of too many unwritten changes, the oldest are lost."""
+        if len(unwritten) > KEPT:
+            if not self._lost:
+                self._lost = (
+                    f"the index {self.folder} could not be written for too long: the oldest "
+                    "changes are lost"
+                )
+                log.error("%s", self._lost)
+            for name in list(unwritten)[: len(unwritten) - KEPT]:
+                del unwritten[name]
+        self.failure = self._lost or failure
+        for token in tokens:
+            self._done.put((token, self.failure))
+        if tokens:
+            os.eventfd_write(self.event_fd, 1)
+
 
 class Index(ChangeQueue):
     """Tables of bytes. `put` and `drop` return at once; `flush` and `done` tell when they are on disk.
@@ -139,13 +178,12 @@ class Index(ChangeQueue):
     """
 
     def __init__(self, folder: Path, limit_bytes: int, opened: Path | None = None) -> None:
-        self.folder = folder
-        self.failure = ""
+        super().__init__(folder)
         self.damaged = 0  # records that failed their digests and were dropped
         self._limit_bytes = limit_bytes
         map_bytes = min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES)
         self._env, self._tables = _opened(folder, opened or folder, map_bytes)
-        super().__init__(self._write)
+        self._start(self._write)
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
         """Return the sound entries of a table in the order of their keys, and drop the damaged ones. Waits
@@ -180,36 +218,14 @@ class Index(ChangeQueue):
 
     def _write(self) -> None:
         kept: Change = {}  # that are not on disk yet
-        more, failed, lost, again_at = True, "", "", 0.0
+        more, failed, again_at = True, "", 0.0
         while more:
-            tokens: list[int] = []
-            with contextlib.suppress(queue.Empty):
-                for number in range(COALESCED + 1):
-                    item = self._queue.get(number == 0, RETRY_S if kept else None)
-                    if item is None:
-                        more = False
-                        break
-                    if isinstance(item, int):
-                        tokens.append(item)
-                    else:
-                        kept[item[:2]] = item[2]
+            new, tokens, more = self._take(bool(kept))
+            kept.update({(table, key): value for table, key, value in new})
             if kept and (tokens or not more or not failed or time.monotonic() >= again_at):
                 failed = self._commit_all(kept)
                 again_at = time.monotonic() + RETRY_S
-            if len(kept) > KEPT:
-                if not lost:
-                    lost = (
-                        f"the index {self.folder} could not be written for too long: the "
-                        "oldest changes are lost"
-                    )
-                    log.error("%s", lost)
-                for name in list(kept)[: len(kept) - KEPT]:
-                    del kept[name]
-            self.failure = lost or failed
-            for token in tokens:
-                self._done.put((token, self.failure))
-            if tokens:
-                os.eventfd_write(self.event_fd, 1)
+            self._answer(tokens, failed, kept)
 
     def _commit_all(self, kept: Change) -> str:
         """Write the kept changes, and keep those that cannot be written; return the failure, or an empty

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import signal
 import subprocess
 import threading
@@ -25,8 +24,6 @@ from kvtier_daemon.claim import InUseError
 from kvtier_daemon.tiers.child_process import MODULE, start_child
 from kvtier_daemon.tiers.cold.index import (
     CLOSE_S,
-    COALESCED,
-    KEPT,
     RETRY_S,
     Change,
     ChangeQueue,
@@ -110,8 +107,7 @@ class IndexProcess(ChangeQueue):
     the process ends meanwhile."""
 
     def __init__(self, child: Child, folder: Path, limit_bytes: int, fds: tuple[int, int]) -> None:
-        self.folder = folder
-        self.failure = ""
+        super().__init__(folder)
         self.unwritten: Change = {}  # after `close`
         self._limit_bytes = limit_bytes
         self._fds = fds
@@ -119,7 +115,7 @@ class IndexProcess(ChangeQueue):
         self._open(child)
         self._closing = False
         self._tries_at, self._retry_s = 0.0, RETRY_S
-        super().__init__(self._pass_on)
+        self._start(self._pass_on)
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
         """Return the entries of a table in the order of their keys. Waits for the disk."""
@@ -156,46 +152,18 @@ class IndexProcess(ChangeQueue):
 
     def _pass_on(self) -> None:
         unwritten: Change = {}  # that may not be on disk
-        more, lost = True, ""
+        more = True
         while more:
-            tokens: list[int] = []
-            new: list[Entry] = []
-            more = self._take(new, tokens, bool(unwritten))
+            new, tokens, more = self._take(bool(unwritten))
             unwritten.update({(table, key): value for table, key, value in new})
             failure = self._written(unwritten, new) if unwritten or tokens else ""
             if not failure:
                 unwritten.clear()
-            elif len(unwritten) > KEPT:
-                lost = (
-                    f"the index {self.folder} could not be written for too long: the oldest "
-                    "changes are lost"
-                )
-                for name in list(unwritten)[: len(unwritten) - KEPT]:
-                    del unwritten[name]
-            self.failure = lost or failure
-            for token in tokens:
-                self._done.put((token, self.failure))
-            if tokens:
-                os.eventfd_write(self.event_fd, 1)
+            self._answer(tokens, failure, unwritten)
         self.unwritten = unwritten
         if (child := self._child) is not None:
             with contextlib.suppress(EOFError):
                 child.ask(CloseIndex())
-
-    def _take(self, new: list[Entry], tokens: list[int], is_behind: bool) -> bool:
-        """Take the queued changes and tokens; False if they are the last."""
-        with contextlib.suppress(queue.Empty):
-            item = self._queue.get(timeout=RETRY_S if is_behind else None)
-            while item is not None:
-                if isinstance(item, int):
-                    tokens.append(item)
-                else:
-                    new.append(item)
-                if len(new) + len(tokens) > COALESCED:
-                    return True
-                item = self._queue.get_nowait()
-            return False
-        return True
 
     def _written(self, unwritten: Change, new: list[Entry]) -> str:
         """Let the process write the new changes, or a new process all unwritten ones; return the failure."""

@@ -16,6 +16,7 @@ from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.catalog.frames import FramedBlocks, StoredFrame
 from kvtier_daemon.codec.frame import ENCRYPTED, RAW, pages
 from kvtier_daemon.tiers.base import CopiedBlock
+from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.frames import SETTLE_S, CipherNow, Decoding, Incoming
 from kvtier_daemon.tiers.cold.segment import Head
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
@@ -34,7 +35,7 @@ class LeavingSegments:
         self.cold = cold
         self.cipher = cipher
         self._tenant = tenant
-        self._memory: tuple[int, int] | None = None
+        self.memory = ReadMemory(cold.memory)
 
     def next(self) -> Sequence[LeavingSegment]:
         stores = (one.stores[self._tenant] for one in self.cold.directories.attached)
@@ -44,16 +45,6 @@ class LeavingSegments:
             for segment in store.leaves_next()
             if segment.head is not None
         ]
-
-    def memory_of(self, nbytes: int) -> int:
-        """Return the number of memory outside the arena with at least this size."""
-        if self._memory is None or self._memory[1] < nbytes:
-            self._memory = self.cold.memory.allocate(nbytes)
-        return self._memory[0]
-
-    def leave_memory(self) -> None:
-        """A disk may still write to the memory."""
-        self._memory = None
 
 
 class LeavingSegment:
@@ -114,7 +105,7 @@ class LeavingSegment:
             await asyncio.wait([done], timeout=SETTLE_S)
         finally:
             if not done.done():
-                self._of.leave_memory()
+                self._of.memory.leave()
         if not done.done():
             return {}
         still = self._of.catalog.segments.described_in(
@@ -136,7 +127,7 @@ class LeavingSegment:
             return []
         store, number = self._of.catalog.blocks.store, self._segment.number
         ids = store.still(array("I", plans).tobytes(), number)
-        memory = self._of.memory_of(sum(pages(_block_bytes(one)) for one in plans.values()))
+        memory = self._of.memory.of(sum(pages(_block_bytes(one)) for one in plans.values()))
         offset, blocks = 0, list[Incoming]()
         named = self._of.catalog.segments.described_in(ids, number)
         for one, packed, digest in FramedBlocks(ids, *store.frames(ids)):

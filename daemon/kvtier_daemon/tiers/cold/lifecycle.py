@@ -371,7 +371,6 @@ class ColdLifecycle:
         )
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start to move blocks in these tasks."""
         self._tasks = tasks
         if self.tier is not None:
             self._moving = tasks.create_task(self._move(self.tier), name="cold")
@@ -415,18 +414,14 @@ class ColdLifecycle:
         return self._switching is not None and self._switching.cold_is_open
 
     def state(self, tier: str) -> str:
-        """Return the state of a tier."""
         return self._switching.state(tier) if self._switching is not None else ON
 
     def order(self, tier: str, order: str) -> dict[str, Any]:
-        """Drain a tier, switch it off or on, or report its state. Raises TierError if that is not
-        possible."""
         if self._switching is None:
             raise TierError(f"{tier}: the daemon has no cold tier, so tiers cannot be switched")
         return self._switching.order(tier, order)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply this configuration, which differs only in keys that can be reloaded."""
         if config.cold is None:
             return
         for name, mover in self._movers.items():
@@ -489,7 +484,6 @@ class ColdLifecycle:
         return list(self.tier.memory.mappings.values()) if self.tier is not None else []
 
     def run_periodic(self) -> None:
-        """Do periodic work."""
         tier = self.tier
         if tier is None or self.extents is None or not self.is_open:
             return

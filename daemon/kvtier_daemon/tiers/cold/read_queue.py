@@ -145,15 +145,12 @@ class PendingRequests:
     # --- notifications -------------------------------------------------------------------------
 
     def call_when_read(self, request: Request, then: Callable[[], None]) -> bool:
-        """Call `then` once when all reads of this request have ended. Return False, without a call, if no
-        read is pending."""
         if not self._planner.is_waiting(request):
             return False
         self._calls[request] = then
         return True
 
     def cancel_calls(self, request: Request) -> None:
-        """Cancel the pending call of this request."""
         self._calls.pop(request, None)
 
     def notify(self) -> None:
@@ -170,17 +167,13 @@ class PendingRequests:
     # --- cancelling ----------------------------------------------------------------------------
 
     def cancel(self, request: Request) -> None:
-        """Cancel the reads that only this request waits for."""
         self._of_session.get(request[0], set()).discard(request)
         self._cancelled(self._planner.cancel(request, GIVE_BACK_BLOCKS))
 
     def released(self, request: Request) -> None:
-        """Note that the request's lease was released: nothing waits for its reads unless it asks again
-        soon."""
         self._planner.released(request)
 
     def session_ended(self, session: int) -> None:
-        """Cancel the reads that only this session waits for."""
         self._to_cancel.extend(self._of_session.pop(session, ()))
         self._cancel_some()
 

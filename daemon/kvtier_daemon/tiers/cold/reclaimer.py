@@ -16,6 +16,7 @@ from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.frames import PLACE_BYTES, FramedBlocks, StoredFrame
 from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.frame import pages
+from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,
     BEGIN_TRIES,
@@ -58,10 +59,9 @@ class Reclaimer:
         self._budget = budget
         self._tombstones = tombstones
         self._queue: asyncio.Queue[tuple[SegmentStore, Segment]] = asyncio.Queue()
-        self._copy_memory: tuple[int, int] | None = None
+        self._memory = ReadMemory(cold.memory)
 
     def reclaim(self, store: SegmentStore, segment: Segment) -> None:
-        """Queue this segment."""
         self._queue.put_nowait((store, segment))
         self.idle.clear()
 
@@ -108,7 +108,7 @@ class Reclaimer:
     ) -> bool:
         """Copy these blocks, given by id, frame and digest, out of a segment. False if there is no place for
         them, and thus for no others."""
-        extent, offset = self._copy_memory_of(nbytes), 0
+        extent, offset = self._memory.of(nbytes), 0
         # Some blocks may be forgotten, and their ids given to other blocks.
         named = self._catalog.segments.described_in(
             array("I", (number for number, _, _ in framed)).tobytes(), segment.number
@@ -135,7 +135,7 @@ class Reclaimer:
             await self._read_all(reading, writing)
             and await self._attach_headers(reading, writing, encoded)
         ):
-            self._copy_memory = None  # the disk may still write to it
+            self._memory.leave()
             return False
 
         def settle(landed: FramedBlocks, _: list[int]) -> None:
@@ -157,7 +157,7 @@ class Reclaimer:
             blocks = blocks[count:]
             if count:
                 if not await in_time(settled):
-                    self._copy_memory = None
+                    self._memory.leave()
                     return False
             else:
                 attached = self._cold.directories.attached
@@ -218,12 +218,6 @@ class Reclaimer:
             self._tombstones.copied(segment, before[number][:PLACE_BYTES], after[:PLACE_BYTES])
         frames = b"".join(before[number] for number in numbers)
         self._catalog.segments.rescued(landed.ids, frames, landed.frames)
-
-    def _copy_memory_of(self, nbytes: int) -> int:
-        """Return the number of memory outside the arena with at least this size."""
-        if self._copy_memory is None or self._copy_memory[1] < nbytes:
-            self._copy_memory = self._cold.memory.allocate(nbytes)
-        return self._copy_memory[0]
 
 
 def _header_of(text: bytes, block: Outgoing, read: Incoming) -> bytes:

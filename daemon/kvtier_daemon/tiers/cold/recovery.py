@@ -216,7 +216,6 @@ def _frame_at(fd: int, at: int, head: Head) -> Frame | None:
 
 
 def entries_of(found: Recovered) -> int:
-    """Return the number of frames."""
     return len(found.rows) // ENTRY.size
 
 

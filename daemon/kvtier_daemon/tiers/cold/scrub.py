@@ -22,6 +22,7 @@ from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.frames import StoredFrame
 from kvtier_daemon.catalog.segment_frames import Framed
 from kvtier_daemon.codec import frame
+from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 from kvtier_daemon.tiers.cold.frames import DAMAGED, Incoming
 from kvtier_daemon.tiers.cold.segment import Head
@@ -76,7 +77,7 @@ class Scrubber:
         self._pace = Pace(rate, clock, sleep)
         # By segment: its head and the time of its last scrub.
         self._scrubbed: dict[int, tuple[Head, float]] = {}
-        self._memory: tuple[int, int] | None = None
+        self._memory = ReadMemory(cold.memory)
 
     def set_rate(self, rate: int) -> None:
         """Read this many bytes per second from now on; 0 stops the scrub."""
@@ -162,7 +163,7 @@ class Scrubber:
         nbytes = stored.payload_bytes
         block = Incoming(
             one.id, stored.segment, stored.page, stored.header_pages, nbytes, one.digest,
-            self._memory_of(nbytes), 0, nbytes,
+            self._memory.of(nbytes), 0, nbytes,
         )  # fmt: skip
         self._cold.reader.read_header(block, have_header)
         self._cold.reader.read([block], have_payload, urgent=False)
@@ -182,12 +183,6 @@ class Scrubber:
         log.warning("cold: %s: the frame at page %d is damaged; %s", segment.path, page, again)
         if dirty:
             self._dirty(tenant, dirty)
-
-    def _memory_of(self, nbytes: int) -> int:
-        """Return the number of memory outside the arena with at least this size."""
-        if self._memory is None or self._memory[1] < nbytes:
-            self._memory = self._cold.memory.allocate(nbytes)
-        return self._memory[0]
 
 
 def _is_unchanged(segment: Segment, head: Head) -> bool:

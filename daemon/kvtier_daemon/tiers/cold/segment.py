@@ -365,7 +365,6 @@ def codecs_of(rows: bytes) -> set[int]:
 
 
 def all_encrypted(rows: bytes) -> bool:
-    """Whether all frames of a table are encrypted."""
     return min(rows[CODEC_AT :: ENTRY.size], default=ENCRYPTED) >= ENCRYPTED
 
 

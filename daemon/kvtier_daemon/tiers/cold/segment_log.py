@@ -60,12 +60,10 @@ class Segment:
 
     @property
     def file_number(self) -> int:
-        """Return the number in the file's name."""
         name = PurePath(self.path).name
         return int(name) if name.isdecimal() else self.number
 
     def empty(self) -> None:
-        """Forget the content."""
         self.table = FrameTable(self.nbytes)
 
 
@@ -89,7 +87,6 @@ class SegmentLog:
         return self.open is not None or bool(self.free) or beginning
 
     def add(self, segment: Segment) -> None:
-        """Add an empty segment."""
         segment.stage = Stage.FREE
         self.free.append(segment)
 

@@ -163,12 +163,11 @@ class SegmentTombstones:
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, disk: DirectoryDisk, unused: Callable[[Segment], None],
-        clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._loop = loop
         self._disk = disk
         self._unused = unused
-        self._clock = clock
+        self._clock = time.monotonic
         self._writing: dict[Segment, asyncio.Future[None]] = {}
         self._dirty: dict[Segment, None] = {}  # tombstones that are not written yet
         self._failed: dict[Segment, str] = {}  # why the last write failed
@@ -245,7 +244,7 @@ class SegmentStore:
         self, loop: asyncio.AbstractEventLoop, tenant: str, directory: ColdDirectory, disk: DirectoryDisk,
         table: SegmentTable, segment_bytes: int, most: int,
         reclaim: Callable[[SegmentStore, Segment], None], mappings: Mapping[int, MappedExtent],
-        clock: Callable[[], float] = time.monotonic, secret: bytes = b"", encrypted: bool = False,
+        secret: bytes = b"", encrypted: bool = False,
         readers: int | None = None,
     ) -> None:  # fmt: skip
         self.tenant = tenant
@@ -260,13 +259,13 @@ class SegmentStore:
         self.files = SegmentFiles(
             tenant, directory, disk, segment_bytes, most, self.owner, encrypted, readers
         )
-        self.tombstones = SegmentTombstones(loop, disk, self.free_if_unused, clock)
+        self.tombstones = SegmentTombstones(loop, disk, self.free_if_unused)
         self._loop = loop
         self._table = table
         self._reclaim = reclaim
         self._mappings = mappings
         self._encrypted = encrypted
-        self._clock = clock
+        self._clock = time.monotonic
         self._creating = False
         self._full = False  # a segment is being reclaimed
         self._grows_at = 0.0  # after a file system without room for another file

@@ -314,18 +314,14 @@ class ColdTier:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, directories: Sequence[ColdDirectory],
         options: StoreOptions, reclaim: Callable[[SegmentStore, Segment], None],
-        missing: Mapping[Path, str] | None = None, clock: Callable[[], float] = time.monotonic,
-        compresses: bool = False,
+        missing: Mapping[Path, str] | None = None, compresses: bool = False,
     ) -> None:  # fmt: skip
         self.off_reason = ""  # why an operator switched it off
         self.size_bytes = options.size_bytes
         self.table = SegmentTable()
-        self.directories = AttachedDirectories(
-            loop, options, self.table, reclaim, missing or {}, clock
-        )
+        self.directories = AttachedDirectories(loop, options, self.table, reclaim, missing or {})
         self.memory = self.directories.memory
         self.recovery = self.directories.recovery
-        self._clock = clock
         attached, mappings = self.directories.attached, self.memory.mappings
         with contextlib.ExitStack() as undo:
             for directory in directories:
@@ -336,7 +332,7 @@ class ColdTier:
                     loop, mappings.__getitem__, staging, self.table.blank, threads_here()
                 )
                 undo.callback(self.coding.stop)
-                self.frame_threads = FrameThreads(mappings, clock) if compresses else None
+                self.frame_threads = FrameThreads(mappings) if compresses else None
             except RuntimeError as error:
                 raise TierError(f"cold: cannot start threads: {error}") from error
             if self.frame_threads is not None:
@@ -346,7 +342,7 @@ class ColdTier:
             undo.pop_all()
         self.recovery.began(len(directories))
         self.reader = FrameReader(attached, self.table, mappings, self.coding, self.frame_threads)
-        self.reads = ReadQueue(loop, self.reader, clock)
+        self.reads = ReadQueue(loop, self.reader, time.monotonic)
         self.writer = BlockWriter(
             attached, self.table, self.reads.planner.order, options.segment_bytes, mappings
         )
@@ -451,13 +447,13 @@ class ColdTier:
         """Stop the disks, then close all files. False if a disk or a codec hangs: it still uses files, and
         perhaps memory."""
         self.reader.is_shut, self.writer.accepts = True, False
-        until = self._clock() + timeout_s
+        until = time.monotonic() + timeout_s
         stopped = await self.directories.stop_disks(timeout_s)
         # The last reads may still be decoded.
-        decoded = await self.coding.close(max(0.0, until - self._clock()))
+        decoded = await self.coding.close(max(0.0, until - time.monotonic()))
         if self.frame_threads is not None:
-            decoded &= await self.frame_threads.close(max(0.0, until - self._clock()))
-        closed = await self.directories.close(until - self._clock())
+            decoded &= await self.frame_threads.close(max(0.0, until - time.monotonic()))
+        closed = await self.directories.close(until - time.monotonic())
         if stopped and decoded:
             # Takes 0.1 s per GiB of the arena; otherwise a collection would do it in the loop.
             await asyncio.to_thread(self.memory.mappings.clear)

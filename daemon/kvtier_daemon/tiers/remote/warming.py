@@ -305,7 +305,7 @@ class Warming:
         catalog = self._tenant.catalog
         if one.space in self.skipped:
             return
-        space = catalog.open(one.space, one.spec, ARRIVING)
+        space = catalog.spaces.open(one.space, one.spec, ARRIVING)
         try:
             if not self._places.of(space) or self._is_lossy(space):
                 return

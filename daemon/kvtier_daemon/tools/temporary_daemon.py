@@ -1,0 +1,50 @@
+"""A daemon of a demo or a measurement, which ends with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from kvtier import Client, KvtierError
+from kvtier.embedded import first_answer
+
+START_S: Final = 20.0
+STOP_S: Final = 15.0
+LOOK_S: Final = 0.02
+
+
+@contextmanager
+def temporary_daemon(
+    folder: Path, warm_bytes: int, name: str, settings: str = "", populate: bool = False
+) -> Iterator[tuple[Client, subprocess.Popen[bytes]]]:
+    """Return a client with this name, and the process of its daemon, once it has allocated its memory.
+    `settings` are more sections of its configuration. Raises KvtierError if the daemon does not start."""
+    config, path = folder / "kvtier.toml", folder / "kvtier.sock"
+    config.write_text(
+        f'socket = "{path}"\nstate = "{folder / "state"}"\nlog_level = "warning"\n'
+        f'[warm]\nsize = "{warm_bytes}"\nkeep_s = 0\n{settings}'
+    )
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--config", str(config)]
+    command += ["--with-process", str(os.getpid())]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
+    daemon = subprocess.Popen(command, env=clean)
+    try:
+        client = first_answer(
+            lambda: Client.connect(str(path), populate=populate, name=name), daemon, START_S
+        )
+        if client is None:
+            raise KvtierError("the daemon did not start: see its message above")
+        with client:
+            until = time.monotonic() + START_S
+            while client.link.wait_for_growth(until) and time.monotonic() < until:
+                pass
+            yield client, daemon
+    finally:
+        daemon.terminate()
+        daemon.wait(STOP_S)
