@@ -44,17 +44,17 @@ class SegmentFiles:
         self._encrypted = encrypted
         self._readers = readers
         self._warned = False
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._next_number = 0
 
     @property
     def has_room(self) -> bool:
         """Whether one more file fits."""
-        return self._held_bytes + self.segment_bytes <= self.most_bytes
+        return self.held_bytes + self.segment_bytes <= self.most_bytes
 
     def hold(self, segment: Segment) -> None:
         """Count this segment's file."""
-        self._held_bytes += segment.nbytes
+        self.held_bytes += segment.nbytes
 
     def create(self) -> tuple[Path, asyncio.Future[int]]:
         """Start to create a file of the configured size; the future has its descriptor."""
@@ -90,7 +90,7 @@ class SegmentFiles:
 
     def remove(self, segment: Segment) -> None:
         """Close and remove the file of a segment, in the thread that also creates files."""
-        self._held_bytes -= segment.nbytes
+        self.held_bytes -= segment.nbytes
         fd, segment.fd = segment.fd, -1
 
         def remove() -> None:
