@@ -28,7 +28,9 @@ LIMIT_REQUEST_BYTES = 64 << 10  # for any other request: larger than any descrip
 LIMIT_HELLO_BYTES = 16 << 10  # for a message before the handshake is complete
 LIMIT_KEYS = 65_536
 LIMIT_OTHERS = 16_384  # keys under other accepted secrets in one request
-LIMIT_RESERVED = 4096  # keys in one Reserve: about 1 ms, and several in memory that is used the first time
+LIMIT_RESERVED = (
+    4096  # keys in one Reserve: about 1 ms, and several in memory that is used the first time
+)
 LIMIT_CHANGED = 4096  # keys in one Hint or Forget: about 0.7 ms
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: about 10 ms
 LIMIT_USED = 1 << 50  # tokens or bytes that one Release may report
