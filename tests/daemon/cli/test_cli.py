@@ -21,6 +21,7 @@ import kvtier
 from kvtier.errors import KvtierError, ProtocolError, Unavailable
 from kvtier.units import GIB, MIB
 from kvtier_daemon.cli import main
+from kvtier_daemon.cli.progress import progress
 from kvtier_daemon.cli.status import draw
 from kvtier_daemon.config.schema import load, settled
 from kvtier_daemon.tiers.states import SWITCHED_OFF
@@ -477,6 +478,14 @@ def test_a_socket_without_permission_is_reported(run, tmp_path):
         code, _, err = run("status", "--socket", str(there))
     assert code == 3
     assert "may not connect to" in err and "mode 0020; become a member of group" in err
+
+
+def test_a_progress_bar_prints_nothing_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress() as bar:
+        bar.update(bar.add_task("draining", total=2), completed=1)
+    assert capsys.readouterr() == ("", "")
 
 
 def drawn(stats, width=80, encoding="utf-8"):
