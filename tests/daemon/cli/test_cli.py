@@ -480,6 +480,23 @@ def test_a_socket_without_permission_is_reported(run, tmp_path):
     assert "may not connect to" in err and "mode 0020; become a member of group" in err
 
 
+def test_a_check_finds_directories_that_others_can_write_to(run, tmp_path):
+    cold = tmp_path / "cold"
+    cold.mkdir(mode=0o700)
+    file = tmp_path / "kvtier.toml"
+    file.write_text(
+        f'state = "{tmp_path}/state"\n[warm]\nsize = "64MiB"\n'
+        f'[cold]\ndirectories = ["{cold}"]\nsize = "1GiB"\n'
+    )
+    assert run("config", "check", str(file))[0] == 0
+    cold.chmod(0o777)
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and f"cold directory: {cold}: has mode 0777: others can write to it" in err
+    assert f"the daemon would not use it; run `chmod go-w {cold}`" in err
+    cold.chmod(0o1777)
+    assert f"run `mkdir -m 700 {cold}/kvtier`" in run("config", "check", str(file))[2]
+
+
 def test_a_progress_bar_prints_nothing_without_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
