@@ -444,6 +444,17 @@ def test_no_daemon_is_one_line_that_says_what_to_do(run, tmp_path):
     )
 
 
+def test_no_daemon_at_the_default_sockets_is_a_line_with_both(run, monkeypatch, tmp_path):
+    """A user's daemon in another login session may have another directory for its socket."""
+    monkeypatch.delenv("KVTIER_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("kvtier.client.DEFAULT_SOCKET", str(tmp_path / "system.sock"))
+    monkeypatch.setattr(os, "geteuid", lambda: 7)
+    code, _, err = run("status")
+    assert code == 3
+    assert f"{tmp_path}/system.sock: No such file or directory, nor at {tmp_path}/kvtier/kv" in err
+
+
 def test_a_path_that_is_too_long_is_reported_once(run, tmp_path):
     there = tmp_path / ("x" * 120)
     code, _, err = run("status", "--socket", str(there))
