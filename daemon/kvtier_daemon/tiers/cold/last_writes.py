@@ -114,6 +114,6 @@ class LastWrites:
 
     def _room(self, name: str) -> int:
         """How many bytes of this tenant have room, without reusing a segment that was written since."""
-        stores = [one.stores[name] for one in self._tier.directories.attached]
-        room = sum(one.usable_bytes - SPARE_SEGMENTS * one.files.segment_bytes for one in stores)
+        files = [one.stores[name].files for one in self._tier.directories.attached]
+        room = sum(one.usable_bytes - SPARE_SEGMENTS * one.segment_bytes for one in files)
         return max(0, room - self._new_bytes(name))

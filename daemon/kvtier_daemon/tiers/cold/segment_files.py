@@ -44,17 +44,22 @@ class SegmentFiles:
         self._encrypted = encrypted
         self._readers = readers
         self._warned = False
-        self.held_bytes = 0
+        self._held_bytes = 0
         self._next_number = 0
 
     @property
     def has_room(self) -> bool:
         """Whether one more file fits."""
-        return self.held_bytes + self.segment_bytes <= self.most_bytes
+        return self._held_bytes + self.segment_bytes <= self.most_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """How many bytes all files can have: those that they have if the file system is full."""
+        return self._held_bytes if self._disk.short else self.most_bytes
 
     def hold(self, segment: Segment) -> None:
         """Count this segment's file."""
-        self.held_bytes += segment.nbytes
+        self._held_bytes += segment.nbytes
 
     def create(self) -> tuple[Path, asyncio.Future[int]]:
         """Start to create a file of the configured size; the future has its descriptor."""
@@ -90,7 +95,7 @@ class SegmentFiles:
 
     def remove(self, segment: Segment) -> None:
         """Close and remove the file of a segment, in the thread that also creates files."""
-        self.held_bytes -= segment.nbytes
+        self._held_bytes -= segment.nbytes
         fd, segment.fd = segment.fd, -1
 
         def remove() -> None:

@@ -272,11 +272,6 @@ class SegmentStore:
         self._grows_at = 0.0  # after a file system without room for another file
         self._tries_at = 0.0  # after another failure
 
-    @property
-    def usable_bytes(self) -> int:
-        """How many bytes its files can have: those that they have if the file system is full."""
-        return self.files.held_bytes if self.disk.short else self.files.most_bytes
-
     # --- writing -----------------------------------------------------------------------------
 
     def has_place(self) -> bool:
