@@ -31,6 +31,7 @@ LIMIT_OTHERS = 16_384  # keys under other accepted secrets in one request
 LIMIT_RESERVED = (
     4096  # keys in one Reserve: about 1 ms, and several in memory that is used the first time
 )
+LIMIT_COPIED = 16_384  # slots in one HotReserve
 LIMIT_CHANGED = 4096  # keys in one Hint or Forget: about 0.7 ms
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: about 10 ms
 LIMIT_USED = 1 << 50  # tokens or bytes that one Release may report
@@ -889,8 +890,8 @@ def schema_digest() -> bytes:
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (
-        f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_CHANGED}"
-        f" {LIMIT_LOOKS}"
+        f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_COPIED}"
+        f" {LIMIT_CHANGED} {LIMIT_LOOKS}"
     )
     limits += f" {LIMIT_OTHERS} {LIMIT_LOCATED} {LOCATED.format}"
     limits += f" {LIMIT_TOLD_SLOTS} {DIRECT_ROW.format} {LIMIT_DIRECT_BLOCKS} {LIMIT_DIRECT_FILES}"
