@@ -27,6 +27,15 @@ bool covers(size_t elements, size_t axes, const auto& extent, const auto& stride
     return span == elements;
 }
 
+// Whether the memory is references to Python objects, as of numpy's dtype=object: they are saved as
+// numbers without meaning, and a load into them would end the interpreter. Other formats are not
+// examined: numpy cannot name that of bfloat16.
+bool holds_references(nb::handle object, Py_ssize_t item_bytes) {
+    if (item_bytes < static_cast<Py_ssize_t>(sizeof(PyObject*))) return false;
+    const nb::object type = nb::getattr(object, "dtype", nb::none());
+    return nb::cast<bool>(nb::getattr(type, "hasobject", nb::bool_(false)));
+}
+
 template <typename T>
 void widen(const uint8_t* data, size_t count, std::vector<uint32_t>& out, const char* what) {
     for (size_t i = 0; i < count; i++) {
@@ -104,6 +113,9 @@ void HeldMemory::take(nb::handle object, Access access, Shape shape, const char*
         if (PyObject_GetBuffer(from, &buffer_, layout) != 0) refuse(name());
     }
     held_ = true;
+    if (holds_references(object, buffer_.itemsize)) {
+        fail(nb::type_error, name(), ": its elements are Python objects, not numbers");
+    }
     data_ = static_cast<uint8_t*>(buffer_.buf);
     size_ = static_cast<size_t>(buffer_.len);
     writable_ = !buffer_.readonly;

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from types import TracebackType
+from typing import Any
 
 from kvtier.errors import InvalidArgument, KvtierError
 
 LONGEST_S = 1e9
 A_WEEK_S = 7 * 24 * 3600
+# Also scalars of numpy; the first types are compared faster.
+NUMBER, INTEGER = (int, float, Real), (int, Integral)
 WRONG = (TypeError, ValueError, OverflowError, BufferError, AttributeError)
 
 
@@ -38,9 +42,13 @@ class Checking:
             raise InvalidArgument(f"{self._what}: {text}") from error
 
 
-def seconds(name: str, value: object, least: float = 0.0, most: float = LONGEST_S) -> float:
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def seconds(name: str, value: Any, least: float = 0.0, most: float = LONGEST_S) -> float:
     """Return the value as seconds. Raises InvalidArgument unless it is from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is(value, NUMBER):
         raise InvalidArgument(f"{name}: {value!r} is not a number of seconds")
     if not least <= value <= most:  # also false for a NaN
         limit = f"{most:g} s{', a week' if most == A_WEEK_S else ''}"
@@ -48,17 +56,17 @@ def seconds(name: str, value: object, least: float = 0.0, most: float = LONGEST_
     return float(value)
 
 
-def share(name: str, value: object) -> float:
+def share(name: str, value: Any) -> float:
     """Return the value. Raises InvalidArgument unless it is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if not _is(value, NUMBER) or not 0 <= value <= 1:
         raise InvalidArgument(f"{name}: {value!r} is not a number from 0 to 1")
     return float(value)
 
 
-def whole(name: str, value: object, least: int, most: int) -> int:
+def whole(name: str, value: Any, least: int, most: int) -> int:
     """Return the value. Raises InvalidArgument unless it is an integer within the limits."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not _is(value, INTEGER):
         raise InvalidArgument(f"{name}: {value!r} is not an integer")
     if not least <= value <= most:
         raise InvalidArgument(f"{name}: {value} is not within {least} to {most}")
-    return value
+    return int(value)

@@ -107,8 +107,10 @@ class Client:
         that, calls try once and raise Unavailable. With 0 the client never connects again.
         Raises Unavailable if no daemon answers, and Refused if the daemon refuses this client.
         """
+        if socket in ("", b""):
+            raise InvalidArgument("socket: is empty; None is the default socket")
         with Checking("socket"):
-            path = os.fsdecode(socket or default_socket())
+            path = os.fsdecode(default_socket() if socket is None else socket)
             os.fsencode(path)
         caller = Caller(
             path, clock, seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S),

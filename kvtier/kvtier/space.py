@@ -194,7 +194,7 @@ class Space:
         The daemon holds what it has read for some seconds. With a number of the caller, `request`, the caller
         ends that with `cancel` once it has a lease; then nothing is cancelled here. `awaits`: as in `match`.
         """
-        whole("within_ms", within_ms, 0, LONGEST_WAIT_MS)
+        within_ms = whole("within_ms", within_ms, 0, LONGEST_WAIT_MS)
         until = self.link.connection.clock() + within_ms / 1000
         number = request or next(WAITS)
         while (
@@ -347,7 +347,7 @@ class Space:
             and whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
             and self._is_all_full
         ):
-            whole("deadline_ms", deadline_ms, 1, LONGEST_DEADLINE_MS)
+            deadline_ms = whole("deadline_ms", deadline_ms, 1, LONGEST_DEADLINE_MS)
             place = group, shard
             return _load_parts(self, keys, targets, deadline_ms, place, threads, wait_ms, chosen)
         lease = self.lease(keys, deadline_ms, [shard], wait_ms=wait_ms)
@@ -412,7 +412,7 @@ class Space:
     def most_keys(self, shards: int = 1) -> int:
         """Return the largest number of keys of one lease that returns the slots of `shards` shards. The
         daemon refuses more."""
-        whole("shards", shards, 0, LIMIT_SHARDS)
+        shards = whole("shards", shards, 0, LIMIT_SHARDS)
         if shards not in self._most_keys:
             self._most_keys[shards] = _most_keys(self.spec, shards, self.link.caller.verify)
         return self._most_keys[shards]
@@ -688,7 +688,7 @@ def _lease_request(
     awaits: bool = False,
 ) -> Make:
     (packed, others), most = _packed(keys), space._most_shards
-    whole("deadline_ms", deadline_ms, 1, LONGEST_DEADLINE_MS)
+    deadline_ms = whole("deadline_ms", deadline_ms, 1, LONGEST_DEADLINE_MS)
     try:
         wanted = list(shards)
     except WRONG as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -282,6 +283,41 @@ def test_the_message_for_a_wrong_argument_names_it(world: World) -> None:
         assert "\n" not in str(raised.value)
     row = memoryview(bytes(64 * 4)).cast("I", (1, 64))
     assert len(space.keys(row)) == len(keys)
+
+
+def test_arrays_of_python_objects_are_refused(world: World) -> None:
+    """Their memory is references: a load into it would end the interpreter."""
+    shape = (len(world.keys), world.space.block_bytes // 8)
+    objects, others = np.zeros(shape, object), world.space.keys(TOKENS, salt=b"objects")
+    for call in (
+        lambda: world.space.save(others, objects),
+        lambda: world.space.save(others, list(objects)),
+        lambda: world.space.load_into(world.keys, objects),
+    ):
+        with pytest.raises(kvtier.InvalidArgument, match="Python objects, not numbers"):
+            call()
+    assert world.space.match(others).ready == 0
+    assert (objects == 0).all()
+
+
+def test_numbers_may_be_those_of_numpy(world: World) -> None:
+    count = len(world.keys)
+    assert world.space.pin(world.keys, ttl_s=np.float32(5)) == count  # type: ignore[arg-type]
+    world.space.unpin(world.keys)
+    with world.space.load(world.keys, deadline_ms=np.int64(500)) as blocks:  # type: ignore[arg-type]
+        assert len(blocks) == count
+    world.space.hint(world.keys, np.float64(0.5))
+    for wrong in (np.float32("nan"), np.float64(1e9), np.array([5.0]), np.bool_(True), True):
+        with pytest.raises(kvtier.InvalidArgument, match="ttl_s"):
+            world.space.pin(world.keys, ttl_s=wrong)
+    for wrong in (np.float64(5), np.array([5]), np.bool_(True), True):
+        with pytest.raises(kvtier.InvalidArgument, match="deadline_ms"):
+            world.space.lease(world.keys, wrong)
+
+
+def test_an_empty_path_is_not_the_default_socket() -> None:
+    with pytest.raises(kvtier.InvalidArgument, match="socket: is empty"):
+        kvtier.Client.connect("")
 
 
 def test_a_pin_lasts_a_week_at_most(world: World) -> None:

@@ -191,6 +191,27 @@ def test_doctor_distinguishes_a_missing_daemon_from_failed_checks(tmp_path: Path
     assert kvtier("doctor", "--config", str(wrong), *nobody).returncode == 2
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_commands_print_in_every_encoding(tmp_path: Path, encoding: str) -> None:
+    done = kvtier("doctor", "--socket", str(tmp_path / "dead"), PYTHONIOENCODING=encoding)
+    assert done.returncode in (2, 3) and not done.stderr
+    assert "-> start one with" in " ".join(done.stdout.split())
+
+
+def test_purge_asks_what_it_would_forget(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    asked = kvtier("purge", "--all", "--socket", daemon.socket)
+    assert asked.returncode == 2
+    assert "no space has blocks; data of forgotten blocks would be erased from disk" in asked.stderr
+    with daemon.connect() as client:
+        saved(client, "purge", 5)
+        for form in ((), ("--json",)):
+            asked = kvtier("purge", "--all", *form, "--socket", daemon.socket)
+            assert asked.returncode == 2 and not asked.stdout
+            assert "5 blocks in memory and 0 on disk, in 1 space of default" in asked.stderr
+        assert client.stats()["tiers"]["warm"]["blocks"] == 5
+
+
 def test_a_command_reports_that_its_daemon_stopped(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     with started("monitor", "--socket", daemon.socket) as watching:

@@ -202,17 +202,18 @@ def test_a_program_that_the_sandbox_hides_is_refused_but_shown_by_a_dry_run(
 ) -> None:
     flags = ("install-service", "--root", str(tmp_path), "--program", "/home/me/venv/bin/kvtier")
     refused = kvtier(*flags)
-    assert refused.returncode == 2 and "sandbox hides /home" in refused.stderr
+    assert refused.returncode == 2
+    assert "kvtier: /home/me/venv/bin/kvtier is below /home, which" in refused.stderr
     assert list(tmp_path.iterdir()) == []
     shown = kvtier(*flags, "--dry-run")
-    assert shown.returncode == 0 and "sandbox hides /home" in shown.stderr
+    assert shown.returncode == 0 and "which the service's sandbox hides" in shown.stderr
     assert "ExecStart=/home/me/venv/bin/kvtier serve" in shown.stdout
     # A venv in a permitted place, made by a Python in a place that the sandbox hides.
     program = tmp_path / "kvtier"
     program.write_text("#!/home/me/python3\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(install, "HIDDEN", ("/home",))
-        assert "/home/me/python3" in install.hidden(program)
+        assert f"{program} needs /home/me/python3, which is below /home" in install.hidden(program)
         program.write_text("#!/usr/bin/python3\n")
         assert install.hidden(program) == ""
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -124,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Every error is one line on stderr; with --debug a traceback comes before it.
     """
+    if isinstance(sys.stdout, TextIOWrapper):  # names of models in a locale that cannot print them
+        sys.stdout.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     if COMPLETE in os.environ:

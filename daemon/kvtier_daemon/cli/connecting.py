@@ -68,9 +68,11 @@ def _age_s() -> float:
 
 def _why(path: Path, error: Exception) -> str:
     """Return why no daemon answers at `path`, and the remedy."""
+    from kvtier import client
     from kvtier.errors import ConfigError
     from kvtier.wire import LIMIT_SOCKET_PATH
     from kvtier_daemon.claim import is_stopped, named, owner_of
+    from kvtier_daemon.config.schema import default_socket
 
     cause = error.__cause__
     if isinstance(cause, PermissionError):
@@ -89,8 +91,10 @@ def _why(path: Path, error: Exception) -> str:
         )
         return f"{named(owner)} listens at {path} and does not serve: {error}; {advice}"
     reason = (cause.strerror or cause) if isinstance(cause, OSError) else error
+    own = default_socket(os.environ, os.geteuid())
+    nor = f", nor at {own}" if str(path) == client.DEFAULT_SOCKET and own != path else ""
     return (
-        f"no daemon answers at {path}: {reason}; start one with `kvtier serve --warm-size "
+        f"no daemon answers at {path}: {reason}{nor}; start one with `kvtier serve --warm-size "
         "8GiB`, or give its path with --socket"
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvtier_daemon.cli import EXIT_UNAVAILABLE
-from kvtier_daemon.cli.flags import Json, Socket, print_json, value
+from kvtier_daemon.cli.flags import Socket, flag, print_json, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.config.schema import LoadedConfig
@@ -32,7 +32,7 @@ def doctor(
     engine: Annotated[
         Literal["vllm"] | None, value("vllm", "Also examine the plugin of this engine.")
     ] = None,
-    json: Json = False,
+    json: Annotated[bool, flag("--json", "Print the checks as a JSON list.")] = False,
     socket: Socket = None,
 ) -> None:
     """Examine this machine, the configuration and the daemon.
@@ -137,13 +137,14 @@ def _show(found: list[Finding]) -> None:
     from kvtier_daemon.tools.doctor import Severity
 
     colour = {Severity.ok: "green", Severity.warn: "yellow", Severity.fail: "bold red"}
+    console = console_of()
+    arrow = "->" if console.options.ascii_only else "→"
     table = table_of("", "~", "~")
     for one in found:
         text = Text(one.value)
         if one.fix:
-            text.append(f"\n→ {one.fix}", "bold")
+            text.append(f"\n{arrow} {one.fix}", "bold")
         row(table, Text(one.level, colour[one.level]), one.name, text)
-    console = console_of()
     console.print(table)
     counts = {level: sum(one.level is level for one in found) for level in Severity}
     console.print(", ".join(f"{n} {level}" for level, n in counts.items() if n))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def progress() -> Progress:
-    """Return a progress bar that is removed when it is complete."""
+    """Return a progress bar that is removed when it is complete. Prints nothing without a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -19,7 +19,8 @@ def progress() -> Progress:
         TimeRemainingColumn,
     )
 
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
+        console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def purge(
             for each in tenants
             for one in ([listing.find_space(each, space)] if space else each["spaces"])
         ]
-        _confirm(chosen, yes or json)
+        _confirm(chosen, yes)
         report = _forget(client, chosen, [each["tenant"] for each in tenants])
     if json:
         print_json(report)
@@ -63,15 +63,19 @@ def _confirm(chosen: Sequence[tuple[str, dict[str, Any]]], yes: bool) -> None:
     memory, disk = (
         sum(space[where] for _, space in chosen) for where in ("memory_blocks", "disk_blocks")
     )
-    names = ", ".join(sorted({tenant for tenant, _ in chosen})) or "nobody"
+    names = ", ".join(sorted({tenant for tenant, _ in chosen}))
     text = (
-        f"{memory:,} blocks in memory and {disk:,} on disk, in {count(len(chosen), 'space')} of {names},"
-        " would be forgotten"
+        "no space has blocks; data of forgotten blocks would be erased from disk"
+        if not chosen
+        else (
+            f"{memory:,} blocks in memory and {disk:,} on disk, in {count(len(chosen), 'space')} of {names},"
+            " would be forgotten"
+        )
     )
     if not sys.stdin.isatty():
         raise ConfigError(f"{text}: add --yes to confirm")
     try:
-        meant = typer.confirm(f"{text}. Continue?")
+        meant = typer.confirm(f"{text}. Continue?", err=True)
     except typer.Abort:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if not meant:

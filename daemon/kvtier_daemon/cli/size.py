@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json, value
+from kvtier_daemon.cli.tables import count
 
 if TYPE_CHECKING:
     from kvtier_daemon.tools.sizing import Cache
@@ -186,7 +187,7 @@ def _show(report: dict[str, Any], cache: Cache) -> None:
     whole = (
         "" if cache.tensor_parallel == 1 else f"; {format_bytes(sequence['stored_bytes'])} to store"
     )
-    line(f"{sequence['tokens']:,} tokens", format_bytes(sequence["bytes"]) + whole)
+    line(count(sequence["tokens"], "token"), format_bytes(sequence["bytes"]) + whole)
     line(
         "fit in a GPU",
         f"{gpu['sequences']:,} such sequences in the {format_bytes(gpu['cache_bytes'])} of"
@@ -211,7 +212,7 @@ def _show(report: dict[str, Any], cache: Cache) -> None:
     if needed := report.get("sequences"):
         text = "none fits into a GPU"
         if needed["engines"]:
-            text = f"{needed['gpus']:,} GPUs, {needed['engines']:,} engines"
+            text = f"{count(needed['gpus'], 'GPU')}, {count(needed['engines'], 'engine')}"
         line(f"{needed['number']:,} at a time", text)
     if prices := report.get("prices"):
         line("price of a million", f"{prices['compute_per_million']:.4g} to compute such tokens")

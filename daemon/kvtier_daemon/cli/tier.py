@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -73,7 +72,7 @@ def _waited(client: Client, told: dict[str, Any], timeout_s: float) -> dict[str,
     until = monotonic() + timeout_s
     with progress() as bar:
         most = told["left_blocks"]
-        task = bar.add_task(told["state"], total=most or None, visible=sys.stderr.isatty())
+        task = bar.add_task(told["state"], total=most or None)
         while _goes_on(told) and monotonic() < until:
             sleep(min(LOOK_S, max(0.0, until - monotonic())))
             told = client.tier(told["tier"])

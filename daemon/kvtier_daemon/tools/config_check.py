@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shlex
@@ -16,6 +17,7 @@ from kvtier_daemon.config import preflight
 from kvtier_daemon.config.problems import Refusal
 from kvtier_daemon.config.schema import SYSTEM_FILE, SYSTEM_SOCKET, SYSTEM_STATE, LoadedConfig, load
 from kvtier_daemon.secrets import wrong_secrets
+from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
 from kvtier_daemon.tiers.tier_keys import key_files
 
 SERVICE_USER: Final = "kvtier"
@@ -82,6 +84,12 @@ def _words(text: str) -> list[str]:
 def _wrong(loaded: LoadedConfig, of_service: bool) -> tuple[str, ...]:
     findings = [*preflight.look_before_start(loaded, of_service), *key_files(loaded.config)]
     wrong = [str(one) for one in findings if not one.ok]
+    for directory in loaded.config.cold.directories if loaded.config.cold else ():
+        with contextlib.suppress(OSError):  # a finding says what is wrong
+            why, fix = distrust_cold(directory)
+            wrong += (
+                [f"cold directory: {why}: the daemon would not use it; run `{fix}`"] if why else []
+            )
     if refused := wrong_secrets(loaded.config.state, loaded.config.tenants):
         wrong.append(f"secrets: {refused}")
     return tuple(wrong)

@@ -163,8 +163,9 @@ def hidden(program: Path) -> str:
     for place in places:
         for one in HIDDEN:
             if place.is_relative_to(one):
+                what = program if place == program else f"{program} needs {place}, which"
                 return (
-                    f"{program} needs {place}, but the service's sandbox hides {one}: install "
+                    f"{what} is below {one}, which the service's sandbox hides: install "
                     "kvtier into a venv such as /opt/kvtier, made by a Python that is not "
                     f"below {one}, and run its own `kvtier install-service`, or give it with "
                     "--program"

@@ -21,6 +21,7 @@ import kvtier
 from kvtier.errors import KvtierError, ProtocolError, Unavailable
 from kvtier.units import GIB, MIB
 from kvtier_daemon.cli import main
+from kvtier_daemon.cli.progress import progress
 from kvtier_daemon.cli.status import draw
 from kvtier_daemon.config.schema import load, settled
 from kvtier_daemon.tiers.states import SWITCHED_OFF
@@ -443,6 +444,17 @@ def test_no_daemon_is_one_line_that_says_what_to_do(run, tmp_path):
     )
 
 
+def test_no_daemon_at_the_default_sockets_is_a_line_with_both(run, monkeypatch, tmp_path):
+    """A user's daemon in another login session may have another directory for its socket."""
+    monkeypatch.delenv("KVTIER_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("kvtier.client.DEFAULT_SOCKET", str(tmp_path / "system.sock"))
+    monkeypatch.setattr(os, "geteuid", lambda: 7)
+    code, _, err = run("status")
+    assert code == 3
+    assert f"{tmp_path}/system.sock: No such file or directory, nor at {tmp_path}/kvtier/kv" in err
+
+
 def test_a_path_that_is_too_long_is_reported_once(run, tmp_path):
     there = tmp_path / ("x" * 120)
     code, _, err = run("status", "--socket", str(there))
@@ -477,6 +489,31 @@ def test_a_socket_without_permission_is_reported(run, tmp_path):
         code, _, err = run("status", "--socket", str(there))
     assert code == 3
     assert "may not connect to" in err and "mode 0020; become a member of group" in err
+
+
+def test_a_check_finds_directories_that_others_can_write_to(run, tmp_path):
+    cold = tmp_path / "cold"
+    cold.mkdir(mode=0o700)
+    file = tmp_path / "kvtier.toml"
+    file.write_text(
+        f'state = "{tmp_path}/state"\n[warm]\nsize = "64MiB"\n'
+        f'[cold]\ndirectories = ["{cold}"]\nsize = "1GiB"\n'
+    )
+    assert run("config", "check", str(file))[0] == 0
+    cold.chmod(0o777)
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and f"cold directory: {cold}: has mode 0777: others can write to it" in err
+    assert f"the daemon would not use it; run `chmod go-w {cold}`" in err
+    cold.chmod(0o1777)
+    assert f"run `mkdir -m 700 {cold}/kvtier`" in run("config", "check", str(file))[2]
+
+
+def test_a_progress_bar_prints_nothing_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress() as bar:
+        bar.update(bar.add_task("draining", total=2), completed=1)
+    assert capsys.readouterr() == ("", "")
 
 
 def drawn(stats, width=80, encoding="utf-8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -18,7 +19,11 @@ from daemon.tiers.test_writing import ME, SLOTS, Desk, desk_in, keys
 from kvtier import Client, Unavailable
 from kvtier_daemon.app import App
 from kvtier_daemon.tiers.cold import last_writes
+from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.last_writes import LastWrites
+from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS
+from kvtier_daemon.tiers.cold.segment_log import Segment
+from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from support.apps import served
 from support.cold_bench import BLOCK, SEGMENT, SPACE, SPEC, Bench, key, run
 
@@ -151,6 +156,71 @@ def test_the_newest_blocks_are_kept_if_the_disk_has_no_room_for_all(
         await desk.end()
 
     run(work())
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_full_file_system_gets_each_block_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """Its segments are reused: without a limit, a stop would write the same blocks again and again."""
+
+    async def work() -> None:
+        make, made = ColdDirectory.make, 0
+
+        def few(directory: ColdDirectory, path: Path, nbytes: int) -> int:
+            nonlocal made
+            if made == LEAST_SEGMENTS:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            made += 1
+            return make(directory, path, nbytes)
+
+        leave = Bench.leave
+
+        def reuse(bench: Bench, store: SegmentStore, segment: Segment) -> None:
+            desk.catalog.segments.drop_segment(segment.number)
+            leave(bench, store, segment)
+
+        monkeypatch.setattr(ColdDirectory, "make", few)
+        monkeypatch.setattr(Bench, "leave", reuse)
+        bench = Bench([tmp_path])
+        await bench.recover()
+        desk = Desk(bench)
+        for first in range(0, SLOTS, 8):
+            desk.save(1000 * first, 8, told=seen)
+        if seen:  # the daemon has found out that the file system is full
+            async with asyncio.timeout(60):
+                while not bench.tier.failure:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        before = desk.mover.counts["written"]
+        missing = SLOTS - sum(on_disk(desk, 1000 * first, 8) for first in range(0, SLOTS, 8))
+        await last_writes_of(desk).run(60, "lost", ignore)
+        # A daemon that finds out during the stop may reuse what it has written until then.
+        assert desk.mover.counts["written"] - before <= (SLOTS if seen else 2 * SLOTS)
+        kept = sum(on_disk(desk, 1000 * first, 8) for first in range(0, SLOTS, 8))
+        assert 0 < kept < SLOTS
+        gained = max(0, kept - SLOTS + missing)
+        assert (
+            f"kept {gained} blocks, lost {SLOTS - kept}: the cold tier has no room" in caplog.text
+        )
+        await desk.end()
+
+    run(work())
+
+
+def test_a_stop_without_blocks_that_are_only_in_memory_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path)
+        desk.save(100, 8)
+        await desk.written(8)
+        with caplog.at_level(logging.INFO):
+            await last_writes_of(desk).run(60, "lost", ignore)
+        await desk.end()
+
+    run(work())
+    assert "before the stop, nothing was written: no block was only in memory" in caplog.text
+    assert "kept" not in caplog.text
 
 
 def test_a_stop_does_not_wait_for_blocks_that_are_larger_than_a_segment(

@@ -23,6 +23,7 @@ NAME = "kvtier.id"
 NAME_BYTES = 16
 FORGETS = "kvtier.forgets"
 SEGMENTS = "segments"
+OWN = "kvtier"  # a directory in a shared one
 FILES = (LOCK, NAME, FORGETS, "index/data.mdb", "index/lock.mdb")
 
 
@@ -64,6 +65,8 @@ def distrust_cold(
         except FileNotFoundError:
             continue
         if (why := distrust(directory / name, found, file=name in FILES, uid=uid))[0]:
+            if not name and found.st_mode & stat.S_ISVTX:  # shared, as /tmp, and must stay open
+                return why[0], f"mkdir -m 700 {directory}/{OWN}"
             return why
     return "", ""
 
@@ -116,8 +119,8 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
             why, fix = distrust_cold(directory, uid, opened_path(folder))
             if why:
                 raise TierError(
-                    f"cold: {why}, so another user may have put segments there; run `{fix}`, or use "
-                    "another directory"
+                    f"cold: {why}, so another user may have put segments there; run `{fix}`"
+                    f"{' and use that' if fix.endswith(f'/{OWN}') else ', or use another'} directory"
                 )
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(LOCK, flags, 0o600, dir_fd=folder)

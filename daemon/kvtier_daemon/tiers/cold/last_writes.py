@@ -35,7 +35,7 @@ class LastWrites:
         self._movers = movers
         self._clock = asyncio.get_running_loop().time
         self._began = self._wrote_at = self._clock()
-        self._before = self._written
+        self._before = self._left
         self._bytes_before = {name: mover.bytes["written"] for name, mover in movers.items()}
 
     @property
@@ -64,15 +64,18 @@ class LastWrites:
             why = await self._write(most_s, told)
         finally:
             # The stop also completes the writes that are submitted; they count as left.
-            kept = self._written - self._before
             nbytes = sum(self._new_bytes(name) for name in self._movers)
             left = max(0, self._left)
-            log.log(
-                logging.WARNING if left else logging.INFO,
-                "cold: before the stop, %s were written to disk in %.1f s: kept %d blocks, %s %d%s",
-                format_bytes(nbytes), self._clock() - self._began, kept, otherwise, left,
-                f": {why}" if left else "",
-            )  # fmt: skip
+            kept = max(0, self._before - left)
+            if kept or left:
+                log.log(
+                    logging.WARNING if left else logging.INFO,
+                    "cold: before the stop, %s were written to disk in %.1f s: kept %d blocks, %s %d%s",
+                    format_bytes(nbytes), self._clock() - self._began, kept, otherwise, left,
+                    f": {why}" if left else "",
+                )  # fmt: skip
+            else:
+                log.info("cold: before the stop, nothing was written: no block was only in memory")
 
     async def _write(self, most_s: float, told: Callable[[str], None]) -> str:
         """Return why blocks are left, if any are."""
@@ -112,5 +115,5 @@ class LastWrites:
     def _room(self, name: str) -> int:
         """How many bytes of this tenant have room, without reusing a segment that was written since."""
         files = [one.stores[name].files for one in self._tier.directories.attached]
-        room = sum(one.most_bytes - SPARE_SEGMENTS * one.segment_bytes for one in files)
+        room = sum(one.usable_bytes - SPARE_SEGMENTS * one.segment_bytes for one in files)
         return max(0, room - self._new_bytes(name))

@@ -52,6 +52,11 @@ class SegmentFiles:
         """Whether one more file fits."""
         return self._held_bytes + self.segment_bytes <= self.most_bytes
 
+    @property
+    def usable_bytes(self) -> int:
+        """How many bytes all files can have: those that they have if the file system is full."""
+        return self._held_bytes if self._disk.short else self.most_bytes
+
     def hold(self, segment: Segment) -> None:
         """Count this segment's file."""
         self._held_bytes += segment.nbytes
