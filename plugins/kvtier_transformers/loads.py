@@ -1,7 +1,7 @@
 """Loads: find a prefix that every row of a batch has, and copy it into the layers of a cache.
 
-K and V of full attention are copied while later blocks are read from disk. The layers get nothing before all is
-copied.
+Blocks of full attention are copied while later ones are read from disk. The layers get nothing before all
+is copied.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def copy_threads(nbytes: int) -> int:
 @dataclass(slots=True)
 class Row:
     """A row of a batch: `pad` tokens, then those of `keys`. `lease`: of the blocks to load, of which the
-    first `warm` were in memory. The first `copied` blocks of full attention were copied before the others were
-    in memory."""
+    first `warm` were in memory. The first `copied` blocks of full attention were copied while later ones were
+    read."""
 
     pad: int
     keys: Keys
@@ -193,9 +193,7 @@ class PrefixLoad:
         ]
         # Only now: a failed copy leaves the layers empty.
         for group, host in filled:
-            moved = [
-                _moved(one, part) for one, part in zip(host.tensors, group.parts, strict=True)
-            ]
+            moved = [_moved(one, part) for one, part in zip(host.tensors, group.parts, strict=True)]
             if group.kind == "state":
                 for part, one in zip(group.parts, moved, strict=True):
                     fill_state(layers[part.layer], part.name, one)

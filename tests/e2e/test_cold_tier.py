@@ -241,9 +241,7 @@ def test_blocks_that_are_ready_can_be_used_while_others_are_read(
 
         before = daemon.stats()["lookup_tokens"]
         assert space.match(chains[0], request=7).coming
-        lease = space.lease(
-            chains[0], 60_000, wait_ms=PATIENCE_MS, request=7, meanwhile=compare
-        )
+        lease = space.lease(chains[0], 60_000, wait_ms=PATIENCE_MS, request=7, meanwhile=compare)
         assert (lease.ready, lease.coming) == (LONG, 0)
         ready = [one.ready for one in seen]
         assert ready == sorted(ready) and all(one.coming for one in seen)

@@ -268,8 +268,8 @@ class Shim:
 
     @contextlib.contextmanager
     def failing(self, code: int, *calls: str) -> Iterator[None]:
-        """Let these calls fail with `code`, never return if it is HANGS, or begin `HANGS - code` ms later if it is
-        less, until the end of the context."""
+        """Until the end of the context, let these calls fail with `code`; or never return if it is HANGS; or
+        begin later, by `HANGS - code` ms, if it is less."""
         self._set(code, calls)
         try:
             yield
