@@ -214,7 +214,7 @@ def test_of_a_disk_that_hangs_during_the_load_the_first_blocks_are_used(
 def test_a_block_that_is_forgotten_during_the_load_ends_the_prefix(
     cold_of: ColdOf, partway: Callable[[Act], list[int]], is_copied: bool
 ) -> None:
-    cold, at = cold_of(), 0 if is_copied else BLOCKS - 1
+    cold, at = cold_of(), 1 if is_copied else BLOCKS - 1
     with cold.daemon.connect() as client, cold.daemon.connect() as other:
 
         def forget(load: PrefixLoad, row: Row, lease: Lease) -> None:
