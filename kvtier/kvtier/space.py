@@ -32,7 +32,8 @@ LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
 LEAST_TTL_S = 0.001
 LOOK_S = 0.001  # between two looks at blocks that come from disk
-MEANWHILE_S = 0.005  # the longest wait for more blocks before `meanwhile` is called again
+# The longest wait for more blocks before `meanwhile` is called again, and its share of what is left to wait.
+MEANWHILE_S, MEANWHILE_SHARE = 0.005, 1 / 8
 LONGEST_DELAY_S = 1.0  # of an answer by the daemon
 LONGEST_WAIT_MS = 24 * 3600 * 1000
 LONGEST_DEADLINE_MS = 10**12
@@ -412,7 +413,8 @@ class Space:
                 try:
                     if meanwhile is not None:
                         meanwhile(before)
-                        turn_s = min(turn_s, MEANWHILE_S)
+                        soon_s = max(MEANWHILE_S, before.eta_ms / 1000 * MEANWHILE_SHARE)
+                        turn_s = min(turn_s, soon_s)
                     lease = Lease.of(link, ask(number, max(1, int(turn_s * 1000))), again, True)
                 finally:
                     before.release()
