@@ -25,7 +25,7 @@ from support.disks import HANGS, Shim  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK, BLOCKS = 16, 40
 ERROR = 1e-4
-READ_MS = 20  # of each block: reads run side by side, so a load takes some of these times
+READ_MS = 100  # of each block: reads run side by side, so a load takes some of these times
 PATIENCE_MS = 60_000
 CONFIG = """
 [cold]
@@ -117,29 +117,32 @@ def cold_of(tmp_path: Path, shim: Shim, daemon_of: Callable[..., Daemon]) -> Ite
 
 
 Act = Callable[[PrefixLoad, Row, Lease], object]
+Partway = Callable[[Act | None], list[int]]
 
 
 @pytest.fixture
-def partway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], list[int]]:
+def partway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Partway]:
     """Do something once in a load, when some of its blocks are copied, others are ready, and others are being
     read. Returns the list to which all numbers of copied blocks are added."""
-    copy_ahead = PrefixLoad._copy_ahead
+    copy_ahead, acted = PrefixLoad._copy_ahead, list[int]()
 
-    def begin(act: Act) -> list[int]:
-        acted: list[int] = []
+    def begin(act: Act | None) -> list[int]:
         copied: list[int] = []
 
         def copy(load: PrefixLoad, index: int, row: Row, blocks: int, lease: Lease) -> None:
-            if 0 < row.copied < lease.ready < blocks and not acted:
+            if 0 < row.copied < lease.ready < blocks and act is not None and not acted:
                 acted.append(row.copied)
                 act(load, row, lease)
             copy_ahead(load, index, row, blocks, lease)
             copied.append(row.copied)
 
         monkeypatch.setattr(PrefixLoad, "_copy_ahead", copy)
+        if act is None:
+            acted.append(0)
         return copied
 
-    return begin
+    yield begin
+    assert acted, "the load ended before anything happened"
 
 
 @pytest.mark.parametrize(
@@ -155,13 +158,13 @@ def partway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], list[int]]:
 )
 def test_blocks_are_copied_while_later_ones_are_read(
     cold_of: ColdOf,
-    partway: Callable[[Act], list[int]],
+    partway: Partway,
     kind: str,
     pads: tuple[int, ...],
     is_ahead: bool,
 ) -> None:
     cold = cold_of(kind, pads)
-    copied = partway(lambda *_: None)
+    copied = partway(None)
     with cold.daemon.connect() as client:
         counts = cold.check(client)
     whole = [(cold.ids.shape[1] - pad) // BLOCK for pad in pads]
@@ -188,7 +191,7 @@ def test_a_block_that_is_damaged_on_disk_ends_the_prefix(cold_of: ColdOf) -> Non
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_daemon_that_ends_or_hangs_during_the_load_is_a_miss(
-    cold_of: ColdOf, partway: Callable[[Act], list[int]], how: signal.Signals
+    cold_of: ColdOf, partway: Partway, how: signal.Signals
 ) -> None:
     cold = cold_of()
     copied = partway(lambda *_: cold.daemon.process.send_signal(how))
@@ -199,7 +202,7 @@ def test_a_daemon_that_ends_or_hangs_during_the_load_is_a_miss(
 
 
 def test_of_a_disk_that_hangs_during_the_load_the_first_blocks_are_used(
-    cold_of: ColdOf, partway: Callable[[Act], list[int]]
+    cold_of: ColdOf, partway: Partway
 ) -> None:
     cold = cold_of()
     partway(lambda *_: cold.shim._set(HANGS, ["read"]))
@@ -212,7 +215,7 @@ def test_of_a_disk_that_hangs_during_the_load_the_first_blocks_are_used(
 
 @pytest.mark.parametrize("is_copied", [True, False])
 def test_a_block_that_is_forgotten_during_the_load_ends_the_prefix(
-    cold_of: ColdOf, partway: Callable[[Act], list[int]], is_copied: bool
+    cold_of: ColdOf, partway: Partway, is_copied: bool
 ) -> None:
     cold, at = cold_of(), 1 if is_copied else BLOCKS - 1
     with cold.daemon.connect() as client, cold.daemon.connect() as other:
@@ -226,7 +229,7 @@ def test_a_block_that_is_forgotten_during_the_load_ends_the_prefix(
 
 
 def test_a_block_that_is_overwritten_in_memory_during_the_load_is_a_miss(
-    cold_of: ColdOf, partway: Callable[[Act], list[int]]
+    cold_of: ColdOf, partway: Partway
 ) -> None:
     cold = cold_of()
     with cold.daemon.connect(verify=True) as client, cold.daemon.connect() as other:
@@ -247,7 +250,7 @@ def test_a_block_that_is_overwritten_in_memory_during_the_load_is_a_miss(
 
 
 def test_slots_that_are_reused_during_the_load_are_a_miss(
-    cold_of: ColdOf, partway: Callable[[Act], list[int]]
+    cold_of: ColdOf, partway: Partway
 ) -> None:
     cold = cold_of()
     with cold.daemon.connect() as client, cold.daemon.connect() as other:
