@@ -37,14 +37,14 @@ class Lease:
     """A lease on the ready blocks of a prefix, until `release` or the deadline.
 
     `ready` is the number of blocks of the prefix that can be read, `coming` the number that are being
-    read from disk, `eta_ms` the expected time until they are ready. `parts` contains the slots, `token`
-    lets another process join with `Client.adopt`, and `refused` is the reason if the daemon refused the
-    request.
+    read from disk, `eta_ms` the expected time until they are ready, and `why` the reason to read the blocks
+    on disk or not to read them. `parts` contains the slots, `token` lets another process join with
+    `Client.adopt`, and `refused` is the reason if the daemon refused the request.
     """
 
     __slots__ = (
         "__weakref__", "_again", "_extents", "_home", "_id", "_link", "_tables", "coming", "eta_ms",
-        "parts", "ready", "refused", "token",
+        "parts", "ready", "refused", "token", "why",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class Lease:
         self.ready = loaded.ready
         self.coming = loaded.coming
         self.eta_ms = loaded.eta_ms
+        self.why = loaded.why
         self.token = loaded.token
         self.parts: list[wire.Part] = loaded.parts
         if again is not None and self._id:

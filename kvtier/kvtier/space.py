@@ -30,6 +30,8 @@ LIMIT_COPY_THREADS = 256
 GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
 LEAST_TTL_S = 0.001
 LOOK_S = 0.001  # between two looks at blocks that come from disk
+# The longest wait for more blocks before `meanwhile` is called again, and its share of what is left to wait.
+MEANWHILE_S, MEANWHILE_SHARE = 0.005, 1 / 8
 LONGEST_DELAY_S = 1.0  # of an answer by the daemon
 LONGEST_WAIT_MS = 24 * 3600 * 1000
 LONGEST_DEADLINE_MS = 10**12
@@ -372,9 +374,16 @@ class Space:
         shards: Sequence[int] = (0,),
         *,
         wait_ms: int = 0,
+        request: int = 0,
+        meanwhile: Callable[[Lease], object] | None = None,
     ) -> Lease:
         """Look up the prefix and hold its ready blocks in all groups and shards, for `deadline_ms`. The lease
-        contains the slots of `shards`. It first waits for blocks from disk, for at most `wait_ms`."""
+        contains the slots of `shards`. It first waits for blocks from disk, for at most `wait_ms`.
+
+        While it waits, it calls `meanwhile` with leases of the blocks that are ready so far, which can be
+        copied while the others are read; it releases these leases itself. `request`: the number of a `match`
+        of the same keys; the reads of that request end with this call.
+        """
         link, clock = self.link, self.link.connection.clock
 
         def ask(request: int = 0, wait_ms: int = 0, bring: bool = True) -> Make:
@@ -387,9 +396,9 @@ class Space:
             return ask(bring=False)(id_)
 
         given_ms = whole("wait_ms", wait_ms, 0, LONGEST_WAIT_MS)
-        if not given_ms:
+        if not (given_ms or request):
             return Lease.of(link, ask(), again)
-        number, until = next(WAITS), clock() + given_ms / 1000
+        number, until = request or next(WAITS), clock() + given_ms / 1000
         if link.connection.timeout_s < 2 * LONGEST_DELAY_S:
             # A daemon that recovers delays an answer by up to half of this.
             given_ms = min(given_ms, max(1, int(link.connection.timeout_s * 1000)))
@@ -400,6 +409,10 @@ class Space:
                 turn_s = min(left_s, link.connection.timeout_s / 2)
                 before, began = lease, clock()
                 try:
+                    if meanwhile is not None:
+                        meanwhile(before)
+                        soon_s = max(MEANWHILE_S, before.eta_ms / 1000 * MEANWHILE_SHARE)
+                        turn_s = min(turn_s, soon_s)
                     lease = Lease.of(link, ask(number, max(1, int(turn_s * 1000))), again, True)
                 finally:
                     before.release()

@@ -1,9 +1,14 @@
-"""Loads: find a prefix that every row of a batch has, and copy it into the layers of a cache."""
+"""Loads: find a prefix that every row of a batch has, and copy it into the layers of a cache.
+
+Blocks of full attention are copied while later ones are read from disk. The layers get nothing before all
+is copied.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +16,7 @@ import torch
 from kvtier import Keys, wire
 from kvtier.errors import SpoiltBlocks, StaleLease
 from kvtier.loading import Lease
-from kvtier.space import Match, Space
+from kvtier.space import Space
 from kvtier_transformers.layers import ROOM_TOKENS, WindowLayer, fill_state
 from kvtier_transformers.layout import CachedGroup, CachedTensor
 from kvtier_transformers.options import log
@@ -28,12 +33,14 @@ def copy_threads(nbytes: int) -> int:
 @dataclass(slots=True)
 class Row:
     """A row of a batch: `pad` tokens, then those of `keys`. `lease`: of the blocks to load, of which the
-    first `warm` were in memory."""
+    first `warm` were in memory. The first `copied` blocks of full attention were copied while later ones were
+    read."""
 
     pad: int
     keys: Keys
     lease: Lease | None = None
     warm: int = 0
+    copied: int = 0
 
     @property
     def ready(self) -> int:
@@ -49,6 +56,34 @@ class Row:
             self.lease = None
 
 
+class HostTensors:
+    """New tensors in host memory for all parts of a group, from the token `first` of each row on."""
+
+    def __init__(self, number: int, group: CachedGroup, rows: int, first: int, room: int) -> None:
+        self.first = first
+        self.tensors = [_empty(part, group, rows, room) for part in group.parts]
+        self._number = number
+        self._group = group
+
+    def copy(self, lease: Lease, row: int, token: int, blocks: range, block_tokens: int) -> None:
+        """Copy these of the leased blocks, of which the first one begins at `token` of this row."""
+        if not blocks:
+            return
+        part = lease.part(self._number, 0)
+        slots = part.slots[blocks.start * wire.SLOT_BYTES : blocks.stop * wire.SLOT_BYTES]
+        digests = part.digests[blocks.start * wire.DIGEST_BYTES : blocks.stop * wire.DIGEST_BYTES]
+        at = [(one, -self.first) for one in self.tensors]
+        pieces = self._group.pieces(at, row, token, block_tokens)
+        threads = copy_threads(pieces.block_bytes * len(blocks))
+        try:
+            good = lease.reader().scatter(slots, pieces, list(blocks), threads, digests=digests)
+        except SpoiltBlocks:
+            lease.recheck()
+            raise
+        if good < len(blocks):
+            raise StaleLease("the lease expired during the copy")
+
+
 class PrefixLoad:
     """One load of the prompts of a batch."""
 
@@ -57,20 +92,19 @@ class PrefixLoad:
         self._space = space
         self._rows = rows
         self._tokens = store.options.block_tokens
+        self._ahead: HostTensors | None = None  # of full attention, with the blocks that came first
+        self._most = 0
 
     def run(self, layers: Sequence[Any], most: int) -> int:
         """Fill these empty layers with at most `most` tokens, with padding; return how many they have now."""
-        end = 0
+        end, self._most = 0, most
         try:
-            end = self._find(most)
+            end = self._find()
             if end:
                 self._copy(layers, end)
         except SpoiltBlocks:
             self._store.counts["spoilt"] += 1
             end = 0
-            for row in self._rows:
-                if row.lease is not None:
-                    row.lease.recheck()
         except StaleLease:
             self._store.counts["stale"] += 1
             end = 0
@@ -83,13 +117,13 @@ class PrefixLoad:
                 self._store.counts["disk_tokens"] += cold
         return end
 
-    def _find(self, most: int) -> int:
+    def _find(self) -> int:
         """Lease a prefix of each row, so that all rows end at the same place; return it, 0 for nothing."""
         size, layout = self._tokens, self._store.layout
-        for row in self._rows:
-            row.lease = self._lease(row)
+        for index, row in enumerate(self._rows):
+            row.lease = self._lease(index, row)
         while True:
-            end = min([most, *(row.pad + row.ready * size for row in self._rows)])
+            end = min([self._most, *(row.pad + row.ready * size for row in self._rows)])
             if layout.has_states:
                 end -= end % size
             if all(row.pad >= end for row in self._rows):
@@ -108,42 +142,58 @@ class PrefixLoad:
             if not is_short:
                 return end
 
-    def _lease(self, row: Row) -> Lease | None:
+    def _lease(self, index: int, row: Row) -> Lease | None:
         """Hold the longest prefix. Waits for blocks from disk, at most `patience_ms`."""
         space, options = self._space, self._store.options
         keys, request = row.keys[: space.most_keys()], next(REQUESTS)
         if not keys:
             return None
         match = space.match(keys, request=request, within_ms=options.patience_ms)
-        row.warm, waits = match.ready, match.coming > 0
-        if waits:
-            match = space.wait(keys, options.patience_ms, request=request)
-        lease = space.lease(keys[: match.ready], options.lease_ms) if match.ready else None
-        if waits:
-            # Only now: until the lease exists, the daemon holds what it has read for this request. Otherwise
-            # it does so for seconds, and the next prompt lacks the memory.
-            space.cancel(request)
-        self._note_missing(match, len(keys))
+        row.warm, lease = match.ready, None
+        if match.coming:
+            lease = space.lease(
+                keys, options.lease_ms, wait_ms=options.patience_ms, request=request,
+                meanwhile=partial(self._copy_ahead, index, row, match.ready + match.coming),
+            )  # fmt: skip
+            self._note_missing(lease.ready, len(keys), "late" if lease.coming else lease.why)
+        else:
+            if match.ready:
+                lease = space.lease(keys[: match.ready], options.lease_ms)
+            self._note_missing(match.ready, len(keys), match.why)
+        if lease is not None and not lease.ready:
+            lease.release()
+            return None
         return lease
 
-    def _note_missing(self, match: Match, blocks: int) -> None:
+    def _note_missing(self, ready: int, blocks: int, why: str) -> None:
         """Count and log why blocks on disk are not loaded."""
-        why = "late" if match.coming else f"disk:{match.why}" if match.why else ""
-        if why:
-            self._store.counts[why] += 1
+        if ready < blocks and why:
+            self._store.counts[why if why == "late" else f"disk:{why}"] += 1
             log.info(
                 "kvtier: loading %d of %d blocks; the next ones are on disk and are not loaded: %s",
-                match.ready, blocks, why.removeprefix("disk:"),
+                ready, blocks, why,
             )  # fmt: skip
+
+    def _copy_ahead(self, index: int, row: Row, blocks: int, lease: Lease) -> None:
+        """Copy the blocks of a row that are in memory, of `blocks` that will be."""
+        group, size = self._store.layout.groups[0], self._tokens
+        if group.kind != "full":
+            return
+        if self._ahead is None:
+            self._most = min(self._most, row.pad + blocks * size)
+            self._ahead = self._made(0, group, 0, self._most)
+        ready = min(lease.ready, row.blocks(self._most, size))
+        self._ahead.copy(lease, index, row.pad, range(row.copied, ready), size)
+        row.copied = max(row.copied, ready)
 
     def _copy(self, layers: Sequence[Any], end: int) -> None:
         filled = [
-            (group, *self._tensors(number, group, end))
+            (group, self._filled(number, group, end))
             for number, group in enumerate(self._store.layout.groups)
         ]
         # Only now: a failed copy leaves the layers empty.
-        for group, first, tensors in filled:
-            moved = [_moved(one, part) for one, part in zip(tensors, group.parts, strict=True)]
+        for group, host in filled:
+            moved = [_moved(one, part) for one, part in zip(host.tensors, group.parts, strict=True)]
             if group.kind == "state":
                 for part, one in zip(group.parts, moved, strict=True):
                     fill_state(layers[part.layer], part.name, one)
@@ -151,44 +201,40 @@ class PrefixLoad:
             for part, keys, values in zip(group.parts[::2], moved[::2], moved[1::2], strict=True):
                 layer = layers[part.layer]
                 layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
-                layer.fill(keys, values, 0, end - first)
+                layer.fill(keys, values, 0, end - host.first)
                 if isinstance(layer, WindowLayer):
                     layer.cumulative_length = end
 
-    def _tensors(self, number: int, group: CachedGroup, end: int) -> tuple[int, list[torch.Tensor]]:
-        """Copy the blocks of a group into new tensors in host memory, and return them and their first
-        token."""
+    def _made(self, number: int, group: CachedGroup, first: int, end: int) -> HostTensors:
+        """Tensors with room for the blocks of all rows up to `end`."""
+        last = max(row.pad + row.blocks(end, self._tokens) * self._tokens for row in self._rows)
+        room = max(last, end) - first + ROOM_TOKENS
+        return HostTensors(number, group, len(self._rows), first, room)
+
+    def _filled(self, number: int, group: CachedGroup, end: int) -> HostTensors:
+        """Copy the blocks of a group that are not copied yet."""
         size = self._tokens
         leased = [
-            (index, row, row.lease.part(number, 0))
+            (index, row, row.lease, row.lease.part(number, 0).first)
             for index, row in enumerate(self._rows)
             if row.lease is not None
         ]
-        begins = {index: row.pad + part.first * size for index, row, part in leased}
+        begins = {index: row.pad + first * size for index, row, _, first in leased}
         first = 0
         if group.kind == "window":
             first = max(0, min([end - group.window, *begins.values()]))
-        last = max(row.pad + row.blocks(end, size) * size for row in self._rows)
-        room = max(last, end) - first + ROOM_TOKENS
-        tensors = [_empty(part, group, len(self._rows), room) for part in group.parts]
+        host = self._ahead if number == 0 else None
+        host = host or self._made(number, group, first, end)
         if group.kind != "state":
             for index in range(len(self._rows)):
                 if (begin := begins.get(index, end) - first) > 0:
-                    for one in tensors:
+                    for one in host.tensors:
                         one[index, :, :begin] = 0
-        for index, row, part in leased:
-            assert row.lease is not None
-            count = 1 if group.kind == "state" else row.blocks(end, size) - part.first
-            slots = part.slots[: count * wire.SLOT_BYTES]
-            digests = part.digests[: count * wire.DIGEST_BYTES]
-            pieces = group.pieces([(one, -first) for one in tensors], index, begins[index], size)
-            threads = copy_threads(pieces.block_bytes * count)
-            good = row.lease.reader().scatter(
-                slots, pieces, list(range(count)), threads, digests=digests
-            )
-            if good < count:
-                raise StaleLease("the lease expired during the copy")
-        return first, tensors
+        for index, row, lease, skipped in leased:
+            count = 1 if group.kind == "state" else row.blocks(end, size) - skipped
+            copied = row.copied if number == 0 else 0
+            host.copy(lease, index, begins[index], range(copied, count), size)
+        return host
 
 
 def _empty(part: CachedTensor, group: CachedGroup, rows: int, room: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from kvtier import Client, Group, InvalidArgument, KvSpec, Lease, Match
 from kvtier.client import Answer
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.index import Index
+from kvtier_kernels import release_views
 from support.daemons import Daemon, kvtier
 from support.oracle import content
 from support.specs import pattern, spec_of
@@ -215,6 +216,46 @@ def test_a_load_waits_for_the_disk_as_long_as_it_is_told(
         assert space.wait(absent, PATIENCE_MS).ready == 0  # at once: nothing comes
         with pytest.raises(InvalidArgument, match="within_ms"):
             space.wait(absent, -1)
+
+
+def test_blocks_that_are_ready_can_be_used_while_others_are_read(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        chains = [space.keys([number] * 16 * LONG) for number in range(3)]
+        for keys in chains:
+            space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys])
+            settled(daemon)
+        seen: list[Lease] = []
+
+        def compare(lease: Lease) -> None:
+            seen.append(lease)
+            if lease.ready:
+                part = lease.part(0, 0)
+                blocks = lease.views(part, SPEC.block_bytes)
+                expected = [pattern(key, SPEC.block_bytes) for key in chains[0][: lease.ready]]
+                assert blocks == expected and lease.fresh(part) == lease.ready
+                release_views(blocks)
+
+        before = daemon.stats()["lookup_tokens"]
+        assert space.match(chains[0], request=7).coming
+        lease = space.lease(chains[0], 60_000, wait_ms=PATIENCE_MS, request=7, meanwhile=compare)
+        assert (lease.ready, lease.coming) == (LONG, 0)
+        ready = [one.ready for one in seen]
+        assert ready == sorted(ready) and all(one.coming for one in seen)
+        stats = daemon.stats()
+        assert stats["tenants"]["default"]["leases"] == 1
+        assert stats["lookup_tokens"] - before == 16 * LONG, "match and lease are one lookup"
+        lease.release()
+
+        def fail(lease: Lease) -> None:
+            raise KeyError(lease.coming)
+
+        with pytest.raises(KeyError):
+            space.lease(chains[1], 60_000, wait_ms=PATIENCE_MS, meanwhile=fail)
+        assert not daemon.stats()["tenants"]["default"]["leases"]
 
 
 def test_loads_of_prompts_that_memory_has_no_room_for_at_once_follow_each_other(

@@ -178,7 +178,7 @@ SHIM = r"""
 #include <unistd.h>
 
 enum { READ, WRITE, SYNC, ALLOCATE };
-static volatile int *told;  /* for each: an errno, or -1 to hang */
+static volatile int *told;  /* for each: an errno, -1 to hang, or -1 - n to wait for n ms */
 static const char *where;
 
 /* At the first call: the process may be the fork of one that has no switch. Threads may do it at once. */
@@ -200,8 +200,10 @@ static int fails(int fd, int what) {
     const ssize_t size = readlink(name, path, sizeof path);
     if (size < 0 || strncmp(path, where, strlen(where)) != 0) return 0;
     __atomic_add_fetch((int *)&told[8 + what], 1, __ATOMIC_RELAXED);
-    while (told[what] < 0) usleep(1000);
-    return errno = told[what];
+    while (told[what] == -1) usleep(1000);
+    const int delay_ms = -1 - told[what];
+    if (delay_ms > 0) usleep(1000 * delay_ms);
+    return errno = delay_ms > 0 ? 0 : told[what];
 }
 
 #define BEFORE(result, name, what, given, passed) \
@@ -266,7 +268,8 @@ class Shim:
 
     @contextlib.contextmanager
     def failing(self, code: int, *calls: str) -> Iterator[None]:
-        """Let these calls fail with `code`, or never return if it is HANGS, until the end of the context."""
+        """Until the end of the context, let these calls fail with `code`; or never return if it is HANGS; or
+        begin later, by `HANGS - code` ms, if it is less."""
         self._set(code, calls)
         try:
             yield
