@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 GUESS_BYTES_S = 1e8  # of a store, before the first read
 LATENCY_SHARE = 0.2  # weight of the last read in the average
 LOOK_BLOCKS = 1024  # of a prefix that are looked up at once
+PROBE_BLOCKS = 4  # that are read to measure the store
 LIMIT_PARTS = 512  # one request takes slots for at most as many parts of blocks: some milliseconds
 LIMIT_BYTES = 256 << 20  # in flight, of a tenant
 PORTION = 64  # parts that are submitted or ended at once: a millisecond or two of the loop
@@ -100,6 +101,17 @@ def ended_alone(block: Arriving, is_good: bool, digest: bytes) -> list[tuple[Arr
     return [(block, digest if is_good else b"")]
 
 
+def measure(fetcher: Fetcher, space: KnownSpace, keys: bytes, first: int) -> None:
+    """Read a few blocks from `first` on, which no request waits for, if the speed of the store is not known or
+    its last reads were late, and requests of this space depend on it."""
+    if space.recompute_s(1, 0) == float("inf"):
+        return
+    count = min(PROBE_BLOCKS, fetcher.beyond(space, keys, first, asks=False))
+    if count and fetcher._queue.link.may_probe():
+        name = "probe", space.number, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        fetcher.fetch(space, keys, first, count, request=(0, name), urgent=False)
+
+
 class FetchQueue:
     """The reads of all tenants."""
 
@@ -111,7 +123,7 @@ class FetchQueue:
         self.known = known
         self.clock = clock
         self.planner = Planner(clock)
-        self.link = DiskLink(clock, GUESS_BYTES_S)
+        self.link = DiskLink(clock, GUESS_BYTES_S, is_remote=True)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
         self.names: dict[tuple[str, bytes], set[bytes]] = {}  # of these, by tenant and `into`
@@ -284,9 +296,13 @@ class Fetcher:
         if not places:
             return 0
         siblings = self._siblings(space, rest if asks else b"")
+        few = keys[: (min(first, LOOK_BLOCKS) + PROBE_BLOCKS) * KEY_BYTES]
+        found = partial(measure, self, space, few, first)
         if places[0].kind.kind == "full":  # fast path for blocks that no host has
             chains, into = [chain for chain in (rest, *more) if chain], space.identity
-            has_first = [self._has_first(space, places[0], chain, asks) for chain in chains]
+            has_first = [
+                self._has_first(space, places[0], chain, asks, then=found) for chain in chains
+            ]
             siblings = [  # a sum: each chain is asked about
                 one for one in siblings
                 if sum(
@@ -315,13 +331,14 @@ class Fetcher:
         return [theirs[space.place_of(place.group, shard)] for shard in shards]
 
     def _has_first(
-        self, space: KnownSpace, place: Place, keys: bytes, asks: bool, into: bytes = b""
-    ) -> bool:
+        self, space: KnownSpace, place: Place, keys: bytes, asks: bool, into: bytes = b"",
+        then: Callable[[], None] = lambda: None,
+    ) -> bool:  # fmt: skip
         """Whether the first of these blocks exists or is being read. Asks about them if that is unknown."""
         head = names_of(keys[:KEY_BYTES], place.mask)
         is_present = self._queue.known.is_present(head)
         if is_present is None and asks and not self._is_reading(head, into):
-            self._questions.ask(space, keys)
+            self._questions.ask(space, keys, then)
         return is_present or self._is_reading(head, into)
 
     def _found(
@@ -469,6 +486,8 @@ class Fetcher:
             self.verdicts[verdict.why] += 1
             if verdict.load:
                 queue.pending.add(request)
+            elif verdict.why == "unreliable":
+                measure(self, space, keys, first)
         if verdict.load:
             coming = self._start(request, space, first, count, wanted, joined, sibling)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 from kvtier.key import KEY_BYTES
@@ -23,13 +24,15 @@ LIST_MOST: Final = (
 )
 
 
+Question = tuple[KnownSpace, bytes, Callable[[], None]]
+
+
 class Questions:
     def __init__(self, driver: StoreDriver, known: KnownObjects, places: Places) -> None:
         self._driver = driver
         self._known = known
         self._places = places
-        # By the last key: prefixes that share their beginning are different questions.
-        self._waiting: OrderedDict[tuple[bytes, bytes], tuple[KnownSpace, bytes]] = OrderedDict()
+        self._waiting: OrderedDict[tuple[bytes, bytes], Question] = OrderedDict()  # by the first key
         self._asked: set[tuple[bytes, bytes]] = set()  # in progress
         self._listed: dict[bytes, int] = {}  # the driver's epoch, by space
         self._more = asyncio.Event()
@@ -37,14 +40,16 @@ class Questions:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._asked)
 
-    def ask(self, space: KnownSpace, keys: bytes) -> None:
-        """Find out later which of the leading blocks of these exist."""
+    def ask(
+        self, space: KnownSpace, keys: bytes, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Find out later which of the leading blocks of these exist, and call `then`."""
         name = space.identity, keys[:KEY_BYTES]
         if name in self._asked or name in self._waiting:
             return
         if len(self._waiting) >= LIMIT_QUESTIONS:
             self._waiting.popitem(last=False)
-        self._waiting[name] = space, keys
+        self._waiting[name] = space, keys, then
         self._more.set()
 
     async def run(self) -> None:
@@ -57,12 +62,14 @@ class Questions:
             while not self._waiting:
                 self._more.clear()
                 await self._more.wait()
-            name, (space, keys) = self._waiting.popitem()  # the newest: its request may still wait
+            # The newest: its request may still wait.
+            name, (space, keys, then) = self._waiting.popitem()
             self._asked.add(name)
             try:
                 await self.find(space, keys)
                 if self._listed.get(space.identity) != self._driver.epoch:
                     await self._list(space)
+                then()
             finally:
                 self._asked.discard(name)
 
