@@ -11,7 +11,8 @@ from itertools import count
 
 GUESS_BYTES_S = 2e9  # assumed before the first read
 BUSY_S = 1.0  # of reading: the earlier average is halved
-STALE_S = 30.0  # without a read: a low average is not used
+STALE_S = 30.0  # without a read: a low average is not used, that of a store weighs little
+STALE_BUSY_S = 0.01
 WINDOW_S = 0.01  # of work submitted at once; a later read waits no longer than this
 WINDOW_READS, WINDOW_MOST = 16, 1024
 SIDE_SHARE = 1 / 16  # of a busy link, for writes; the same for prefetches
@@ -68,13 +69,17 @@ class DiskLink:
         if not self._read_bytes or not self._busy_s:
             return self._guess_bytes_s
         rate = self._read_bytes / self._busy_s
-        idle = not self.reading and self._clock() - self._last_at > STALE_S
-        return max(rate, self._guess_bytes_s) if idle else rate
+        assumes = self._is_stale and not self._is_remote
+        return max(rate, self._guess_bytes_s) if assumes else rate
+
+    @property
+    def _is_stale(self) -> bool:
+        return not self.reading and self._clock() - self._last_at > STALE_S
 
     @property
     def is_guessed(self) -> bool:
         """Whether `bytes_s` is an assumption from which nothing is promised."""
-        return self._is_remote and self.bytes_s == self._guess_bytes_s
+        return self._is_remote and not (self._read_bytes and self._busy_s)
 
     @property
     def sure_bytes_s(self) -> float:
@@ -84,8 +89,9 @@ class DiskLink:
     def began(self, nbytes: int, urgent: bool) -> None:
         """A read was submitted to the disk."""
         now = self._clock()
-        if self.is_guessed and not self.reading:
-            self._busy_s = self._read_bytes = 0.0  # an old average says nothing
+        if self._is_remote and self._is_stale and self._busy_s > STALE_BUSY_S:
+            share = STALE_BUSY_S / self._busy_s
+            self._busy_s, self._read_bytes = STALE_BUSY_S, self._read_bytes * share
         self._count_busy(now)
         self._urgent += urgent
         self.reading += 1
@@ -117,9 +123,10 @@ class DiskLink:
         self.is_reliable = self._kept > (UNRELIABLE if self.is_reliable else RELIABLE)
 
     def may_probe(self) -> bool:
-        """Whether to start a prefetch now that tests an unreliable link, or measures one. True counts as
-        started."""
-        now, is_known = self._clock(), self.is_reliable and not self.is_guessed
+        """Whether to start a prefetch now that tests an unreliable link, or measures a remote one. True counts
+        as started."""
+        now, is_old = self._clock(), self._is_remote and self._is_stale
+        is_known = self.is_reliable and not (self.is_guessed or is_old)
         if is_known or now - self._probed_at < self._probe_s:
             return False
         self._probed_at = now

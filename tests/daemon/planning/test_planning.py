@@ -355,7 +355,7 @@ def test_the_bandwidth_is_learned_from_urgent_reads_not_from_prefetches() -> Non
 
 
 def test_nothing_is_promised_of_a_store_before_it_was_measured() -> None:
-    """A prefetch measures it, also after requests; an old measurement that was slow does not count."""
+    """A prefetch measures it, also after requests. An old measurement is promised from, and weighs little."""
     world = World()
     link = world.link = DiskLink(lambda: world.now, 1e8, is_remote=True)
 
@@ -378,13 +378,14 @@ def test_nothing_is_promised_of_a_store_before_it_was_measured() -> None:
     assert not link.is_guessed and not link.may_probe()
     assert why("slow") == "slower"
     world.now += STALE_S + 1
-    assert why("stale") == "unreliable"
+    assert why("stale") == "slower"
     assert link.may_probe()
     read(False, 1e9)
-    assert link.bytes_s == pytest.approx(1e9)
+    assert link.bytes_s > 4e8
     assert why("fast") == "faster"
     world.now += STALE_S + 1
-    assert why("still") == "faster"
+    link.began(BLOCK, True)
+    assert link.bytes_s > 4e8
 
 
 def test_one_decision_in_a_hundred_is_reversed_if_that_costs_little() -> None:

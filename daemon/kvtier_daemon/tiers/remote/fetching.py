@@ -102,8 +102,8 @@ def ended_alone(block: Arriving, is_good: bool, digest: bytes) -> list[tuple[Arr
 
 
 def measure(fetcher: Fetcher, space: KnownSpace, keys: bytes, first: int) -> None:
-    """Read a few blocks from `first` on, which no request waits for, if the speed of the store is not known or
-    its last reads were late, and requests of this space depend on it."""
+    """Read a few blocks from `first` on, which no request waits for, if the speed of the store is not known
+    lately or its last reads were late, and requests of this space depend on it."""
     if space.recompute_s(1, 0) == float("inf"):
         return
     count = min(PROBE_BLOCKS, fetcher.beyond(space, keys, first, asks=False))
@@ -486,7 +486,7 @@ class Fetcher:
             self.verdicts[verdict.why] += 1
             if verdict.load:
                 queue.pending.add(request)
-            elif verdict.why == "unreliable":
+            elif verdict.why in ("unreliable", "slower"):
                 measure(self, space, keys, first)
         if verdict.load:
             coming = self._start(request, space, first, count, wanted, joined, sibling)
