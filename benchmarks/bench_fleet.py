@@ -1,5 +1,5 @@
-"""Time to first token of real vLLM engines that share blocks: of a hit in the store of a fleet, and of an engine
-that decodes what another one on the same host has computed.
+"""Time to first token of real vLLM engines that share blocks: of a hit in the store of a fleet, and of an
+engine that decodes what another one on the same host has computed.
 
     python benchmarks/bench_fleet.py [--only s3|mooncake|roles] [--rounds N] [--out FILE] [--quick]
 
@@ -28,7 +28,6 @@ from bench_remote import MooncakeClient, S3Client
 from bench_ttft import (
     BLOCK,
     KV_BYTES,
-    MIB,
     PREFIX,
     ColdDaemon,
     Engine,
@@ -172,7 +171,9 @@ def remote_hits(scene: Scene, rounds: int) -> Iterator[Row]:
                 values.append(took[name])
     more = {f"{name} ms": median(values) * 1e3 for name, values in arms.items()}
     at_once = zip(arms["remote"], arms["cold"], arms["get"], strict=True)
-    name = f"{scene.store}: first token of a hit in the store / a hit on disk and the client's own get"
+    name = (
+        f"{scene.store}: first token of a hit in the store / a hit on disk and the client's own get"
+    )
     yield share_row(name, [one / (cold + got) for one, cold, got in at_once], REMOTE, **more)
     pairs = zip(arms["remote"], arms["recompute"], strict=True)
     name = f"{scene.store}: first token of a hit in the store / recomputed"
@@ -194,7 +195,9 @@ def slow_store(scene: Scene, rounds: int, load_s: float) -> Iterator[Row]:
                     time.sleep(STALE_S)
                 took = {}
                 for seed in (number, next(fresh)) if number % 2 else (next(fresh), number):
-                    took[seed == number] = scene.ask(seed, **({} if seed == number else {"load": False}))
+                    took[seed == number] = scene.ask(
+                        seed, **({} if seed == number else {"load": False})
+                    )
                 assert took[True]["cached"] < PREFIX and not took[False]["cached"], took
                 ratios.append(took[True]["seconds"] / took[False]["seconds"])
             verdicts = {why: count for why, count in host.remote["loads"].items() if count}

@@ -174,9 +174,7 @@ class ColdDaemon(Daemon):
     """A daemon with both tiers that writes saved blocks to disk: raw, so that it reads the same bytes as
     fio, or with a codec."""
 
-    def __init__(
-        self, folder: Path, warm_bytes: int, codec: str = "raw", more: str = ""
-    ) -> None:
+    def __init__(self, folder: Path, warm_bytes: int, codec: str = "raw", more: str = "") -> None:
         self.cold = folder / "cold"
         self.cold.mkdir(parents=True, exist_ok=True)
         how = f'write = "through"\nscrub = 0\ncodecs = ["*={codec}"]\n'

@@ -32,7 +32,9 @@ class Questions:
         self._driver = driver
         self._known = known
         self._places = places
-        self._waiting: OrderedDict[tuple[bytes, bytes], Question] = OrderedDict()  # by the first key
+        self._waiting: OrderedDict[tuple[bytes, bytes], Question] = (
+            OrderedDict()
+        )  # by the first key
         self._asked: set[tuple[bytes, bytes]] = set()  # in progress
         self._listed: dict[bytes, int] = {}  # the driver's epoch, by space
         self._more = asyncio.Event()
@@ -40,9 +42,7 @@ class Questions:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._asked)
 
-    def ask(
-        self, space: KnownSpace, keys: bytes, then: Callable[[], None] = lambda: None
-    ) -> None:
+    def ask(self, space: KnownSpace, keys: bytes, then: Callable[[], None] = lambda: None) -> None:
         """Find out later which of the leading blocks of these exist, and call `then`."""
         name = space.identity, keys[:KEY_BYTES]
         if name in self._asked or name in self._waiting:
