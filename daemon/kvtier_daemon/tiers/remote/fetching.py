@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple, cast
 
 from kvtier.errors import FrameError, Refused
@@ -37,6 +38,7 @@ from kvtier_daemon.tiers.remote.messages import (
 )
 from kvtier_daemon.tiers.remote.objects import decode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places, restorable
+from kvtier_daemon.tiers.remote.probing import OBJECTS, StoreProbes
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.resharding import Exchange, Sibling
 from kvtier_kernels import Mapping
@@ -46,7 +48,6 @@ log = logging.getLogger(__name__)
 GUESS_BYTES_S = 1e8  # of a store, before the first read
 LATENCY_SHARE = 0.2  # weight of the last read in the average
 LOOK_BLOCKS = 1024  # of a prefix that are looked up at once
-PROBE_BLOCKS = 4  # that are read to measure the store
 LIMIT_PARTS = 512  # one request takes slots for at most as many parts of blocks: some milliseconds
 LIMIT_BYTES = 256 << 20  # in flight, of a tenant
 PORTION = 64  # parts that are submitted or ended at once: a millisecond or two of the loop
@@ -92,6 +93,20 @@ class WantedParts(NamedTuple):
     made_of: Sequence[SourceObjects]
 
 
+def objects_there(
+    known: KnownObjects, space: KnownSpace, wanted: Sequence[WantedParts], sibling: Sibling | None
+) -> Iterator[tuple[Place, str]]:
+    """Return the places and names of those of these objects that are in the store."""
+    for one in wanted:
+        sources = [(one.place, space, one.sources, one.names)]
+        if sibling is not None:
+            sources += [(place, sibling.space, keys, names) for place, keys, names in one.made_of]
+        for place, of, keys, names in sources:
+            for at, name in enumerate(each_of(names)):
+                if known.present(name):
+                    yield place, object_name(place.identity(of, at_of(keys, at)))
+
+
 def at_of(packed: bytes, at: int) -> bytes:
     """The key or name at this position."""
     return packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
@@ -99,17 +114,6 @@ def at_of(packed: bytes, at: int) -> bytes:
 
 def ended_alone(block: Arriving, is_good: bool, digest: bytes) -> list[tuple[Arriving, bytes]]:
     return [(block, digest if is_good else b"")]
-
-
-def measure(fetcher: Fetcher, space: KnownSpace, keys: bytes, first: int) -> None:
-    """Read a few blocks from `first` on, which no request waits for, if the speed of the store is not known
-    lately or its last reads were late, and requests of this space depend on it."""
-    if space.recompute_s(1, 0) == float("inf"):
-        return
-    count = min(PROBE_BLOCKS, fetcher.beyond(space, keys, first, asks=False))
-    if count and fetcher._queue.link.may_probe():
-        name = "probe", space.number, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
-        fetcher.fetch(space, keys, first, count, request=(0, name), urgent=False)
 
 
 class FetchQueue:
@@ -124,6 +128,7 @@ class FetchQueue:
         self.clock = clock
         self.planner = Planner(clock)
         self.link = DiskLink(clock, GUESS_BYTES_S, is_remote=True)
+        self.probes = StoreProbes(driver, self.link, clock)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
         self.names: dict[tuple[str, bytes], set[bytes]] = {}  # of these, by tenant and `into`
@@ -296,13 +301,9 @@ class Fetcher:
         if not places:
             return 0
         siblings = self._siblings(space, rest if asks else b"")
-        few = keys[: (min(first, LOOK_BLOCKS) + PROBE_BLOCKS) * KEY_BYTES]
-        found = partial(measure, self, space, few, first)
         if places[0].kind.kind == "full":  # fast path for blocks that no host has
             chains, into = [chain for chain in (rest, *more) if chain], space.identity
-            has_first = [
-                self._has_first(space, places[0], chain, asks, then=found) for chain in chains
-            ]
+            has_first = [self._has_first(space, places[0], chain, asks) for chain in chains]
             siblings = [  # a sum: each chain is asked about
                 one for one in siblings
                 if sum(
@@ -331,14 +332,13 @@ class Fetcher:
         return [theirs[space.place_of(place.group, shard)] for shard in shards]
 
     def _has_first(
-        self, space: KnownSpace, place: Place, keys: bytes, asks: bool, into: bytes = b"",
-        then: Callable[[], None] = lambda: None,
-    ) -> bool:  # fmt: skip
+        self, space: KnownSpace, place: Place, keys: bytes, asks: bool, into: bytes = b""
+    ) -> bool:
         """Whether the first of these blocks exists or is being read. Asks about them if that is unknown."""
         head = names_of(keys[:KEY_BYTES], place.mask)
         is_present = self._queue.known.is_present(head)
         if is_present is None and asks and not self._is_reading(head, into):
-            self._questions.ask(space, keys, then)
+            self._questions.ask(space, keys)
         return is_present or self._is_reading(head, into)
 
     def _found(
@@ -487,7 +487,9 @@ class Fetcher:
             if verdict.load:
                 queue.pending.add(request)
             elif verdict.why in ("unreliable", "slower"):
-                measure(self, space, keys, first)
+                there = list(islice(objects_there(queue.known, space, wanted, sibling), OBJECTS))
+                room = max((place.headers.most_bytes for place, _ in there), default=0)
+                queue.probes.begin([name for _, name in there], room)
         if verdict.load:
             coming = self._start(request, space, first, count, wanted, joined, sibling)
         else:

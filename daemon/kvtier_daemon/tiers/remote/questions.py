@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtier.key import KEY_BYTES
@@ -24,32 +24,30 @@ LIST_MOST: Final = (
 )
 
 
-Question = tuple[KnownSpace, bytes, Callable[[], None]]
-
-
 class Questions:
     def __init__(self, driver: StoreDriver, known: KnownObjects, places: Places) -> None:
         self._driver = driver
         self._known = known
         self._places = places
-        self._waiting: OrderedDict[tuple[bytes, bytes], Question] = (
-            OrderedDict()
-        )  # by the first key
+        # By the first key.
+        self._waiting: OrderedDict[tuple[bytes, bytes], tuple[KnownSpace, bytes]] = OrderedDict()
         self._asked: set[tuple[bytes, bytes]] = set()  # in progress
         self._listed: dict[bytes, int] = {}  # the driver's epoch, by space
         self._more = asyncio.Event()
+        # Gets names of objects that exist, and the size of the largest.
+        self.found: Callable[[Sequence[str], int], None] = lambda names, most_bytes: None
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._asked)
 
-    def ask(self, space: KnownSpace, keys: bytes, then: Callable[[], None] = lambda: None) -> None:
-        """Find out later which of the leading blocks of these exist, and call `then`."""
+    def ask(self, space: KnownSpace, keys: bytes) -> None:
+        """Find out later which of the leading blocks of these exist."""
         name = space.identity, keys[:KEY_BYTES]
         if name in self._asked or name in self._waiting:
             return
         if len(self._waiting) >= LIMIT_QUESTIONS:
             self._waiting.popitem(last=False)
-        self._waiting[name] = space, keys, then
+        self._waiting[name] = space, keys
         self._more.set()
 
     async def run(self) -> None:
@@ -62,14 +60,12 @@ class Questions:
             while not self._waiting:
                 self._more.clear()
                 await self._more.wait()
-            # The newest: its request may still wait.
-            name, (space, keys, then) = self._waiting.popitem()
+            name, (space, keys) = self._waiting.popitem()  # the newest: its request may still wait
             self._asked.add(name)
             try:
                 await self.find(space, keys)
                 if self._listed.get(space.identity) != self._driver.epoch:
                     await self._list(space)
-                then()
             finally:
                 self._asked.discard(name)
 
@@ -96,6 +92,11 @@ class Questions:
                     if is_there or not self._known.present(name):  # it may have been written since
                         self._known.note(name, bool(is_there))
                     all_found &= bool(is_there) or place.kind.kind != "full"
+            if any(answer.found):
+                some_found = [
+                    one for one, is_there in zip(names, answer.found, strict=True) if is_there
+                ]
+                self.found(some_found, max(place.headers.most_bytes for place in places))
             if not all_found:
                 return
             keys, many = keys[len(some) :], min(many * GROWS, MOST_NAMES)
@@ -111,5 +112,7 @@ class Questions:
             for (group, shard), keys in keys_of(space.identity, answer.names).items():
                 mask = place_mask(space.identity, group, shard)
                 self._known.note(names_of(keys, mask), True)
+            if places := self._places.of(space):
+                self.found(answer.names, max(place.headers.most_bytes for place in places))
         if answer.outcome:  # the next question lists it again
             self._listed.pop(space.identity, None)

@@ -239,6 +239,7 @@ class OpenRemote:
         self.driver = StoreDriver(config, keys, self._changed)
         self.questions = Questions(self.driver, self.known, self.places)
         self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)
+        self.questions.found = self.queue.probes.begin
 
     def _changed(self) -> None:
         self.queue.pump()
