@@ -46,7 +46,8 @@ from support.proxy import Proxy
 MODEL = "189M"
 BLOCKS, NBYTES = PREFIX // BLOCK, PREFIX * KV_BYTES[MODEL]
 ROOM = NBYTES * 3 // 2  # of memory: of prompts in turn, nothing of the one before the last is in it
-OBJECT_BYTES = NBYTES // BLOCKS + 4096
+BLOCK_BYTES = NBYTES // BLOCKS
+OBJECT_BYTES = BLOCK_BYTES + 4096
 BEFORE = 2  # rounds that do not count: the disk has the prompt of two rounds ago
 REMOTE, COLD, RECOMPUTE, DECODE = 1.0, 1.10, 1.05, 1.10
 SLOWER = 3.0  # how much longer loading takes than computing
@@ -127,7 +128,8 @@ class Scene:
         before, had = host.remote["states"]["read"], host.read_bytes()
         hit = self.ask(seed)
         read = host.remote["states"]["read"] - before, host.read_bytes() - had
-        assert read[0] == shared and (read[1] >= NBYTES if disk else not read[1]), read
+        is_disk = read[1] >= (NBYTES if disk else BLOCK_BYTES)
+        assert read[0] == shared and is_disk == disk, read
         same(hit, self.engine.generate(parts(seed)))
         return float(hit["seconds"])
 

@@ -29,6 +29,11 @@ class StoreProbes:
         self._driver = driver
         self._link = link
         self._clock = clock
+        self._reading = 0
+
+    def __len__(self) -> int:
+        """How many objects are being read."""
+        return self._reading
 
     def begin(self, names: Sequence[str], room: int) -> None:
         """Read some of these objects, of at most `room` bytes, if the speed of the store is not known or old,
@@ -43,6 +48,7 @@ class StoreProbes:
             if (at := child.reads.take(room)) is None:
                 break
             probe.left += 1
+            self._reading += 1
             link.began(room, False)
             request = GetObject(self._driver.next_id(), name, at, room)
             self._driver.ask(request, partial(self._ended, child, probe, at, room))
@@ -51,6 +57,7 @@ class StoreProbes:
         self, child: StoreProcess, probe: ProbeReads, at: int, room: int, answer: Answer
     ) -> None:
         child.reads.give(at, room)
+        self._reading -= 1
         is_good = answer.outcome == DONE and 0 < answer.nbytes <= room
         self._link.ended(room, is_good, False)
         probe.is_good &= is_good

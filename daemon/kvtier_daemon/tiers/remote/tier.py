@@ -517,7 +517,7 @@ class RemoteTier:
             "queued": sum(one.sharer.queued for one in parts),
             "writing": sum(one.writer.sending for one in parts),
             "reading": len(queue.parts),
-            "asking": len(remote.questions),
+            "asking": len(remote.questions) + len(queue.probes),
             "known_objects": len(remote.known),
             "known_bytes": remote.known.memory_bytes(),
             "buffer_bytes": remote.config.buffer_bytes,
