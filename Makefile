@@ -13,7 +13,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
 unexport PYTHONDONTWRITEBYTECODE
 PIP_QUIET := --quiet --disable-pip-version-check
 
-.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-lmcache test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-sim-engine bench-transformers bench-offload bench-gpu bench-writes \
+.PHONY: help venv demo demo-fleet test test-all engines test-engines test-engines-all test-sglang test-lmcache test-gpu test-gpu-emulated check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-fleet bench-sim-engine bench-transformers bench-offload bench-gpu bench-writes \
         bench-peers bench-compare figures faults sabotage simulate package clean
 
 help:           ## this list
@@ -164,6 +164,9 @@ bench-offload: $(ENGINES)/.ready  ## a token of a transformers model whose cache
 
 bench-restart: $(ENGINES)/.ready  ## the first token after a restart of the daemon, 10 minutes; RESTART="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_restart.py $(RESTART)
+
+bench-fleet: $(ENGINES)/.ready  ## the first token of a vLLM engine from a store that hosts share, and after a prefill engine, 10 minutes; FLEET="--folder DIR"
+	$(ENGINES)/bin/python benchmarks/bench_fleet.py $(FLEET)
 
 bench-sim-engine: $(ENGINES)/.ready  ## what `kvtier sim` predicts, relative to a vLLM engine with the same requests; SIM_ENGINE="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_sim_engine.py $(SIM_ENGINE)

@@ -106,16 +106,19 @@ class S3Client:
 
 
 class MooncakeClient:
-    def __init__(self, pool: MooncakePool, nbytes: int) -> None:
+    """`room` for each of `count` objects at once."""
+
+    def __init__(self, pool: MooncakePool, room: int, count: int = BLOCKS) -> None:
         from mooncake.store import MooncakeDistributedStore
 
+        nbytes = room * count
         self._store = MooncakeDistributedStore()
         code = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", pool.address)
         assert not code
         self._memory = mmap.mmap(-1, nbytes)
         self._at = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         assert not self._store.register_buffer(self._at, nbytes)
-        self._room = nbytes // BLOCKS
+        self._room = room
 
     def _places(self, count: int) -> list[int]:
         return [self._at + at * self._room for at in range(count)]
@@ -150,7 +153,7 @@ class Scene:
             self.own: Any = S3Client(server)
         else:
             server = MooncakePool(folder, lent_bytes=1 << 30)
-            self.own = MooncakeClient(server, (SPEC.block_bytes + (64 << 10)) * BLOCKS)
+            self.own = MooncakeClient(server, SPEC.block_bytes + (64 << 10))
         self._closing.append(server.stop)
         remote = (
             server.config('codec = "raw"\nwrite = "all"\n')

@@ -96,7 +96,7 @@ class Engine:
         extra = {"socket": socket, "patience_ms": 5000} | changes.pop("extra", {})
         transfer = {
             "kv_connector": "BenchConnector", "kv_connector_module_path": "ttft_connector",
-            "kv_role": "kv_both", "kv_connector_extra_config": extra,
+            "kv_role": changes.pop("role", "kv_both"), "kv_connector_extra_config": extra,
             "kv_load_failure_policy": "recompute",
         }  # fmt: skip
         arguments = {
@@ -174,11 +174,11 @@ class ColdDaemon(Daemon):
     """A daemon with both tiers that writes saved blocks to disk: raw, so that it reads the same bytes as
     fio, or with a codec."""
 
-    def __init__(self, folder: Path, warm_bytes: int, codec: str = "raw") -> None:
+    def __init__(self, folder: Path, warm_bytes: int, codec: str = "raw", more: str = "") -> None:
         self.cold = folder / "cold"
         self.cold.mkdir(parents=True, exist_ok=True)
         how = f'write = "through"\nscrub = 0\ncodecs = ["*={codec}"]\n'
-        more = f'[cold]\ndirectories = ["{self.cold}"]\nsize = "16GiB"\n{how}'
+        more += f'[cold]\ndirectories = ["{self.cold}"]\nsize = "16GiB"\n{how}'
         # Of prompts in turn, the last one is in memory and nothing of the others.
         super().__init__(folder, str(warm_bytes), more, policy="lru")
         self.wait_for_arena()

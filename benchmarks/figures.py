@@ -48,6 +48,7 @@ SOURCES = {
     "restart": "make bench-restart",
     "takeover": "python benchmarks/bench_takeover.py",
     "remote": "python benchmarks/bench_remote.py",
+    "fleet": "make bench-fleet",
     "encryption": "python benchmarks/bench_cold.py --only encryption",
     "attention": "python benchmarks/bench_attention.py",
     "hints": "python benchmarks/bench_hints.py",

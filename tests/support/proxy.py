@@ -15,10 +15,13 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 class Proxy:
-    """`waits_s` delays each piece of data. While `is_cut`, nothing passes, and nothing is closed."""
+    """`waits_s` delays each piece of data. All connections share `bytes_s`, if it is not 0. While `is_cut`,
+    nothing passes, and nothing is closed."""
 
     def __init__(self, to_port: int) -> None:
         self.waits_s = 0.0
+        self.bytes_s = 0.0
+        self._free_at = 0.0  # when all data so far has passed
         self.is_cut = False
         self._to = to_port
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -75,11 +78,20 @@ class Proxy:
             self._start(self._pass, client, server, left)
             self._start(self._pass, server, client, left)
 
+    def _shared_s(self, nbytes: int) -> float:
+        """How long this many bytes wait for their share of `bytes_s`."""
+        if not self.bytes_s:
+            return 0.0
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + nbytes / self.bytes_s
+            return self._free_at - now
+
     def _pass(self, source: socket.socket, sink: socket.socket, left: list[int]) -> None:
         """Forward what comes in this direction until either end closes."""
         with contextlib.suppress(OSError):
             while piece := source.recv(PIECE_BYTES):
-                time.sleep(self.waits_s)
+                time.sleep(self.waits_s + self._shared_s(len(piece)))
                 while self.is_cut and not self._ends:
                     time.sleep(LOOK_S)
                 sink.sendall(piece)

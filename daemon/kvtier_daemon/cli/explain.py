@@ -37,7 +37,7 @@ WHY = {
     "not_read": "the missing blocks were on disk and could not be read",
     "slower": "recomputing was expected to be faster than reading from disk",
     "crowded": "the disk was too busy to be faster than recomputing",
-    "unreliable": "the disk's last reads came later than forecast",
+    "unreliable": "the last reads of the disk or store were late, or a store was not measured yet",
     "tried_compute": "recomputed to measure how long that takes (one request in a hundred)",
     "too_many": "too many requests were waiting for the disk",
 }  # fmt: skip

@@ -69,9 +69,12 @@ class LoadForecast:
         """The verdict's reason, one of WHY."""
         if not request.urgent:
             return "prefetch"
+        links = [link for link, nbytes in new.items() if nbytes]
+        if request.recompute_s < float("inf") and any(link.is_guessed for link in links):
+            return "unreliable"
         if alone_s(self._own_bytes(request, new, shared)) > request.recompute_s:
             return "slower"
-        if not all(link.is_reliable for link, nbytes in new.items() if nbytes):
+        if not all(link.is_reliable for link in links):
             return "unreliable"
         if not self.fits(request, new, shared, now):
             return "crowded"

@@ -11,7 +11,8 @@ from itertools import count
 
 GUESS_BYTES_S = 2e9  # assumed before the first read
 BUSY_S = 1.0  # of reading: the earlier average is halved
-STALE_S = 30.0  # without a read: a low average is not used
+STALE_S = 30.0  # without a read: a low average is not used, that of a store weighs little
+STALE_BUSY_S = 0.01
 WINDOW_S = 0.01  # of work submitted at once; a later read waits no longer than this
 WINDOW_READS, WINDOW_MOST = 16, 1024
 SIDE_SHARE = 1 / 16  # of a busy link, for writes; the same for prefetches
@@ -30,7 +31,7 @@ WHY = (
     "tried_compute",  # the same for computing
     "slower",  # recomputing is expected to end first
     "crowded",  # the disk has too many other reads before it
-    "unreliable",  # the disk's last reads ended later than was forecast
+    "unreliable",  # the last reads ended later than was forecast, or a store's speed is not known
     "late",  # the load was started and did not end in time
     "too_many",  # too many requests wait already
 )
@@ -42,10 +43,14 @@ NewRead = tuple[Hashable, "DiskLink", int]  # block, the link it is read from, b
 class DiskLink:
     """The average bandwidth of submitted reads, which run in parallel: bytes divided by the time during which
     at least one was running. After the first urgent read, only times with urgent reads count, because writes
-    are not limited while only prefetches run."""
+    are not limited while only prefetches run. A link that `is_remote` has no such limit, and its speed can be
+    anything: prefetches count too, and nothing is promised from an assumption."""
 
-    def __init__(self, clock: Callable[[], float], guess_bytes_s: float = GUESS_BYTES_S) -> None:
+    def __init__(
+        self, clock: Callable[[], float], guess_bytes_s: float = GUESS_BYTES_S, is_remote: bool = False
+    ) -> None:  # fmt: skip
         self._guess_bytes_s = guess_bytes_s  # assumed without measurements
+        self._is_remote = is_remote
         self.reading = self.reading_bytes = 0  # submitted and not ended
         self._urgent = 0  # of these
         self._was_urgent = False  # ever
@@ -64,8 +69,17 @@ class DiskLink:
         if not self._read_bytes or not self._busy_s:
             return self._guess_bytes_s
         rate = self._read_bytes / self._busy_s
-        idle = not self.reading and self._clock() - self._last_at > STALE_S
-        return max(rate, self._guess_bytes_s) if idle else rate
+        assumes = self._is_stale and not self._is_remote
+        return max(rate, self._guess_bytes_s) if assumes else rate
+
+    @property
+    def _is_stale(self) -> bool:
+        return not self.reading and self._clock() - self._last_at > STALE_S
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether `bytes_s` is an assumption from which nothing is promised."""
+        return self._is_remote and not (self._read_bytes and self._busy_s)
 
     @property
     def sure_bytes_s(self) -> float:
@@ -75,6 +89,9 @@ class DiskLink:
     def began(self, nbytes: int, urgent: bool) -> None:
         """A read was submitted to the disk."""
         now = self._clock()
+        if self._is_remote and self._is_stale and self._busy_s > STALE_BUSY_S:
+            share = STALE_BUSY_S / self._busy_s
+            self._busy_s, self._read_bytes = STALE_BUSY_S, self._read_bytes * share
         self._count_busy(now)
         self._urgent += urgent
         self.reading += 1
@@ -106,16 +123,19 @@ class DiskLink:
         self.is_reliable = self._kept > (UNRELIABLE if self.is_reliable else RELIABLE)
 
     def may_probe(self) -> bool:
-        """Whether to start a prefetch now that tests an unreliable link. True counts as started."""
-        now = self._clock()
-        if self.is_reliable or now - self._probed_at < self._probe_s:
+        """Whether to start a prefetch now that tests an unreliable link, or measures a remote one. True
+        counts as started."""
+        now, is_old = self._clock(), self._is_remote and self._is_stale
+        is_known = self.is_reliable and not (self.is_guessed or is_old)
+        if is_known or now - self._probed_at < self._probe_s:
             return False
         self._probed_at = now
         return True
 
     def _count_busy(self, now: float) -> bool:
         """Count the time since the last call if it was busy; return whether it was."""
-        counts = self._urgent > 0 or (self.reading > 0 and not self._was_urgent)
+        is_limited = self._was_urgent and not self._is_remote
+        counts = self._urgent > 0 or (self.reading > 0 and not is_limited)
         if counts:
             self._busy_s += now - self._at
         self._at = now

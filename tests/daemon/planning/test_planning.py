@@ -354,6 +354,40 @@ def test_the_bandwidth_is_learned_from_urgent_reads_not_from_prefetches() -> Non
     assert link.bytes_s > 2e9, "what comes beside an urgent one counts, as its time does"
 
 
+def test_nothing_is_promised_of_a_store_before_it_was_measured() -> None:
+    """A prefetch measures it, also after requests. An old measurement is promised from, and weighs little."""
+    world = World()
+    link = world.link = DiskLink(lambda: world.now, 1e8, is_remote=True)
+
+    def why(name: str) -> str:
+        load = Load(name, 0.0, blocks(name, 100), 60.0)
+        world.ask(load)
+        world.gone(world.planner.cancel(name))
+        assert load.verdict is not None
+        return load.verdict.why
+
+    def read(urgent: bool, rate: float) -> None:
+        for _ in range(4):
+            link.began(BLOCK, urgent)
+            world.now += BLOCK / rate
+            link.ended(BLOCK, True, urgent)
+
+    assert link.is_guessed and link.may_probe() and not link.may_probe()
+    assert why("new") == "unreliable"
+    read(True, 2e6)
+    assert not link.is_guessed and not link.may_probe()
+    assert why("slow") == "slower"
+    world.now += STALE_S + 1
+    assert why("stale") == "slower"
+    assert link.may_probe()
+    read(False, 1e9)
+    assert link.bytes_s > 4e8
+    assert why("fast") == "faster"
+    world.now += STALE_S + 1
+    link.began(BLOCK, True)
+    assert link.bytes_s > 4e8
+
+
 def test_one_decision_in_a_hundred_is_reversed_if_that_costs_little() -> None:
     tried = Counter[str]()
     for dice in (0.5, 0.005):

@@ -40,9 +40,10 @@ from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
+from kvtier_daemon.planning.read_order import STALE_S
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import CopiedBlock, NullTier
-from kvtier_daemon.tiers.remote import archiving, fetching, sharing
+from kvtier_daemon.tiers.remote import archiving, fetching, probing, sharing
 from kvtier_daemon.tiers.remote import families as remote_families
 from kvtier_daemon.tiers.remote import warming as remote_warming
 from kvtier_daemon.tiers.remote.driver import StoreDriver
@@ -277,6 +278,54 @@ def test_a_long_prefix_that_is_in_the_store_does_not_hold_the_loop(alone: Served
     sharer.used(space, keys)
     pauses = list(sharer._next())
     assert pauses == [b""] * 8
+
+
+def test_a_slow_or_late_store_is_measured_by_reads_that_no_request_waits_for(
+    tmp_path: Path, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is promised from an assumption. A store whose reads were late is used again when they are in
+    time, and one that was slow when it was measured again."""
+    monkeypatch.setattr(probing, "LATE_S", 60.0)  # the machine may be busy
+    tier = ServedShared(tmp_path, faulty.config + 'write = "all"\n', 16 * BLOCK_BYTES)
+    fetcher, requests = tier.shared.fetcher, 0
+    link, names = fetcher._queue.link, [Identity(key=bytes([at]) * 32) for at in range(1, 6)]
+    for one in names:
+        assert tier.put(one, os.urandom(BLOCK_BYTES))
+    space = tier._space(names[0])
+    space.prefill = (1.0, 0.0)
+
+    def ask(number: int) -> str:
+        """The reason of the answer to a request for a block that memory does not have."""
+        nonlocal requests
+        requests += 1
+        for group in range(len(space.spec.cache_groups)):
+            tier.tenant.catalog.blocks.make_room(space.index, group, MEMORY_BYTES // PART_BYTES)
+        link._probed_at = float("-inf")  # the pause between two probes is over
+
+        async def fetch() -> str:
+            return fetcher.fetch(
+                space, names[number].key, 0, 1, request=(int(ME), requests), within_s=60.0,
+                recompute_s=space.recompute_s(1, 0),
+            )[2]  # fmt: skip
+
+        why = tier.loop.run_until_complete(fetch())
+        tier._until(lambda: not fetcher._queue.parts and not link.reading)
+        return why
+
+    try:
+        assert link.is_guessed
+        assert [ask(0), ask(1)] == ["unreliable", "faster"]
+        for _ in range(2):
+            link.forecast_ended(False)
+        assert [ask(number) for number in (2, 3, 4)] == ["unreliable"] * 3
+        assert link.is_reliable
+        assert ask(0) == "faster"
+        link._busy_s, link._read_bytes = 1e6, 1.0
+        assert ask(1) == "slower"
+        link._last_at -= STALE_S
+        assert [ask(2), ask(3)] == ["slower", "faster"]
+    finally:
+        tier.close()
 
 
 def test_a_write_that_is_cancelled_leaves_nothing_as_being_written(

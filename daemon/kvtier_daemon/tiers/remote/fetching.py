@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple, cast
 
 from kvtier.errors import FrameError, Refused
@@ -37,6 +38,7 @@ from kvtier_daemon.tiers.remote.messages import (
 )
 from kvtier_daemon.tiers.remote.objects import decode, object_name
 from kvtier_daemon.tiers.remote.places import Place, Places, restorable
+from kvtier_daemon.tiers.remote.probing import OBJECTS, StoreProbes
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.resharding import Exchange, Sibling
 from kvtier_kernels import Mapping
@@ -91,6 +93,20 @@ class WantedParts(NamedTuple):
     made_of: Sequence[SourceObjects]
 
 
+def objects_there(
+    known: KnownObjects, space: KnownSpace, wanted: Sequence[WantedParts], sibling: Sibling | None
+) -> Iterator[tuple[Place, str]]:
+    """Return the places and names of those of these objects that are in the store."""
+    for one in wanted:
+        sources = [(one.place, space, one.sources, one.names)]
+        if sibling is not None:
+            sources += [(place, sibling.space, keys, names) for place, keys, names in one.made_of]
+        for place, of, keys, names in sources:
+            for at, name in enumerate(each_of(names)):
+                if known.present(name):
+                    yield place, object_name(place.identity(of, at_of(keys, at)))
+
+
 def at_of(packed: bytes, at: int) -> bytes:
     """The key or name at this position."""
     return packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
@@ -111,7 +127,8 @@ class FetchQueue:
         self.known = known
         self.clock = clock
         self.planner = Planner(clock)
-        self.link = DiskLink(clock, GUESS_BYTES_S)
+        self.link = DiskLink(clock, GUESS_BYTES_S, is_remote=True)
+        self.probes = StoreProbes(driver, self.link, clock)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
         self.names: dict[tuple[str, bytes], set[bytes]] = {}  # of these, by tenant and `into`
@@ -469,6 +486,10 @@ class Fetcher:
             self.verdicts[verdict.why] += 1
             if verdict.load:
                 queue.pending.add(request)
+            elif verdict.why in ("unreliable", "slower"):
+                there = list(islice(objects_there(queue.known, space, wanted, sibling), OBJECTS))
+                room = max((place.headers.most_bytes for place, _ in there), default=0)
+                queue.probes.begin([name for _, name in there], room)
         if verdict.load:
             coming = self._start(request, space, first, count, wanted, joined, sibling)
         else:

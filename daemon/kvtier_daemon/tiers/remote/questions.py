@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtier.key import KEY_BYTES
@@ -28,11 +29,13 @@ class Questions:
         self._driver = driver
         self._known = known
         self._places = places
-        # By the last key: prefixes that share their beginning are different questions.
+        # By the first key.
         self._waiting: OrderedDict[tuple[bytes, bytes], tuple[KnownSpace, bytes]] = OrderedDict()
         self._asked: set[tuple[bytes, bytes]] = set()  # in progress
         self._listed: dict[bytes, int] = {}  # the driver's epoch, by space
         self._more = asyncio.Event()
+        # Gets names of objects that exist, and the size of the largest.
+        self.found: Callable[[Sequence[str], int], None] = lambda names, most_bytes: None
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._asked)
@@ -89,6 +92,11 @@ class Questions:
                     if is_there or not self._known.present(name):  # it may have been written since
                         self._known.note(name, bool(is_there))
                     all_found &= bool(is_there) or place.kind.kind != "full"
+            if any(answer.found):
+                some_found = [
+                    one for one, is_there in zip(names, answer.found, strict=True) if is_there
+                ]
+                self.found(some_found, max(place.headers.most_bytes for place in places))
             if not all_found:
                 return
             keys, many = keys[len(some) :], min(many * GROWS, MOST_NAMES)
@@ -104,5 +112,7 @@ class Questions:
             for (group, shard), keys in keys_of(space.identity, answer.names).items():
                 mask = place_mask(space.identity, group, shard)
                 self._known.note(names_of(keys, mask), True)
+            if places := self._places.of(space):
+                self.found(answer.names, max(place.headers.most_bytes for place in places))
         if answer.outcome:  # the next question lists it again
             self._listed.pop(space.identity, None)

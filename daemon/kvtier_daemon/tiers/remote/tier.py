@@ -239,6 +239,7 @@ class OpenRemote:
         self.driver = StoreDriver(config, keys, self._changed)
         self.questions = Questions(self.driver, self.known, self.places)
         self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)
+        self.questions.found = self.queue.probes.begin
 
     def _changed(self) -> None:
         self.queue.pump()
@@ -516,7 +517,7 @@ class RemoteTier:
             "queued": sum(one.sharer.queued for one in parts),
             "writing": sum(one.writer.sending for one in parts),
             "reading": len(queue.parts),
-            "asking": len(remote.questions),
+            "asking": len(remote.questions) + len(queue.probes),
             "known_objects": len(remote.known),
             "known_bytes": remote.known.memory_bytes(),
             "buffer_bytes": remote.config.buffer_bytes,
