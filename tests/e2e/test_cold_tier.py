@@ -80,19 +80,22 @@ def test_a_client_that_polls_is_counted_once(daemon_of: Callable[..., Daemon], d
 
 
 def settled(daemon: Daemon) -> None:
-    """Wait until no write is in progress and no write began during several turns of the daemon's clock: a
-    writer checks for work in each turn."""
-    last, since = None, 0
+    """Wait until all blocks are on disk and nothing is read. If some stay dirty, or segments are being freed:
+    until no write began during several turns of the daemon's clock; a writer checks for work in each turn."""
+    last, since, pause_s = None, 0, 0.002
     with daemon.connect() as client:
         while True:
             stats = client.stats()
             cold, turns = stats["tiers"]["cold"], stats["loop"]["counts"][-1]
             now = cold["states"]["written"], cold["writing"], cold["reading"]
+            if now[1:] == (0, 0) and not cold["dirty"] and not cold["leaving"]:
+                return
             if now != last or now[1:] != (0, 0):
                 last, since = now, turns
             elif turns >= since + SETTLED_TURNS:
                 return
-            time.sleep(0.02)
+            time.sleep(pause_s)
+            pause_s = min(1.4 * pause_s, 0.02)
 
 
 def brought(client: Client, chain: int, seconds: float = 60.0, spec: KvSpec = SPEC) -> Match:
