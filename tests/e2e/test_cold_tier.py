@@ -20,6 +20,7 @@ from kvtier.client import Answer
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.index import Index
 from support.daemons import Daemon, kvtier
+from support.gated import gated_daemon
 from support.oracle import content
 from support.specs import pattern, spec_of
 
@@ -143,6 +144,20 @@ def disk(tmp_path: Path) -> Path:
     folder = tmp_path / "disk"
     folder.mkdir()
     return folder
+
+
+def test_blocks_are_reported_as_dirty_until_they_are_on_disk(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon, gate = gated_daemon(daemon_of, tmp_path, 16 << 20)
+    with daemon.connect() as client:
+        save(client, 0)
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["writing"])
+        cold = daemon.stats()["tiers"]["cold"]
+        assert (cold["dirty"], cold["blocks"]) == (CHAIN, 0)
+        gate.touch()
+        stats = daemon.wait_for(lambda stats: not stats["tiers"]["cold"]["dirty"])
+        assert stats["tiers"]["cold"]["blocks"] == CHAIN
 
 
 @pytest.mark.parametrize("write", ["back", "through"])
