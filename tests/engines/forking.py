@@ -15,12 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 MESSAGE = 1 << 20
 IMPORT_S = 240.0
+ACTIVE_S = 1.0  # vLLM's processes wait actively for this long after a message
+LOOK_MS = 1  # in place of that: they look whether there is another one
 IMPORTED = (
     "vllm.lora.request", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
@@ -89,6 +92,7 @@ def prepare() -> None:
     import multiprocessing
 
     import vllm
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.models import registry
     from vllm.utils import system_utils
 
@@ -105,6 +109,15 @@ def prepare() -> None:
             return multiprocessing.get_context("fork")
 
     system_utils.multiprocessing = Contexts
+    wait = SpinCondition.wait
+
+    def sleep(condition: Any, timeout_ms: int | None = None) -> None:
+        """On few processors, a process that waits actively delays the one that it waits for."""
+        is_active = time.monotonic() <= condition.last_read + ACTIVE_S
+        wait(condition, LOOK_MS if is_active else timeout_ms)
+
+    SpinCondition.__init__.__defaults__ = (0.0,)  # for vLLM, it is never active
+    SpinCondition.wait = sleep
     # vLLM uses another process here only to avoid initializing a GPU.
     registry._run_in_subprocess = lambda look_up: look_up()
 

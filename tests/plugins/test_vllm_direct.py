@@ -49,7 +49,7 @@ def daemon_on(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Callable[...,
             folder=tmp_path / "daemon",
             haste={"LIMIT_DIRECT_S": 60.0},  # a busy machine is slow
             config=f'[warm]\nsize = "4MiB"\n[cold]\ndirectories = ["{cold}"]\nsize = "64MiB"\n'
-            f'segment = "1MiB"\nwrite = "through"\ncodec = "{codec}"\n'
+            f'segment = "1MiB"\nwrite = "through"\nscrub = 0\ncodec = "{codec}"\n'
             f'[tenants.default]\nuids = ["*"]\ndirect_reads = {str(permits).lower()}\n',
         )  # fmt: skip
 
