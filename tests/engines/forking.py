@@ -6,6 +6,7 @@ any other."""
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -151,6 +153,12 @@ def main() -> None:
         os.environ.update(order["environment"])
         sys.argv = [order["script"], *order["arguments"]]
         runpy.run_path(order["script"], run_name="__main__")
+        # Free no objects: that would copy the memory that forks share.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
