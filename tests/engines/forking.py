@@ -7,6 +7,7 @@ any other."""
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -146,6 +147,8 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         prepare()
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy what it visits
         tasks = os.listdir("/proc/self/task")
         assert len(tasks) == 1, f"forked with {len(tasks)} threads"
         order = serve(orders)
