@@ -149,6 +149,7 @@ def main() -> None:
         prepare()
         gc.collect()
         gc.freeze()  # a collection in a fork would copy what it visits
+        gc.unfreeze = lambda: None  # which an engine does at its end
         tasks = os.listdir("/proc/self/task")
         assert len(tasks) == 1, f"forked with {len(tasks)} threads"
         order = serve(orders)
