@@ -41,8 +41,8 @@ def full_of_unwritten(
 
 
 def is_stored(daemon: Daemon, engine: FakeEngine, number: int) -> bool:
-    """Whether an engine gets all blocks of a request but the last one, which it computes itself, and saves none
-    again. It asks more than once: a busy machine may take a read for one of a busy disk."""
+    """Whether an engine gets all blocks of a request but the last one, which it computes itself, and saves
+    none again. It asks more than once: a busy machine may take a read for one of a busy disk."""
     before = daemon.stats()["saved_tokens"]
     asked = (engine.serve([*tokens(number), 0]).cached for _ in range(20))
     return any(cached == BLOCKS * BLOCK for cached in asked) and (
