@@ -337,6 +337,7 @@ def fails_to_read(one: Served, failing: Callable[[], AbstractContextManager[None
     assert one.end() == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
 def test_failing_reads_are_misses_and_resumed(shim: Shim, serve: Serve, codec: str) -> None:
     one = serve(shim.path, "threads", shim, codec)
@@ -434,6 +435,7 @@ def hangs(one: Served, hanging: AbstractContextManager[None], memory: int) -> No
     assert one.end() == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["raw", "r32"])
 def test_reads_that_hang_are_misses(shim: Shim, serve: Serve, codec: str) -> None:
     one = serve(shim.path, "threads", shim, codec)
