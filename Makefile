@@ -78,8 +78,10 @@ $(ENGINES)/.ready: $(VLLM) pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@
 
-# An engine occupies 1 to 2 GB, and a process of the tests runs up to three.
-ENGINE_WORKERS ?= 2
+# An engine occupies 1 to 2 GB, and a process of the tests runs up to three. Threads of OpenMP that wait would take
+# the processors from other processes.
+ENGINE_WORKERS ?= 3
+test-engines test-engines-all: export OMP_NUM_THREADS = 1
 test-engines: $(ENGINES)/.ready  ## the plugins with real engines, and calibration of real models; few rounds of the long tests
 	$(ENGINES)/bin/python -m pytest --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration
 

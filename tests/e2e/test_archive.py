@@ -124,16 +124,21 @@ def test_only_blocks_that_were_requested_again_are_archived_as_used(
     a = host(store.config(more='write = "none"\narchive = "used"\n'))
     with a.connect() as client:
         space = client.open(spec_of("archive-used"))
-        save_all(a, space, range(1))
-        load(a, space, 0)
-        number = 1
-        while states(a)["archived"] < PROMPT:
-            assert number < 3 * FULL, (states(a), a.stats()["tiers"]["cold"])
-            save_all(a, space, range(number, number + 1), 0.1)
+        used, number, pause_s = list[int](), 0, 0.05
+        # If a busy machine loses a prompt that was requested again: slow down, and take another one.
+        while not states(a)["archived"]:
+            assert number < 5 * FULL, (states(a), a.stats()["tiers"]["cold"])
+            save_all(a, space, range(number, number + 1), pause_s)
+            if number % (2 * FULL) == 0:
+                load(a, space, number)
+                used.append(number)
+                pause_s *= 2
             number += 1
         save_all(a, space, range(number, number + FULL))
-        assert states(a)["archived"] == states(a)["written"] == PROMPT
-        assert places(client, keys_of(space, 1)).isdisjoint({"in_remote"})
+        a.wait_for(lambda stats: not remote_of(stats)["writing"])
+        assert states(a)["archived"] == states(a)["written"] <= PROMPT * len(used)
+        for one in set(range(number)) - set(used):
+            assert places(client, keys_of(space, one)).isdisjoint({"in_remote"})
 
 
 def reload(daemon: Daemon, before: str, after: str) -> None:
@@ -156,8 +161,9 @@ def test_a_reload_starts_and_ends_the_archive(host: Hosts, store: ObjectStore) -
         assert remote_of(a.stats())["archive"] == "all"
         reload(a, 'archive = "all"', 'archive = "none"')
         a.wait_for(lambda stats: not remote_of(stats)["writing"])
+        save_all(a, space, range(FULL, FULL + 4))  # what was being read then has been written
         archived = states(a)["archived"]
-        save_all(a, space, range(FULL, 2 * FULL))
+        save_all(a, space, range(FULL + 4, 2 * FULL))
         assert states(a)["archived"] == archived
 
 
@@ -217,17 +223,21 @@ def test_what_was_purged_or_forgotten_after_it_left_the_disk_is_not_warmed_up(
     """A purge deletes its objects also; a forget deletes those of the keys that it names."""
     remote = store.config(more='write = "none"\narchive = "all"\nwarm_up_percent = 50\n')
     remote = remote.replace('"fleet"', f'"of-{how}"')
-    a, number = host(remote), 0
+    a = host(remote)
     a.wait_for(lambda _: "lists name" in a.log.read_text())  # it was empty
     with a.connect() as client:
         space = client.open(spec_of(f"archive-{how}"))
-        keys = keys_of(space, 0)
-        while not places(client, keys) <= {"in_remote"}:
-            assert number < 3 * FULL, (states(a), a.stats()["tiers"]["cold"])
-            save_all(a, space, range(number, number + 1), 0.1)
+        first, number, pause_s = 0, 0, 0.1
+        # Not faster than the archive, as above.
+        while not (where := places(client, keys_of(space, first))) <= {"in_remote"}:
+            if first < number and where <= {"in_remote", "never_saved", "lost"}:
+                first, pause_s = number, min(2 * pause_s, 3.0)
+            assert number < 7 * FULL, (states(a), a.stats()["tiers"]["cold"])
+            save_all(a, space, range(number, number + 1), pause_s)
+            if number == first:
+                assert space.match(keys_of(space, first)).ready == PROMPT
             number += 1
-            if number == 1:
-                assert space.match(keys).ready == PROMPT
+        keys = keys_of(space, first)
 
         def objects_with(folder: str, text: bytes) -> list[Path]:
             found = []

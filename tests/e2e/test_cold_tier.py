@@ -21,6 +21,7 @@ from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_kernels import release_views
 from support.daemons import Daemon, kvtier
+from support.gated import gated_daemon
 from support.oracle import content
 from support.specs import pattern, spec_of
 
@@ -81,19 +82,22 @@ def test_a_client_that_polls_is_counted_once(daemon_of: Callable[..., Daemon], d
 
 
 def settled(daemon: Daemon) -> None:
-    """Wait until no write is in progress and no write began during several turns of the daemon's clock: a
-    writer checks for work in each turn."""
-    last, since = None, 0
+    """Wait until all blocks are on disk and nothing is read. If some stay dirty, or segments are being freed:
+    until no write began during several turns of the daemon's clock; a writer checks for work in each turn."""
+    last, since, pause_s = None, 0, 0.002
     with daemon.connect() as client:
         while True:
             stats = client.stats()
             cold, turns = stats["tiers"]["cold"], stats["loop"]["counts"][-1]
             now = cold["states"]["written"], cold["writing"], cold["reading"]
+            if now[1:] == (0, 0) and not cold["dirty"] and not cold["leaving"]:
+                return
             if now != last or now[1:] != (0, 0):
                 last, since = now, turns
             elif turns >= since + SETTLED_TURNS:
                 return
-            time.sleep(0.02)
+            time.sleep(pause_s)
+            pause_s = min(1.4 * pause_s, 0.02)
 
 
 def brought(client: Client, chain: int, seconds: float = 60.0, spec: KvSpec = SPEC) -> Match:
@@ -141,6 +145,20 @@ def disk(tmp_path: Path) -> Path:
     folder = tmp_path / "disk"
     folder.mkdir()
     return folder
+
+
+def test_blocks_are_reported_as_dirty_until_they_are_on_disk(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon, gate = gated_daemon(daemon_of, tmp_path, 16 << 20)
+    with daemon.connect() as client:
+        save(client, 0)
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["writing"])
+        cold = daemon.stats()["tiers"]["cold"]
+        assert (cold["dirty"], cold["blocks"]) == (CHAIN, 0)
+        gate.touch()
+        stats = daemon.wait_for(lambda stats: not stats["tiers"]["cold"]["dirty"])
+        assert stats["tiers"]["cold"]["blocks"] == CHAIN
 
 
 @pytest.mark.parametrize("write", ["back", "through"])

@@ -10,9 +10,11 @@ import pytest
 
 from support.daemons import kvtier
 
+ENOUGH = 20  # turns, of two engines
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return kvtier("demo", "--seconds", "2", "--warm", "256MiB", *arguments)
+
+def run_demo(*arguments: str, seconds: int = 1) -> subprocess.CompletedProcess[str]:
+    return kvtier("demo", "--seconds", str(seconds), "--warm", "256MiB", *arguments)
 
 
 def test_the_demo_shows_a_gain_and_the_next_steps() -> None:
@@ -25,14 +27,17 @@ def test_the_demo_shows_a_gain_and_the_next_steps() -> None:
 
 
 def test_the_demos_summary_is_consistent() -> None:
-    done = run_demo("--json")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary["wrong_blocks"] == 0 and summary["engines_failed"] == 0
-    assert 0.2 < summary["hit_rate"] < 1
-    assert summary["loaded_bytes"] == summary["hit_tokens"] // 16 * (2 << 20)
-    assert summary["warm_used_bytes"] <= summary["warm_capacity_bytes"] == 256 << 20
-    assert summary["saved_blocks"] * 16 + summary["hit_tokens"] <= summary["prompt_tokens"]
+    for seconds in (1, 8, 60):  # a busy machine needs longer for enough turns
+        done = run_demo("--json", seconds=seconds)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads(done.stdout)
+        assert summary["wrong_blocks"] == 0 and summary["engines_failed"] == 0
+        assert summary["loaded_bytes"] == summary["hit_tokens"] // 16 * (2 << 20)
+        assert summary["warm_used_bytes"] <= summary["warm_capacity_bytes"] == 256 << 20
+        assert summary["saved_blocks"] * 16 + summary["hit_tokens"] <= summary["prompt_tokens"]
+        if summary["turns"] >= ENOUGH:
+            break
+    assert 0.2 < summary["hit_rate"] < 1, summary
 
 
 @pytest.mark.parametrize(

@@ -455,6 +455,7 @@ def on_disk(count: int) -> Callable[[dict[str, Any]], bool]:
     return lambda stats: stats["tiers"]["cold"]["blocks"] >= count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", ["raw", "r32"])
 @pytest.mark.parametrize("what", ["--space", "--all"])
 def test_no_bytes_of_purged_blocks_remain_on_disk(

@@ -81,6 +81,7 @@ def states(daemon: Daemon) -> dict[str, int]:
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 2), (2, 4)])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_an_engine_loads_what_one_with_another_tensor_parallelism_saved(

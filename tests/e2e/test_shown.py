@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def traffic(daemon: Daemon) -> None:
         ]
         for keys in chains:
             space.save(keys, bytearray(blocks * spec.block_bytes))
-            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["writing"] == 0)
+            daemon.wait_for(lambda stats: not stats["tiers"]["cold"]["dirty"])
         for keys in (*chains, chains[-1]):
             ask(space, keys)
         ask(space, space.keys([10**6] * spec.block_tokens))
@@ -156,7 +157,8 @@ def traffic(daemon: Daemon) -> None:
 def ask(space: Space, keys: Any) -> None:
     until = time.monotonic() + 60
     found = space.match(keys)
-    while found.coming and time.monotonic() < until:
+    # A busy machine may take a read for one of a busy disk.
+    while (found.coming or found.why in ("crowded", "late")) and time.monotonic() < until:
         time.sleep(0.005)
         found = space.match(keys)
     if found.ready:
@@ -216,9 +218,11 @@ def test_coming_blocks_are_counted_when_their_read_ends(shown: Daemon) -> None:
         first, *others = (space.keys([n] * spec.block_tokens * 64) for n in range(24))
         for keys in (first, *others):
             space.save(keys, bytearray(64 * spec.block_bytes))
-            shown.wait_for(lambda stats: stats["tiers"]["cold"]["writing"] == 0)
+            shown.wait_for(lambda stats: not stats["tiers"]["cold"]["dirty"])
         before = scraped(shown)
-        found = next(found for keys in (first, *others) if (found := space.match(keys)).coming)
+        # More than once: a busy machine may take a read for one of a busy disk.
+        asked = islice(cycle((first, *others)), 1000)
+        found = next(found for keys in asked if (found := space.match(keys)).coming)
         now, stats = scraped(shown), shown.stats()
         coming = found.coming * spec.block_tokens
         assert of(now, "kvtier_coming_tokens") == coming == stats["coming_tokens"]

@@ -6,6 +6,8 @@ any other."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -15,12 +17,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 MESSAGE = 1 << 20
 IMPORT_S = 240.0
+ACTIVE_S = 1.0  # vLLM's processes wait actively for this long after a message
+LOOK_MS = 1  # in place of that: they look whether there is another one
 IMPORTED = (
     "vllm.lora.request", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
@@ -89,6 +95,7 @@ def prepare() -> None:
     import multiprocessing
 
     import vllm
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.models import registry
     from vllm.utils import system_utils
 
@@ -105,6 +112,15 @@ def prepare() -> None:
             return multiprocessing.get_context("fork")
 
     system_utils.multiprocessing = Contexts
+    wait = SpinCondition.wait
+
+    def sleep(condition: Any, timeout_ms: int | None = None) -> None:
+        """On few processors, a process that waits actively delays the one that it waits for."""
+        is_active = time.monotonic() <= condition.last_read + ACTIVE_S
+        wait(condition, LOOK_MS if is_active else timeout_ms)
+
+    SpinCondition.__init__.__defaults__ = (0.0,)  # for vLLM, it is never active
+    SpinCondition.wait = sleep
     # vLLM uses another process here only to avoid initializing a GPU.
     registry._run_in_subprocess = lambda look_up: look_up()
 
@@ -131,6 +147,9 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         prepare()
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy what it visits
+        gc.unfreeze = lambda: None  # which an engine does at its end
         tasks = os.listdir("/proc/self/task")
         assert len(tasks) == 1, f"forked with {len(tasks)} threads"
         order = serve(orders)
@@ -138,6 +157,12 @@ def main() -> None:
         os.environ.update(order["environment"])
         sys.argv = [order["script"], *order["arguments"]]
         runpy.run_path(order["script"], run_name="__main__")
+        # Free no objects: that would copy the memory that forks share.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

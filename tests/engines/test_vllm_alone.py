@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.daemons import Daemon
+from support.effort import ALL
 from support.prompts import BLOCK, check_same, prompt
 
 PROMPTS = [prompt(seed) for seed in range(3)]
@@ -26,7 +27,7 @@ def test_without_a_daemon_the_engine_works_and_warns_once(
     """The connector is found by its name, through vLLM's plugins, as users configure it. A daemon that
     starts later is used."""
     engine = engine_of(
-        "llama", str(tmp_path / "kvtier.sock"), connector="KvtierConnector", spawned=True
+        "llama", str(tmp_path / "kvtier.sock"), connector="KvtierConnector", spawned=ALL
     )
     right = [engine.generate([one])[0] for one in PROMPTS]
     engine.reset()

@@ -21,7 +21,7 @@ from support.faulted import AGAIN_S, KINDS, NEEDS_DISK, Daemons
 from support.prompts import BLOCK, check_same, prompt
 
 SEED = 5
-FAULTS = effort(16, 50, 500)
+FAULTS = effort(13, 50, 500)  # each kind once, or more often
 CLIENTS = 3
 TOKENS = 12
 PROMPTS = [

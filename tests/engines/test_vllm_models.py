@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.daemons import Daemon
+from support.effort import ALL
 from support.prompts import BLOCK, CLOSE, check_same, prompt
 
 long = pytest.mark.skipif(
@@ -277,7 +278,7 @@ def test_a_model_with_states_continues_from_a_saved_state(
     (first,) = engine.generate([text], 40)
     engine.wait_for_saves(shared_daemon, before + 4 + 3)
     engine.stop()
-    other = engine_of("qwen3_next", shared_daemon.socket, engine.records, spawned=True, **options)
+    other = engine_of("qwen3_next", shared_daemon.socket, engine.records, spawned=ALL, **options)
     other.forget_records()
     (again,) = other.generate([text], 40)
     assert again["cached"] == 4 * STATES_BLOCK

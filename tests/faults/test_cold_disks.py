@@ -302,7 +302,8 @@ def test_failing_writes_are_reported_and_resumed(
         one.until(lambda: not one.cold["on"], "not off")
         assert shim.struck(*calls)
         assert one.load(12) == CHAIN, "in memory"
-        assert [one.load(chain) for chain in (2, 3)] == [CHAIN] * 2, "on disk"
+        # A read of a busy machine may take longer than the limit of a read here.
+        one.until(lambda: all(one.load(chain) == CHAIN for chain in (2, 3)), "on disk")
         assert one.cold["states"]["written"] == written
     one.until_written(count(20))
     one.until(lambda: one.cold["on"] and not one.cold["failure"], "not on again")
@@ -336,6 +337,7 @@ def fails_to_read(one: Served, failing: Callable[[], AbstractContextManager[None
     assert one.end() == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
 def test_failing_reads_are_misses_and_resumed(shim: Shim, serve: Serve, codec: str) -> None:
     one = serve(shim.path, "threads", shim, codec)
@@ -433,6 +435,7 @@ def hangs(one: Served, hanging: AbstractContextManager[None], memory: int) -> No
     assert one.end() == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["raw", "r32"])
 def test_reads_that_hang_are_misses(shim: Shim, serve: Serve, codec: str) -> None:
     one = serve(shim.path, "threads", shim, codec)

@@ -40,9 +40,14 @@ def full_of_unwritten(
     return daemon, gate, engine
 
 
-def is_stored(engine: FakeEngine, number: int) -> bool:
-    """Whether an engine gets all blocks of a request but the last one, which it computes itself."""
-    return engine.serve([*tokens(number), 0]).cached == BLOCKS * BLOCK
+def is_stored(daemon: Daemon, engine: FakeEngine, number: int) -> bool:
+    """Whether an engine gets all blocks of a request but the last one, which it computes itself, and saves
+    none again. It asks more than once: a busy machine may take a read for one of a busy disk."""
+    before = daemon.stats()["saved_tokens"]
+    asked = (engine.serve([*tokens(number), 0]).cached for _ in range(20))
+    return any(cached == BLOCKS * BLOCK for cached in asked) and (
+        daemon.stats()["saved_tokens"] == before
+    )
 
 
 def test_a_burst_beyond_the_memory_waits_for_the_disk_and_loses_no_block(
@@ -62,7 +67,7 @@ def test_a_burst_beyond_the_memory_waits_for_the_disk_and_loses_no_block(
     opening.join()
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 3 * BLOCKS)
     assert unwritten(daemon.stats()) == 0
-    assert [is_stored(engine, number) for number in range(3)] == [True] * 3
+    assert [is_stored(daemon, engine, number) for number in range(3)] == [True] * 3
 
 
 def test_a_burst_is_spared_between_the_first_blocks_on_disk_and_the_end_of_their_write(
@@ -102,7 +107,7 @@ def test_a_save_that_waits_for_the_disk_ends_when_the_engine_needs_its_pages(
     assert time.monotonic() - began < 30.0
     engine.finish(other)
     assert unwritten(daemon.stats()) == 0
-    assert [is_stored(engine, number) for number in range(2)] == [True] * 2
+    assert [is_stored(daemon, engine, number) for number in range(2)] == [True] * 2
     gate.touch()  # or the daemon tries to write until its limit for a stop
 
 
@@ -115,5 +120,5 @@ def test_a_save_that_has_waited_in_vain_leaves_a_hole_and_evicts_nothing(
     engine.serve(tokens(2))
     assert daemon.stats()["refused_tokens"]["writing"]
     assert unwritten(daemon.stats()) == 0
-    assert [is_stored(engine, number) for number in range(2)] == [True] * 2
+    assert [is_stored(daemon, engine, number) for number in range(2)] == [True] * 2
     gate.touch()  # or the daemon tries to write until its limit for a stop

@@ -49,7 +49,7 @@ def daemon_on(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Callable[...,
             folder=tmp_path / "daemon",
             haste={"LIMIT_DIRECT_S": 60.0},  # a busy machine is slow
             config=f'[warm]\nsize = "4MiB"\n[cold]\ndirectories = ["{cold}"]\nsize = "64MiB"\n'
-            f'segment = "1MiB"\nwrite = "through"\ncodec = "{codec}"\n'
+            f'segment = "1MiB"\nwrite = "through"\nscrub = 0\ncodec = "{codec}"\n'
             f'[tenants.default]\nuids = ["*"]\ndirect_reads = {str(permits).lower()}\n',
         )  # fmt: skip
 
@@ -96,17 +96,23 @@ def stored(daemon: Daemon, engine: DeviceEngine) -> None:
 
 
 def crowd_out(daemon: Daemon, engine: DeviceEngine) -> None:
-    daemon.wait_for(
-        lambda stats: (
-            stats["tiers"]["cold"]["blocks"] >= BLOCKS * engine.layout.shards.count
-            and not stats["tiers"]["warm"].get("dirty_blocks", 0)
-        )
-    )
+    written(daemon, BLOCKS * engine.layout.shards.count)
     with daemon.connect() as client:
         space = client.open(spec_for(engine.layout))
         for _ in range(3):
             keys = space.keys([next(OTHERS)] * (BLOCK * WARM_BLOCKS // 2))
             space.save(keys, bytes(len(keys) * BYTES))
+    written(daemon)  # while the disk is busy, the daemon may decline to read
+
+
+def written(daemon: Daemon, blocks: int = 0) -> None:
+    """Wait until all blocks are on disk, and there are at least this many."""
+
+    def holds(stats: dict[str, Any]) -> bool:
+        cold = stats["tiers"]["cold"]
+        return cold["blocks"] >= blocks and not cold["dirty"]
+
+    daemon.wait_for(holds)
 
 
 def start(engine: DeviceEngine, on: bool = True) -> None:

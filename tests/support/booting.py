@@ -71,7 +71,7 @@ mount --bind "$site" opt/site
 mount --make-rshared .
 if test -n "$library"; then cp "$library" usr/lib/; fi
 # Start only the journal of the units that this machine starts at boot.
-rm -rf etc/systemd/system/* etc/kvtier
+rm -rf etc/systemd/system/* etc/kvtier var/lib/kvtier
 find lib/systemd/system/*.wants/ -type l ! -name 'systemd-journald*' -delete
 exec chroot . env -i container=kvtier-tests PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     /lib/systemd/systemd --system --unit=basic.target --show-status=no --log-target=journal

@@ -125,13 +125,16 @@ class Server:
         return Process(self, pid), own_end
 
     def run(
-        self, words: list[str], env: Mapping[str, str] = os.environ, program: str = ""
-    ) -> subprocess.CompletedProcess[str]:
+        self, words: list[str], env: Mapping[str, str] = os.environ, program: str = "",
+        imports: tuple[str, ...] = (), seconds: float = 120.0,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run `kvtier`, or a Python program, with these arguments until it ends."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = self.start(words, out.fileno(), err.fileno(), env, program=program)
+            process = self.start(
+                words, out.fileno(), err.fileno(), env, program=program, imports=imports
+            )
             try:
-                code = process.wait(120)
+                code = process.wait(seconds)
             finally:
                 process.kill()
                 process.wait()

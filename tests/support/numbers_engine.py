@@ -9,6 +9,7 @@ needs. So a step of a rank that is not `hasty` takes as long as its saves.
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import time
@@ -31,7 +32,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest, core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import (
@@ -45,6 +46,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 from vllm.v1.worker.worker_base import CompilationTimes
+
+# At its start and its end, an engine lets its process collect the garbage of all that is imported.
+core.freeze_gc_heap = lambda: None
+gc.unfreeze = lambda: None
 
 BLOCK = 16
 WINDOW = 40

@@ -206,6 +206,7 @@ def test_odd_types_and_noise_stay_raw(tmp_path: Path) -> None:
     run(work())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("codec", "more"), [("fix4", 1.31), ("r32", 1.44)])
 def test_a_full_tier_holds_more_encoded_blocks(tmp_path: Path, codec: str, more: float) -> None:
     """A full tier holds `more` times the blocks, and reports their size on disk. One page of each frame

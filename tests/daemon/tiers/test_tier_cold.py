@@ -52,11 +52,29 @@ class ColdTierTests(TierTests):
         return ColdLifecycle
 
 
+class PressureInAll(ColdTierTests):
+    """Under pressure, `make test` tests only one engine, one codec, and compressed memory."""
+
+    @pytest.mark.slow
+    def test_a_full_tier_evicts_old_blocks_for_new_ones(self, tier: ServedTenant) -> None:
+        super().test_a_full_tier_evicts_old_blocks_for_new_ones(tier)
+
+    @pytest.mark.slow
+    def test_a_held_block_stays_under_pressure(self, tier: ServedTenant) -> None:
+        super().test_a_held_block_stays_under_pressure(tier)
+
+    @pytest.mark.slow
+    def test_a_tier_full_of_held_blocks_refuses_new_ones_and_keeps_the_held_ones(
+        self, tier: ServedTenant
+    ) -> None:
+        super().test_a_tier_full_of_held_blocks_refuses_new_ones_and_keeps_the_held_ones(tier)
+
+
 class TestColdTierOfIoUring(ColdTierTests):
     engine = "io_uring"
 
 
-class TestColdTierOfThreads(ColdTierTests):
+class TestColdTierOfThreads(PressureInAll):
     engine = "threads"
 
 
@@ -77,7 +95,7 @@ class EncodedTests(ColdTierTests):
         assert tier.used_bytes() < 0.95 * plain_bytes
 
 
-class TestColdTierOfFix4(EncodedTests):
+class TestColdTierOfFix4(PressureInAll, EncodedTests):
     codec = "fix4"
 
 
@@ -85,7 +103,7 @@ class TestColdTierOfR32(EncodedTests):
     codec = "r32"
 
 
-class TestColdTierOfZstd(EncodedTests):
+class TestColdTierOfZstd(PressureInAll, EncodedTests):
     codec = "zstd"
 
 

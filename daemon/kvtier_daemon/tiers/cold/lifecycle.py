@@ -455,6 +455,7 @@ class ColdLifecycle:
             "not_read": summed(tenant.catalog.promotions.failed for tenant in parts),
             "reading": sum(tenant.catalog.promotions.reading for tenant in parts),
             "writing": sum(tenant.catalog.demotions.writing for tenant in parts),
+            "dirty": sum(tenant.catalog.demotions.in_memory_alone for tenant in parts),
             "leaving": tier.table.reclaiming,
             "coding": {
                 "link_bytes_s": [round(link) for link in tier.reader.bandwidths()],
