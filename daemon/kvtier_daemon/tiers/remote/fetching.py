@@ -486,7 +486,7 @@ class Fetcher:
             self.verdicts[verdict.why] += 1
             if verdict.load:
                 queue.pending.add(request)
-            elif verdict.why in ("unreliable", "slower"):
+            elif verdict.why in ("unreliable", "slower", "crowded"):
                 there = list(islice(objects_there(queue.known, space, wanted, sibling), OBJECTS))
                 room = max((place.headers.most_bytes for place, _ in there), default=0)
                 queue.probes.begin([name for _, name in there], room)
