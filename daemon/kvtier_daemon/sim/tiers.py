@@ -261,7 +261,7 @@ class Simulation:
             return
         prefetch = -1 - index
         self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
-        if self._planner.knows(prefetch):
+        if self._planner.is_waiting(prefetch):
             self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
             if not announced:
                 self._recomputed.began(len(away))
@@ -376,7 +376,7 @@ class Simulation:
             return
         request = -(len(self._requests) + 1 + nodes[0])
         self._planner.weigh(request, {self._link: len(nodes) * self._frame_bytes}, urgent=False)
-        if not self._planner.knows(request):
+        if not self._planner.is_waiting(request):
             self._policy.left(_ids(self._engine.drop_away(nodes)))
             return
         self._planner.add(request, [(node, self._link, self._frame_bytes) for node in nodes])

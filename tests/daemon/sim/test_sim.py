@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
@@ -331,6 +331,7 @@ def test_writes_stay_within_the_budget_and_prefer_repeated_blocks(small: TraceRe
     assert spare["lost"]["once"] and all_["lost"]["budget"] and "once" not in all_["lost"]
 
 
+@example(1, 10, 1e7, 1e7, 1, 0, "auto", 34, "on")  # a read for the engine whose number was declined
 @settings(deadline=None, max_examples=effort(25, 60, 60))
 @given(
     st.integers(1, 400), st.integers(0, 2000), st.sampled_from([1e7, 1e9, 1e11]),
