@@ -146,7 +146,7 @@ def remote_hits(scene: Scene, rounds: int) -> Iterator[Row]:
         scene.own.get(others, OBJECT_BYTES)
         return time.perf_counter() - began
 
-    # A Mooncake Store has no list: this host learns from a miss what is there.
+    # A Mooncake Store has no list: this host learns from a miss which objects exist.
     asks = {"save": False} if scene.store == "mooncake" else OFF
     with scene.host("b") as host:
         for number in range(-BEFORE, rounds):

@@ -18,6 +18,7 @@ from hypothesis import settings
 from kvtier_daemon.tiers.cold import index_process
 from kvtier_daemon.tiers.remote import driver
 from support.daemons import Daemon, start_daemon, start_forked
+from support.disks import Shim
 from support.effort import effort
 from support.fake_cuda import FakeCuda, build, toolkit
 from support.object_store import ObjectStore
@@ -193,6 +194,16 @@ def daemon_of(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
     yield start
     for daemon in running:
         daemon.end()
+
+
+@pytest.fixture
+def shim(tmp_path: Path) -> Iterator[Shim]:
+    """Provide a folder `disk` whose calls fail, hang or take long as the test says."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    one = Shim(tmp_path, disk)
+    yield one
+    one.close()
 
 
 @pytest.fixture

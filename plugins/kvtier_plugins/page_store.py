@@ -125,7 +125,7 @@ class RankCache:
 
 class PageOptions(Protocol):
     """`socket`: as for `kvtier.Client`. `patience_ms`: the longest time that a load waits for pages on disk.
-    `copy_threads`: of a load of 32 MiB or more. `verify`: compare pages with the checksums of their saves."""
+    `copy_threads`: of a load of 8 MiB or more. `verify`: compare pages with the checksums of their saves."""
 
     @property
     def socket(self) -> str | None: ...

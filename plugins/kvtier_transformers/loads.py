@@ -16,18 +16,11 @@ import torch
 from kvtier import Keys, wire
 from kvtier.errors import SpoiltBlocks, StaleLease
 from kvtier.loading import Lease
-from kvtier.space import Space
+from kvtier.space import Space, copy_threads
 from kvtier_transformers.layers import ROOM_TOKENS, WindowLayer, fill_state
 from kvtier_transformers.layout import CachedGroup, CachedTensor
 from kvtier_transformers.options import log
 from kvtier_transformers.store import REQUESTS, Store
-
-LARGE_COPY_BYTES = 8 << 20
-COPY_THREADS = 2
-
-
-def copy_threads(nbytes: int) -> int:
-    return COPY_THREADS if nbytes >= LARGE_COPY_BYTES else 1
 
 
 @dataclass(slots=True)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from kvtier import Keys, wire
-from kvtier.space import GOES_ON, Space
+from kvtier.space import GOES_ON, Space, copy_threads
 from kvtier_transformers.layers import Room
 from kvtier_transformers.layout import CachedGroup
-from kvtier_transformers.loads import copy_threads
 from kvtier_transformers.store import Store
 
 LEAST_IMPORTANCE = 0.01  # 0 would evict blocks at once

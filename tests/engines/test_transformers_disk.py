@@ -38,15 +38,6 @@ scrub = 0
 """
 
 
-@pytest.fixture
-def shim(tmp_path: Path) -> Iterator[Shim]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    one = Shim(tmp_path, disk)
-    yield one
-    one.close()
-
-
 @dataclass
 class Cold:
     """A daemon that has prompts on a slow disk alone, and what the model generates for them."""

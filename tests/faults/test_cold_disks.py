@@ -194,15 +194,6 @@ def device(tmp_path: Path) -> Iterator[PoweredDisk]:
 
 
 @pytest.fixture
-def shim(tmp_path: Path) -> Iterator[Shim]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    one = Shim(tmp_path, disk)
-    yield one
-    one.close()
-
-
-@pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
     """Starts daemons. Request it after the disk that they use, so that they end first."""
     yield from serving(tmp_path)

@@ -59,8 +59,8 @@ SPOILT, UNKNOWN_KEY, CANCELLED, NOT_READ = "spoilt", "unknown_key", "cancelled",
 @dataclass(slots=True, eq=False)
 class ArrivingPart:
     """An object that is read: its place, and of which block it is. `decode` writes to slots, in a thread.
-    `ended` gets whether that was good and what it returned, and returns the blocks that expect no more
-    objects, with the digests of those that are good. `into`: the space, if it is not that of the object."""
+    `ended` gets whether that was good and what it returned, and returns the blocks whose objects have all
+    been read, with the digests of those that are good. `into`: the space, if it is not that of the object."""
 
     fetcher: Fetcher
     name: bytes
