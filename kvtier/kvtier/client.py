@@ -62,6 +62,10 @@ class Client:
         self.link = link
         self._end_daemon: Callable[[], object] | None = None
 
+    def __repr__(self) -> str:
+        state = "closed" if self.link.is_closed else f"tenant {self.tenant}"
+        return f"<client of {self.socket}, {state}>"
+
     @property
     def socket(self) -> str:
         """The path of the daemon's socket."""

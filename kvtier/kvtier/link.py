@@ -151,7 +151,7 @@ class Link:
         self._pending: dict[int, tuple[type[wire.Message], Make]] = {}
         self._writing: dict[int, Writer] = {}  # by identity
         self._deferred: deque[tuple[int, bytearray]] = deque()
-        self._closed = False
+        self.is_closed = False
         self._away = False  # no daemon has come back in time
         self._retry_at = 0.0
         self._last_id = 0
@@ -304,7 +304,7 @@ class Link:
             return
         with self.lock:
             self._writing.pop(id(save), None)
-            if self._closed and not self._writing:
+            if self.is_closed and not self._writing:
                 self._keep_token()
 
     def close(self) -> None:
@@ -314,9 +314,9 @@ class Link:
             self.connection.close(farewell=False)
             return
         with self.lock:
-            if self._closed:
+            if self.is_closed:
                 return
-            self._closed = True
+            self.is_closed = True
             said = self.connection.close(farewell=not self._writing)
             if not said and not self._writing:
                 self._keep_token()
@@ -350,7 +350,7 @@ class Link:
         """If the daemon has ended, connect again until then; return whether there is a connection. Once no
         daemon has come back in time, later calls try only once."""
         clock, caller = self.caller.clock, self.caller
-        if not self.connection.is_lost or self._closed or not caller.reconnect_s:
+        if not self.connection.is_lost or self.is_closed or not caller.reconnect_s:
             return False
         now = began = clock()
         if self._away and now < self._retry_at:
@@ -425,7 +425,7 @@ class Link:
 
     def _reconnects_in_background(self) -> bool:
         """For calls that never wait: let a thread connect again. Return False if no daemon has come back."""
-        if self._closed or not self.caller.reconnect_s:
+        if self.is_closed or not self.caller.reconnect_s:
             return False
         if self._reconnecting is None or not self._reconnecting.is_alive():
             pause_s = AWAY_S if self._away else 0.0  # the caller may poll often

@@ -72,6 +72,10 @@ class Lease:
         if again is not None and self._id:
             link.leases.keep(self)
 
+    def __repr__(self) -> str:
+        state = f"refused: {self.refused}" if self.refused else f"{self.coming} coming"
+        return f"<lease of {self.ready} blocks, {state}>"
+
     @classmethod
     def of(
         cls,

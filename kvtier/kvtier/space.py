@@ -110,6 +110,10 @@ class Space:
         self._is_watched = self._missed_changes = False
         self._is_all_full = all(self.is_full(at) for at in range(len(spec.cache_groups)))
 
+    def __repr__(self) -> str:
+        spec = self.spec
+        return f"<space of {spec.model}, blocks of {spec.block_tokens} tokens and {self.block_bytes} bytes>"
+
     def reopened(self, opened: wire.Opened) -> list[wire.Message]:
         """The client is connected again. Return what else the daemon must know. Raises Refused if the tenant
         has another secret."""

@@ -27,7 +27,7 @@ import pytest
 from e2e.test_shown import HTTP, get
 from kvtier import Client, wire
 from kvtier.errors import FrameError
-from kvtier_daemon.cli import COMMANDS
+from kvtier_daemon.cli import COMMANDS, listing
 from kvtier_daemon.cli.connecting import ANSWER_S, LEAST_ANSWER_S
 from kvtier_daemon.cli.monitor import DOUBTED
 from kvtier_daemon.cli.top_views import VIEWS, Moment, ScreenHistory
@@ -415,15 +415,9 @@ def test_purged_blocks_stay_purged_after_a_kill(
         assert asked.returncode == 2 and "--yes" in asked.stderr, "nobody was there to say yes"
         assert client.open(spec_of("going")).match(going).ready == 700
         assert client.open(spec_of("staying")).match(staying).ready == 20
-        first, forgotten = 0, 0
-        while True:
-            asked_for = wire.Purge(client.link.new_id(), "", int(number), first)
-            piece = client.link.ask(asked_for, wire.Purged)
-            first, forgotten = piece.next, forgotten + piece.blocks
-            if not first:
-                break
+        pages = list(listing.forget_space(client, "", int(number)))
         daemon.process.kill()  # immediately: the last answer confirms that the purge persists
-        assert forgotten == 700
+        assert sum(blocks for blocks, _ in pages) == 700 or any(again for _, again in pages)
     daemon.process.wait(60)
     daemon = daemon_of(folder=tmp_path / "d", config=config)
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 20)
@@ -432,6 +426,43 @@ def test_purged_blocks_stay_purged_after_a_kill(
             found = client.open(spec_of(name)).match(keys)
             assert found.ready + found.coming == there
     assert daemon.stats()["tiers"]["cold"]["blocks"] == 20
+
+
+SERVE_WITH_A_SLOW_DISK = """
+import asyncio, os, sys
+gate = sys.argv.pop(1)
+from kvtier_daemon.tiers.cold import tier, tombstones
+
+flush = tier.ColdTier.flush
+
+async def when_open(self):
+    while not os.path.exists(gate):
+        await asyncio.sleep(0.001)
+    return await flush(self)
+
+tier.ColdTier.flush = when_open
+tombstones.FORGET_S = 0.01
+from kvtier_daemon.cli import main
+main()
+"""
+
+
+def test_purge_waits_for_a_disk_that_confirms_late(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    command = (sys.executable, "-c", SERVE_WITH_A_SLOW_DISK, str(gate), "serve")
+    daemon = daemon_of(folder=tmp_path / "d", config=cold(tmp_path), command=command)
+    with daemon.connect() as client, ThreadPoolExecutor(1) as pool:
+        saved(client, "going", 60)
+        daemon.wait_for(on_disk(60))
+        purging = pool.submit(kvtier, "purge", "--all", "--yes", "--socket", daemon.socket)
+        daemon.wait_for(lambda stats: stats["failures"]["disk_failed"] > 1)
+        assert not purging.done()
+        gate.touch()
+        done = purging.result()
+    assert done.returncode == 0, done
+    assert "60 blocks in 1 space are forgotten, and erased from disk" in done.stdout
 
 
 PIECE = 64

@@ -40,6 +40,21 @@ def test_a_saved_prefix_is_loaded_by_another_client(shared_daemon: Daemon) -> No
             assert all(block.readonly for block in blocks)
 
 
+def test_objects_show_what_they_are(shared_daemon: Daemon) -> None:
+    spec = spec_of("shown")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        assert repr(client) == f"<client of {client.socket}, tenant {client.tenant}>"
+        size = f"{spec.block_tokens} tokens and {spec.block_bytes} bytes"
+        assert repr(space) == f"<space of {spec.model}, blocks of {size}>"
+        lease = space.lease(keys)
+        assert repr(lease) == "<lease of 12 blocks, 0 coming>"
+        lease.release()
+    assert repr(client) == f"<client of {client.socket}, closed>"
+
+
 def test_writing_by_hand_commits_on_exit_and_aborts_on_an_exception(shared_daemon: Daemon) -> None:
     spec = spec_of("by-hand")
     with shared_daemon.connect() as client:

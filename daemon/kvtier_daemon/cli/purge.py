@@ -94,8 +94,11 @@ def _forget(
             most = sum(max(space["memory_blocks"], space["disk_blocks"]) for _, space in chosen)
             task = bar.add_task("purge", total=most)
             for tenant, space in chosen:
-                for blocks in listing.forget_space(client, tenant, space["space"]):
-                    report["blocks"] += blocks
+                left = max(space["memory_blocks"], space["disk_blocks"])
+                for blocks, is_repeated in listing.forget_space(client, tenant, space["space"]):
+                    forgotten = max(left, blocks) if is_repeated else blocks
+                    left -= forgotten
+                    report["blocks"] += forgotten
                     bar.update(task, completed=report["blocks"])
                 report["spaces"] += 1
             task = bar.add_task("erase", total=None)

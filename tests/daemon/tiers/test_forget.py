@@ -24,6 +24,7 @@ from kvtier_daemon.tiers.cold import segment_store as shelf_module
 from kvtier_daemon.tiers.cold import tombstones
 from kvtier_daemon.tiers.cold.attached import open_directory
 from kvtier_daemon.tiers.cold.disk import Callback
+from kvtier_daemon.tiers.cold.frames import BEGIN_TRIES
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
@@ -509,6 +510,37 @@ def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
         assert tenant.mover.counts["written_again"] == 1
         await tenant.kill()
         assert 1 not in await after_a_start(tmp_path, range(4))
+
+    run(work())
+
+
+def test_a_second_chance_waits_for_a_slow_disk(tmp_path: Path) -> None:
+    """The writes in flight take longer than the writers of other blocks would wait for a place."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, first = await tenant.sealed(4)
+        for number in (1, 2):
+            tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
+        evict_all(tenant)
+        tenant.mover._budget.second_chance_bytes = 1 << 30
+        write, refused = shelf.write, 0
+
+        def writing(blocks: Any, done: Any) -> int:
+            nonlocal refused
+            refused += 1
+            return write(blocks, done) if refused > 4 * BEGIN_TRIES else 0
+
+        shelf.write = writing  # type: ignore[method-assign]
+        shelf.log.reclaim()
+        tenant.mover.reclaimer.reclaim(shelf, first)
+        while first in shelf.log.others:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert refused > 4 * BEGIN_TRIES
+        assert tenant.mover.counts["written_again"] == 2
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(4)) == [1, 2]
 
     run(work())
 

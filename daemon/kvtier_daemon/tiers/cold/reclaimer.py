@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,
-    BEGIN_TRIES,
     SETTLE_S,
     WRITE_BLOCKS,
     Incoming,
@@ -60,6 +60,7 @@ class Reclaimer:
         self._tombstones = tombstones
         self._queue: asyncio.Queue[tuple[SegmentStore, Segment]] = asyncio.Queue()
         self._memory = ReadMemory(cold.memory)
+        self._clock = time.monotonic
 
     def reclaim(self, store: SegmentStore, segment: Segment) -> None:
         self._queue.put_nowait((store, segment))
@@ -141,10 +142,11 @@ class Reclaimer:
         def settle(landed: FramedBlocks, _: list[int]) -> None:
             self._rescued(segment, landed, before)
 
-        blocks, tries = list(writing.values()), 0
+        # Not fewer seconds than a disk gets for a write: a segment whose disk is slow is not begun sooner.
+        blocks, deadline = list(writing.values()), self._clock() + SETTLE_S
         while (
             blocks
-            and tries < BEGIN_TRIES
+            and self._clock() < deadline
             and await describe(self._cold.writer, self._tenant, blocks)
         ):
             there = set(
@@ -163,7 +165,6 @@ class Reclaimer:
                 attached = self._cold.directories.attached
                 if not any(one.stores[self._tenant].log.has_place for one in attached):
                     break  # only the release of this segment makes a place
-                tries += 1
                 await asyncio.sleep(BEGIN_S)
         return not blocks
 
