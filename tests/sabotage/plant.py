@@ -1,8 +1,9 @@
 """Plant bugs in a copy of this tree, one at a time, and verify that the tests named for each of them
 fail.
 
-`edits.toml` lists the bugs. The copy and its environment are in build/sabotage; native code is rebuilt
-only for bugs in it. Prints a line for each bug; exits with 1 if one was not detected."""
+`edits.toml` lists the bugs. The copy and its environments are in build/sabotage; native code is rebuilt
+only for bugs in it. Tests of engines need .venv-engines (`make engines`), and are skipped without it. Prints
+a line for each bug; exits with 1 if one was not detected."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build" / "sabotage"
 EDITS = Path(__file__).with_name("edits.toml")
+ENGINES = ROOT / ".venv-engines"
 NATIVE = ("kernels/cpu/", "kernels/include/", "kernels/cuda/")
 LONGEST_S = 1800.0
 FAILED = 1  # pytest's exit status if a test failed
@@ -59,6 +61,10 @@ class Bug:
     tests: tuple[str, ...]
     edits: tuple[Edit, ...]
     builds: bool
+
+    @property
+    def needs_engines(self) -> bool:
+        return any(test.startswith("tests/engines/") for test in self.tests)
 
     def planted(self, root: Path) -> dict[Path, str]:
         """The texts of the edited files with the bug."""
@@ -100,17 +106,41 @@ def copy_tree() -> Path:
     return tree
 
 
-def environment(tree: Path) -> Path:
-    """A Python with the packages of this one, and with the copy in place of this tree."""
-    python = PLACE / "venv" / "bin" / "python"
+@dataclass(frozen=True)
+class Environments:
+    """Two Pythons with the copy in place of this tree: one has the packages of this one, the other those of
+    the engines. The other is None if the engines are not installed."""
+
+    plain: Path
+    engines: Path | None
+
+    def of(self, bug: Bug) -> Path | None:
+        return self.engines if bug.needs_engines else self.plain
+
+
+def environments(tree: Path) -> Environments:
+    plain, packages = environment("venv", Path(sys.prefix))
+    build(tree, plain)
+    if not ENGINES.exists():
+        return Environments(plain, None)
+    engines, others = environment("venv-engines", ENGINES)
+    for path in (*packages.glob("_editable_*"), packages / "kvtier_kernels"):
+        link = others / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+    return Environments(plain, engines)
+
+
+def environment(name: str, base: Path) -> tuple[Path, Path]:
+    """A Python with the packages of the environment `base`, and the folder of its own packages."""
+    python = PLACE / name / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", PLACE / "venv"], check=True)
-        (packages,) = (PLACE / "venv" / "lib").glob("python*/site-packages")
-        ours = [path for path in sys.path if path.endswith("site-packages")]
-        # Its .pth files are not read, so it does not find this tree.
-        (packages / "base.pth").write_text("\n".join(ours) + "\n")
-    build(tree, python)
-    return python
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", PLACE / name], check=True)
+    (packages,) = (PLACE / name / "lib").glob("python*/site-packages")
+    (theirs,) = (base / "lib").glob("python*/site-packages")
+    # Its .pth files are not read, so it does not find this tree.
+    (packages / "base.pth").write_text(f"{theirs}\n")
+    return python, packages
 
 
 def build(tree: Path, python: Path) -> None:
@@ -172,22 +202,28 @@ def main() -> int:
     logs = PLACE / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     tree = copy_tree()
-    python = environment(tree)
+    pythons = environments(tree)
     for bug in chosen:
         bug.planted(tree)
-    tests = sorted({test for bug in chosen for test in bug.tests})
-    print(f"{len(chosen)} bugs; {len(tests)} tests without any of them", flush=True)
-    if (became := run_tests(tree, python, tests, logs / "sound.log")) not in ("passed", "skipped"):
-        raise NotPlanted(f"the tests without a bug: {became}; see {logs / 'sound.log'}")
+    for number, python in enumerate(dict.fromkeys(map(pythons.of, chosen))):
+        tests = sorted({test for bug in chosen if pythons.of(bug) == python for test in bug.tests})
+        if python is None:
+            print(f"{len(tests)} tests are skipped: the engines are not installed", flush=True)
+            continue
+        print(f"{len(chosen)} bugs; {len(tests)} tests without any of them", flush=True)
+        log = logs / f"sound-{number}.log"
+        if (became := run_tests(tree, python, tests, log)) not in ("passed", "skipped"):
+            raise NotPlanted(f"the tests without a bug: {became}; see {log}")
     all_became: Counter[str] = Counter()
     for bug in chosen:
         began = time.monotonic()
-        became = tried(bug, tree, python, logs / f"{bug.name}.log")
+        python = pythons.of(bug)
+        became = tried(bug, tree, python, logs / f"{bug.name}.log") if python else "skipped"
         all_became[became] += 1
         verdict = SAID.get(became, f"NOT NOTICED: its tests {became}")
         print(f"{bug.name:50} {time.monotonic() - began:6.1f} s  {verdict}", flush=True)
     if any(bug.builds for bug in chosen):
-        build(tree, python)
+        build(tree, pythons.plain)
     print(f"{all_became['failed']} of {len(chosen)} bugs noticed; logs in {logs}")
     return 1 if all_became.keys() - SAID.keys() else 0
 
