@@ -225,7 +225,7 @@ def test_what_was_purged_or_forgotten_after_it_left_the_disk_is_not_warmed_up(
     remote = remote.replace('"fleet"', f'"of-{how}"')
     a = host(remote)
     a.wait_for(lambda _: "lists name" in a.log.read_text())  # it was empty
-    with a.connect() as client:
+    with a.connect(timeout_s=60) as client:
         space = client.open(spec_of(f"archive-{how}"))
         first, number, pause_s = 0, 0, 0.1
         # Not faster than the archive, as above.

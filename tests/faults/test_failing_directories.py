@@ -173,7 +173,7 @@ def mount_again(one: Served, broken: PoweredDisk, kind: str) -> None:
     if kind == "xfs":
         one.until(lambda: "it can be unmounted" in one.log(), "its files stay open")
     else:
-        assert "Read-only file system" in one.cold["failure"]
+        one.until(lambda: "Read-only file system" in one.cold["failure"], "it says another reason")
         one.client.tier("cold", "off")
         one.until(lambda: one.cold["state"] == "off", "it is not off")
     began = time.monotonic()
