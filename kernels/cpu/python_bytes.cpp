@@ -33,7 +33,9 @@ bool covers(size_t elements, size_t axes, const auto& extent, const auto& stride
 bool holds_references(nb::handle object, Py_ssize_t item_bytes) {
     if (item_bytes < static_cast<Py_ssize_t>(sizeof(PyObject*))) return false;
     const nb::object type = nb::getattr(object, "dtype", nb::none());
-    return nb::cast<bool>(nb::getattr(type, "hasobject", nb::bool_(false)));
+    if (!type.is_none()) return nb::cast<bool>(nb::getattr(type, "hasobject", nb::bool_(false)));
+    const nb::object format = nb::getattr(object, "format", nb::none());  // of a memoryview
+    return nb::isinstance<nb::str>(format) && std::strchr(nb::cast<const char*>(format), 'O');
 }
 
 template <typename T>

@@ -292,6 +292,7 @@ def test_arrays_of_python_objects_are_refused(world: World) -> None:
     for call in (
         lambda: world.space.save(others, objects),
         lambda: world.space.save(others, list(objects)),
+        lambda: world.space.save(others, [memoryview(row) for row in objects]),
         lambda: world.space.load_into(world.keys, objects),
     ):
         with pytest.raises(kvtier.InvalidArgument, match="Python objects, not numbers"):

@@ -113,7 +113,7 @@ class World:
             for at in range(100):
                 self.link.began(BLOCK, urgent=False)
                 self.now = (at + 1) * BLOCK / rate
-                self.link.ended(BLOCK, good=True, urgent=False)
+                self.link.ended(BLOCK, BLOCK, urgent=False)
         self.disk = Disk(self.planner, self.link, rate, BLOCK if writes else 0, self.now)
         self.start = self.now
         self.reads: Counter[str] = Counter()

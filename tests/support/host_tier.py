@@ -151,7 +151,9 @@ class HostTier:
 
     # --- forgets -----------------------------------------------------------------------------
 
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+    def forget(
+        self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None, patient: bool = False
+    ) -> bool:  # fmt: skip
         self.drop_dead()
         if done is not None:
             asyncio.get_running_loop().call_soon(done, "")

@@ -58,6 +58,7 @@ class DeferredPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self._now = policy.now
         self._queue: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
         self._queued = 0
 
@@ -92,7 +93,11 @@ class DeferredPolicy:
     # Events of lookups and commits.
 
     def now(self, seconds: float) -> None:
-        self._later(0, self.policy.now, seconds)
+        queue = self._queue
+        if queue and queue[-1][1] is self._now:  # idle tenants have no other events
+            queue[-1] = (1, self._now, (seconds,))
+        else:
+            self._later(0, self._now, seconds)
 
     def wanted(self, ids: bytes, names: bytes = b"") -> None:
         self._later(len(ids) // ID_BYTES, self.policy.wanted, ids, names)

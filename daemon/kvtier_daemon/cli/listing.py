@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,14 +9,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvtier import Client, Refused, wire
+from kvtier import Client, wire
 
 STATES = ("absent", "writing", "ready", "doomed", "quarantined", "cold", "promoting")
 ON_DISK, WANTED = 1, 2
 EVERY_SPACE = -1  # a tally of each space
 
-CONFIRM_S = 60.0  # longest time that a purge waits for the confirmation of a disk that works
-PAUSE_S = 0.2
 T = TypeVar("T")
 
 
@@ -78,31 +75,19 @@ def blocks(client: Client, tenant: str, space: int) -> Iterator[Block]:
             )  # fmt: skip
 
 
-def forget_space(client: Client, tenant: str, space: int) -> Iterator[tuple[int, bool]]:
-    """Forget a space, page by page during the iteration. Yields how many blocks each page had, and whether
-    the request was repeated: then, an earlier request forgot some that are not counted."""
+def forget_space(client: Client, tenant: str, space: int) -> Iterator[int]:
+    """Forget a space, page by page during the iteration. Yields how many blocks each page had."""
 
-    def ask(first: int) -> tuple[tuple[int, bool], int]:
-        until, is_repeated = time.monotonic() + CONFIRM_S, False
-        while True:
-            request = wire.Purge(client.link.new_id(), tenant, space, first)
-            try:
-                piece = client.link.ask(request, wire.Purged)
-            except Refused as error:
-                is_on = client.stats()["tiers"].get("cold", {}).get("on")
-                if error.code != "disk_failed" or not is_on or time.monotonic() >= until:
-                    raise
-                is_repeated = True
-                time.sleep(PAUSE_S)
-            else:
-                return (piece.blocks, is_repeated), piece.next
+    def ask(first: int) -> tuple[int, int]:
+        piece = client.link.ask(wire.Purge(client.link.new_id(), tenant, space, first), wire.Purged)
+        return piece.blocks, piece.next
 
     return _pieces(ask)
 
 
 def erase_unused(client: Client, tenant: str) -> Iterator[int]:
     """Erase the bytes on disk that belong to no block of this tenant. Yields how many files each page had."""
-    return (files for files, _ in forget_space(client, tenant, EVERY_SPACE))
+    return forget_space(client, tenant, EVERY_SPACE)
 
 
 def _listed(client: Client, tenant: str, space: int, first: int) -> tuple[bytes, int]:

@@ -14,7 +14,7 @@ from kvtier_daemon.cli.tables import count
 if TYPE_CHECKING:
     from kvtier import Client
 
-ANSWER_S = 10.0  # the last answer for a space arrives when the change is durable
+ANSWER_S = 40.0  # the last answer for a space arrives when the change is durable
 EXIT_INTERRUPTED = 130
 
 
@@ -94,11 +94,8 @@ def _forget(
             most = sum(max(space["memory_blocks"], space["disk_blocks"]) for _, space in chosen)
             task = bar.add_task("purge", total=most)
             for tenant, space in chosen:
-                left = max(space["memory_blocks"], space["disk_blocks"])
-                for blocks, is_repeated in listing.forget_space(client, tenant, space["space"]):
-                    forgotten = max(left, blocks) if is_repeated else blocks
-                    left -= forgotten
-                    report["blocks"] += forgotten
+                for blocks in listing.forget_space(client, tenant, space["space"]):
+                    report["blocks"] += blocks
                     bar.update(task, completed=report["blocks"])
                 report["spaces"] += 1
             task = bar.add_task("erase", total=None)

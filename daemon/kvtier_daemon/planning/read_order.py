@@ -104,12 +104,12 @@ class DiskLink:
             self._writes = min(nbytes, self._writes + side)
             self._prefetches = min(nbytes, self._prefetches + side)
 
-    def ended(self, nbytes: int, good: bool, urgent: bool) -> None:
-        """A submitted read has ended, with its data or without."""
+    def ended(self, nbytes: int, read_bytes: int, urgent: bool) -> None:
+        """A submitted read has ended, with these bytes or none."""
         now = self._clock()
         if self._count_busy(now):
             self._last_at = now
-            self._read_bytes += nbytes if good else 0
+            self._read_bytes += read_bytes
         self.reading -= 1
         self.reading_bytes -= nbytes
         self._urgent -= urgent
@@ -344,7 +344,7 @@ class ReadSchedule:
     def ended(self, block: Hashable, good: bool) -> list[ReadRequest]:
         """A submitted read has ended, with its data or without; return the requests that waited for it."""
         read = self.reads.pop(block)
-        read.link.ended(read.nbytes, good, read.urgent)
+        read.link.ended(read.nbytes, read.nbytes if good else 0, read.urgent)
         if read.requests:
             self._uncharge(read.requests[0], read)
         for request in read.requests:

@@ -115,7 +115,8 @@ def purge(
     # Requests want blocks also during the purge.
     shared = tenant.shared.forget if first and after else tenant.shared.purge
     # A tier below memory makes all portions durable at once.
-    tiers = (shared,) if after else (tenant.tier.forgets.forget, shared)
+    last = partial(tenant.tier.forgets.forget, patient=True)
+    tiers = (shared,) if after else (last, shared)
     waits = forget_in([partial(forget, found, keys) for forget in tiers], done)
     return after, blocks, waits
 

@@ -123,15 +123,17 @@ class Turns:
         """Give each busy tenant its turn."""
         self._scheduled = False
         self.rounds += 1
-        for share in list(self._busy):
-            share.used_s = max(0.0, share.used_s - share.turn_s)
-            while share.waiting and share.used_s < share.turn_s:
-                share.waiting.popleft().turn()
-            if share.used_s < share.turn_s:
-                del self._busy[share]
-        if self._busy and not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._round)
+        try:
+            for share in list(self._busy):
+                share.used_s = max(0.0, share.used_s - share.turn_s)
+                while share.waiting and share.used_s < share.turn_s:
+                    share.waiting.popleft().turn()
+                if share.used_s < share.turn_s:
+                    del self._busy[share]
+        finally:  # after an exception, the others have their turns
+            if self._busy and not self._scheduled:
+                self._scheduled = True
+                self._loop.call_soon(self._round)
 
     # --- memory ------------------------------------------------------------------------------
 

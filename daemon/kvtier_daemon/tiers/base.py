@@ -238,9 +238,12 @@ class TierWrites(Protocol):
 
 
 class TierForgets(Protocol):
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+    def forget(
+        self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None, patient: bool = False
+    ) -> bool:  # fmt: skip
         """Make durable that these blocks are forgotten; the catalog has forgotten them already. Later `done`
-        gets the failure, or an empty text. Return False, without a call, if there is nothing to do."""
+        gets the failure, or an empty text: soon, or if it is `patient`, after a longer time for a slow disk.
+        Return False, without a call, if there is nothing to do."""
 
     def erase(self, first: int, done: Callable[[str, int, int], None]) -> bool:
         """Erase bytes that no block uses, in one portion of files from `first` on. Later `done` gets the
@@ -352,7 +355,7 @@ class NullTier:
     def ignore(self, *_: Any) -> None:
         pass
 
-    def refuse(self, *_: Any) -> bool:
+    def refuse(self, *_: Any, **__: Any) -> bool:
         return False
 
     release = recomputes = bring_back = read = probe = cancel = released = session_ended = ignore

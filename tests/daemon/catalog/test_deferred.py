@@ -67,6 +67,18 @@ def test_every_other_call_settles_the_queue_first(call: tuple[Any, ...]) -> None
     assert [event[0] for event in policy.events] == ["freed", call[0]]
 
 
+def test_the_queue_of_an_idle_tenant_has_one_event() -> None:
+    policy = RecordingPolicy()
+    deferred = DeferredPolicy(policy)  # type: ignore[arg-type]
+    for seconds in range(1000):
+        deferred.now(float(seconds))
+    deferred.held(ids(7))
+    deferred.now(2000.0)
+    deferred.now(2001.0)
+    deferred.settle()
+    assert policy.events == [("now", 999.0), ("held", ids(7)), ("now", 2001.0)]
+
+
 def test_the_queue_is_bounded() -> None:
     policy = RecordingPolicy()
     deferred = DeferredPolicy(policy)  # type: ignore[arg-type]

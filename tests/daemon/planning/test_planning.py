@@ -342,7 +342,7 @@ def test_the_bandwidth_is_learned_from_urgent_reads_not_from_prefetches() -> Non
         for _ in range(1500):
             link.began(BLOCK, urgent)
             world.now += BLOCK / rate
-            link.ended(BLOCK, True, urgent)
+            link.ended(BLOCK, BLOCK, urgent)
 
     read(True, 3e9)
     read(False, 5e8)
@@ -370,7 +370,7 @@ def test_nothing_is_promised_of_a_store_before_it_was_measured() -> None:
         for _ in range(4):
             link.began(BLOCK, urgent)
             world.now += BLOCK / rate
-            link.ended(BLOCK, True, urgent)
+            link.ended(BLOCK, BLOCK, urgent)
 
     assert link.is_guessed and link.may_probe() and not link.may_probe()
     assert why("new") == "unreliable"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
 from kvtier_daemon.serving.turns import TURN_S, Settling, Share, Turns
 
 
@@ -92,3 +94,21 @@ def test_a_short_queue_is_passed_on_in_the_turn_of_the_request() -> None:
     log: list[str] = []
     Settling(turns, a, Uses(loop, 1, 0.0, log), lambda: loop.now).settle()
     assert log == ["portion"] and not loop.calls and not a.waiting
+
+
+def test_an_exception_in_a_turn_leaves_the_turns_of_the_others() -> None:
+    loop, turns, a, b = make()
+    log: list[str] = []
+
+    class Fails:
+        def turn(self) -> None:
+            raise ValueError("a policy")
+
+    turns.wait(a, Fails())
+    turns.wait(a, Tells(loop, turns, a, "a", log))
+    turns.wait(b, Tells(loop, turns, b, "b", log))
+    with pytest.raises(ValueError, match="a policy"):
+        loop.step()
+    while loop.calls:
+        loop.step()
+    assert sorted(log) == ["a", "b"]

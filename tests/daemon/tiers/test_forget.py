@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from kvtier_daemon.tiers.cold.frames import BEGIN_TRIES
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
-from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
+from kvtier_daemon.tiers.cold.segment_log import Segment, SegmentLog, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_kernels import Store
 from support.cold_bench import BLOCK, SEGMENT, SIZE, SPACE, SPEC, Bench, key, run
@@ -541,6 +542,40 @@ def test_a_second_chance_waits_for_a_slow_disk(tmp_path: Path) -> None:
         assert tenant.mover.counts["written_again"] == 2
         await tenant.kill()
         assert await after_a_start(tmp_path, range(4)) == [1, 2]
+
+    run(work())
+
+
+def test_a_second_chance_does_not_wait_for_a_place_on_a_disk_that_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the release of the segment makes a place on the other disk."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, first = await tenant.sealed(4)
+        tenant.catalog.load(ONE, tenant.space, key(1), 1.0, [], 0.0)
+        evict_all(tenant)
+        tenant.mover._budget.second_chance_bytes = 1 << 30
+        tier, reclaimer = tenant.bench.tier, tenant.mover.reclaimer
+        off = SimpleNamespace(
+            stores={"t": SimpleNamespace(log=SimpleNamespace(has_place=True))},
+            disk=SimpleNamespace(writes=SimpleNamespace(is_on=False)),
+        )
+        shelf.write = lambda *_: 0  # type: ignore[method-assign]
+        monkeypatch.setattr(SegmentLog, "has_place", False)
+        both = SimpleNamespace(attached=[tenant.bench.first, off])
+        reclaimer._cold = SimpleNamespace(  # type: ignore[assignment]
+            directories=both, reader=tier.reader, writer=tier.writer, memory=tier.memory
+        )
+        reclaimer._clock = lambda: 0.0  # its time is never over
+        shelf.log.reclaim()
+        reclaimer.reclaim(shelf, first)
+        while first in shelf.log.others:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert tenant.mover.counts["written_again"] == 0
+        await tenant.kill()
 
     run(work())
 

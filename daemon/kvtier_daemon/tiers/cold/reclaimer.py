@@ -161,9 +161,11 @@ class Reclaimer:
                 if not await in_time(settled):
                     self._memory.leave()
                     return False
+                deadline = self._clock() + SETTLE_S
             else:
                 attached = self._cold.directories.attached
-                if not any(one.stores[self._tenant].log.has_place for one in attached):
+                on = [one.stores[self._tenant].log for one in attached if one.disk.writes.is_on]
+                if not any(log.has_place for log in on):
                     break  # only the release of this segment makes a place
                 await asyncio.sleep(BEGIN_S)
         return not blocks

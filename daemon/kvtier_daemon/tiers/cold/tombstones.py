@@ -11,8 +11,8 @@ from kvtier_daemon.catalog.frames import PLACE_BYTES
 from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.cold.tier import ColdTier
 
-FORGET_S = 3.0
-ERASE_S = 8.0
+FORGET_S = 3.0  # shorter than the deadline of most clients
+PURGE_S = 30.0  # a disk that is busy with other writes can take seconds to sync
 EARLY_BYTES = 16 << 20  # of keys; in memory, each takes three times as much
 
 
@@ -26,7 +26,8 @@ class TombstoneWriter:
         # For each segment that is reclaimed, by the place of a copy: the place of the original. For a while
         # both exist.
         self._copies: dict[Segment, dict[bytes, bytes]] = {}
-        self._forgotten: list[Callable[[str], None]] = []  # called when the tombstones are on disk
+        # Called when the tombstones are on disk, and until when they wait for a disk that is late.
+        self._forgotten: list[tuple[Callable[[str], None], float]] = []
         self._forgetting: asyncio.Task[None] | None = None
         self._erasing: set[asyncio.Task[None]] = set()
         self._early_bytes = 0  # of keys that were forgotten before the scan has ended
@@ -36,7 +37,9 @@ class TombstoneWriter:
         self._early_bytes = other._early_bytes
         self._catalog.segments.take_dead_frames()  # drop those: the segments have other numbers now
 
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
+    def forget(
+        self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None, patient: bool = False
+    ) -> bool:  # fmt: skip
         if not self._cold.recovery.complete.is_set():
             if self._early_bytes + len(keys) > EARLY_BYTES:
                 if done is not None:
@@ -45,7 +48,8 @@ class TombstoneWriter:
             self._catalog.segments.leave_out(space.identity, keys)
             self._early_bytes += len(keys)
         if done is not None:
-            self._forgotten.append(done)
+            until = asyncio.get_running_loop().time() + PURGE_S if patient else 0.0
+            self._forgotten.append((done, until))
             if self._forgetting is None:
                 self._forgetting = asyncio.create_task(self._forget_on(), name="forget")
         return True
@@ -65,10 +69,13 @@ class TombstoneWriter:
                         await self._cold.count_forgets()
                         failure = self._cold.directories.unknown
             except TimeoutError:
-                failure = self._cold.failure or (
-                    f"the disk did not confirm it within {FORGET_S:.0f} s"
-                )
-            for done in some:
+                failure = self._cold.failure
+                if not failure:
+                    now = asyncio.get_running_loop().time()
+                    self._forgotten += [one for one in some if one[1] > now]
+                    some = [one for one in some if one[1] <= now]
+                    failure = "the disk did not confirm it in time"
+            for done, _ in some:
                 done(failure)
         self._forgetting = None
 
@@ -81,7 +88,7 @@ class TombstoneWriter:
     async def _erase_on(self, first: int, done: Callable[[str, int, int], None]) -> None:
         after, files = 0, 0
         try:
-            async with asyncio.timeout(ERASE_S):
+            async with asyncio.timeout(PURGE_S):
                 after, files = await self._cold.erase(
                     self._tenant, first, self._catalog.segments.frames_in
                 )
@@ -89,7 +96,7 @@ class TombstoneWriter:
                     await self._cold.count_forgets()
             failure = self._cold.directories.unknown
         except TimeoutError:
-            failure = self._cold.failure or (f"the disk did not confirm it within {ERASE_S:.0f} s")
+            failure = self._cold.failure or (f"the disk did not confirm it within {PURGE_S:.0f} s")
         except (OSError, TierError) as error:
             failure = str(error)
         done(failure, after, files)

@@ -128,7 +128,7 @@ class FetchQueue:
         self.clock = clock
         self.planner = Planner(clock)
         self.link = DiskLink(clock, GUESS_BYTES_S, is_remote=True)
-        self.probes = StoreProbes(driver, self.link, clock)
+        self.probes = StoreProbes(driver, self.link, self.pump, clock)
         self.pending = PendingRequests(loop, self.planner, self._cancelled)
         self.parts: dict[Name, ArrivingPart] = {}
         self.names: dict[tuple[str, bytes], set[bytes]] = {}  # of these, by tenant and `into`

@@ -25,9 +25,14 @@ class ProbeReads:
 
 
 class StoreProbes:
-    def __init__(self, driver: StoreDriver, link: DiskLink, clock: Callable[[], float]) -> None:
+    """`pump` is called when memory for reads is free again."""
+
+    def __init__(
+        self, driver: StoreDriver, link: DiskLink, pump: Callable[[], None], clock: Callable[[], float],
+    ) -> None:  # fmt: skip
         self._driver = driver
         self._link = link
+        self._pump = pump
         self._clock = clock
         self._reading = 0
 
@@ -39,16 +44,19 @@ class StoreProbes:
         """Read some of these objects, of at most `room` bytes, if the speed of the store is not known or old,
         or its last reads were late. At most once a second."""
         child, link, names = self._driver.child, self._link, names[:OBJECTS]
-        if child is None or not names or not self._driver.is_on or not link.may_probe():
+        if child is None or not self._driver.is_on:
             return
-        probe = ProbeReads(
-            0, self._clock() + LATE_TIMES * len(names) * room / link.bytes_s + LATE_S
-        )
-        for name in names:
-            if (at := child.reads.take(room)) is None:
-                break
-            probe.left += 1
-            self._reading += 1
+        places: list[int] = []
+        while len(places) < len(names) and (at := child.reads.take(room)) is not None:
+            places.append(at)
+        if not places or not link.may_probe():
+            for at in places:
+                child.reads.give(at, room)
+            return
+        late_s = LATE_TIMES * len(places) * room / link.bytes_s + LATE_S
+        probe = ProbeReads(len(places), self._clock() + late_s)
+        self._reading += len(places)
+        for name, at in zip(names, places, strict=False):
             link.began(room, False)
             request = GetObject(self._driver.next_id(), name, at, room)
             self._driver.ask(request, partial(self._ended, child, probe, at, room))
@@ -59,8 +67,9 @@ class StoreProbes:
         child.reads.give(at, room)
         self._reading -= 1
         is_good = answer.outcome == DONE and 0 < answer.nbytes <= room
-        self._link.ended(room, is_good, False)
+        self._link.ended(room, answer.nbytes if is_good else 0, False)
         probe.is_good &= is_good
         probe.left -= 1
         if not (probe.left or self._link.is_reliable):
             self._link.forecast_ended(probe.is_good and self._clock() <= probe.due_at)
+        self._pump()
