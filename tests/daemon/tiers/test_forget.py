@@ -572,8 +572,9 @@ def test_a_second_chance_does_not_wait_for_a_place_on_a_disk_that_is_off(
         reclaimer._clock = lambda: 0.0  # its time is never over
         shelf.log.reclaim()
         reclaimer.reclaim(shelf, first)
-        while first in shelf.log.others:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):
+            while first in shelf.log.others:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         assert tenant.mover.counts["written_again"] == 0
         await tenant.kill()
 
