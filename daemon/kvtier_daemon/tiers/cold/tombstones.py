@@ -26,7 +26,7 @@ class TombstoneWriter:
         # For each segment that is reclaimed, by the place of a copy: the place of the original. For a while
         # both exist.
         self._copies: dict[Segment, dict[bytes, bytes]] = {}
-        # Called when the tombstones are on disk, and until when they wait for a disk that is late.
+        # Called when the tombstones are on disk, or at this time.
         self._forgotten: list[tuple[Callable[[str], None], float]] = []
         self._forgetting: asyncio.Task[None] | None = None
         self._erasing: set[asyncio.Task[None]] = set()
@@ -48,8 +48,8 @@ class TombstoneWriter:
             self._catalog.segments.leave_out(space.identity, keys)
             self._early_bytes += len(keys)
         if done is not None:
-            until = asyncio.get_running_loop().time() + PURGE_S if patient else 0.0
-            self._forgotten.append((done, until))
+            now = asyncio.get_running_loop().time()
+            self._forgotten.append((done, now + (PURGE_S if patient else FORGET_S)))
             if self._forgetting is None:
                 self._forgetting = asyncio.create_task(self._forget_on(), name="forget")
         return True
@@ -58,7 +58,7 @@ class TombstoneWriter:
         while self._forgotten:
             some, self._forgotten = self._forgotten, []
             try:
-                async with asyncio.timeout(FORGET_S):
+                async with asyncio.timeout_at(min(until for _, until in some)):
                     await self._cold.recovery.complete.wait()
                     self.end_early_forgets()
                     self.tombstone()
