@@ -38,7 +38,7 @@ def answers(
 
     async def work() -> Mapping[int, tuple[float, str]]:
         loop = asyncio.get_running_loop()
-        on_disk = asyncio.Event()
+        on_disk, all_answered = asyncio.Event(), asyncio.Event()
         loop.call_at(confirmed_at, on_disk.set)
         found: dict[int, tuple[float, str]] = {}
 
@@ -63,10 +63,11 @@ def answers(
 
             def done(failure: str, number: int = number) -> None:
                 found[number] = (round(loop.time(), 3), failure)
+                if len(found) == len(asked_at):
+                    all_answered.set()
 
             loop.call_at(at, writer.forget, cast(Any, None), b"", done, is_patient)
-        while len(found) < len(asked_at):
-            await asyncio.sleep(0.01)
+        await all_answered.wait()
         return found
 
     loop = SteppedLoop()
@@ -83,6 +84,12 @@ def test_each_forget_is_answered_within_its_own_time() -> None:
         at, failure = found[number]
         assert failure and abs(at - asked_at - FORGET_S) < 0.02
     assert found[2] == (10.0, "")
+
+
+def test_a_forget_does_not_wait_for_a_patient_one() -> None:
+    found = answers([(0.0, True), (0.5, False)], 10.0)
+    assert abs(found[1][0] - 0.5 - FORGET_S) < 0.02
+    assert found[0] == (10.0, "")
 
 
 def test_a_patient_forget_is_given_up_too() -> None:

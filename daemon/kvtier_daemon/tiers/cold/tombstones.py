@@ -55,10 +55,13 @@ class TombstoneWriter:
         return True
 
     async def _forget_on(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._forgotten:
             some, self._forgotten = self._forgotten, []
             try:
-                async with asyncio.timeout_at(min(until for _, until in some)):
+                # Not for longer than FORGET_S: others arrive meanwhile.
+                first = min(until for _, until in some)
+                async with asyncio.timeout_at(min(first, loop.time() + FORGET_S)):
                     await self._cold.recovery.complete.wait()
                     self.end_early_forgets()
                     self.tombstone()
@@ -71,7 +74,7 @@ class TombstoneWriter:
             except TimeoutError:
                 failure = self._cold.failure
                 if not failure:
-                    now = asyncio.get_running_loop().time()
+                    now = loop.time()
                     self._forgotten += [one for one in some if one[1] > now]
                     some = [one for one in some if one[1] <= now]
                     failure = "the disk did not confirm it in time"
