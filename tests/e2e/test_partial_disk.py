@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import kvtier.direct_parts
-from kvtier import Client, Group, KvSpec, frame, load_tokens
+from kvtier import Client, Group, KvSpec, frame, load_tokens, wire
 from kvtier.direct import read_directly
 from kvtier.frame import PAGE, decode
 from kvtier.space import Space
@@ -290,23 +290,51 @@ def test_damaged_entries_are_misses_and_others_are_read(
         assert space.match(keys).ready + space.match(keys).coming <= 4, "the daemon dropped it"
 
 
+@pytest.mark.parametrize("loads", [0, 2])
 @pytest.mark.parametrize("first", [0, 3])
 def test_blocks_that_are_forgotten_under_the_read_are_misses(
-    disk: OnDisk, monkeypatch: pytest.MonkeyPatch, first: int
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch, first: int, loads: int
 ) -> None:
+    """Also in later reads, for which the client need not ask unless a block was forgotten."""
     whole = kvtier.direct_parts.read_frame_parts
     with disk.daemon.connect() as client, disk.daemon.connect() as other:
         space, keys = disk.open(client)
+        for _ in range(loads):
+            assert len(load(space, keys, [2], None)) == BLOCKS
 
         def read(*given: Any) -> bytes:
             found = whole(*given)
-            assert found == bytes([1]) * BLOCKS
+            assert all(found)
             other.open(SPEC).forget(keys[first : first + 1])
             return found
 
         monkeypatch.setattr(kvtier.direct_parts, "read_frame_parts", read)
         found = load(space, keys, [2], None)
         assert found == [part_of(SPEC, 0, one, [2], None) for one in disk.blocks[0, 0]][:first]
+
+
+def test_only_the_first_read_asks_whether_its_blocks_are_still_stored(
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk.daemon.connect() as client, disk.daemon.connect() as other:
+        (space, keys), asked = disk.open(client), []
+        ask = space.link.ask
+
+        def counted(*given: Any) -> Any:
+            asked.append(given[1])
+            return ask(*given)
+
+        monkeypatch.setattr(space.link, "ask", counted)
+        for number in range(4):
+            if number == 3:
+                other.open(SPEC).forget(keys[4:])
+            assert len(load(space, keys[:4], [number], None)) == 4
+        assert asked == [
+            wire.DirectReadGranted,
+            wire.DirectReadChecked,
+            *[wire.DirectReadGranted] * 3,
+        ]
+        assert disk.direct() == 4 * 4, "the others are counted too"
 
 
 def test_the_layers_of_a_block_count_its_tokens_once(disk: OnDisk) -> None:
