@@ -35,9 +35,9 @@ def batches(
     or such that only the daemon can read them. The last batch ends with the keys; it has no blocks if the
     tenant's configuration does not permit direct reads. None begins after `until`."""
     nbytes, element = chosen.nbytes, ELEMENTS.get(spec.dtype, 0)
-    limit = BATCH_BYTES // max(
-        nbytes, _read_bytes(spec, place[0], chosen)
-    )  # layers may be repeated
+    layer_bytes = chosen.block_bytes // spec.cache_groups[place[0]].layers
+    # Layers may be repeated.
+    limit = BATCH_BYTES // max(nbytes, _read_bytes(layer_bytes, chosen))
     most = limit = max(1, min(LIMIT_DIRECT_BLOCKS, limit))
     codecs, first, used = codecs_for(spec), 0, (chosen.tokens, nbytes)
     leased = len(keys) > FEW
@@ -63,7 +63,7 @@ def batches(
         into = memoryview(bytearray(len(rows) * nbytes))
         began = clock()
         sound = read_frame_parts(
-            rows, element, chosen.block_bytes, chosen.starts, chosen.each, into, READERS
+            rows, element, chosen.block_bytes, chosen.starts, chosen.each, into, READERS, layer_bytes
         )
         took_s = max(1e-6, clock() - began)
         most = max(1, min(limit, int(len(rows) * BATCH_S / took_s)))
@@ -83,9 +83,8 @@ def batches(
     yield {}, len(keys)
 
 
-def _read_bytes(spec: KvSpec, group: int, chosen: Selection) -> int:
-    """How many bytes of a block are read: whole layers."""
-    layer = chosen.block_bytes // spec.cache_groups[group].layers
+def _read_bytes(layer: int, chosen: Selection) -> int:
+    """How many bytes of a block are read: whole layers, of this size."""
     touched = {
         number
         for start in chosen.starts

@@ -158,8 +158,8 @@ def disk(daemon_of: Callable[..., Daemon], tmp_path: Path) -> OnDisk:
 
 
 def read_bytes() -> int:
-    """How many bytes this process has read from files."""
-    return int(Path("/proc/self/io").read_text().partition("rchar: ")[2].split()[0])
+    """How many bytes this process has read from disks."""
+    return int(Path("/proc/self/io").read_text().partition("read_bytes: ")[2].split()[0])
 
 
 PARTS_READ: list[tuple[Any, range | None, int]] = [  # and how many layers of 8 that reads
@@ -176,6 +176,8 @@ def test_only_headers_and_the_entries_that_are_needed_are_read(
         space, keys = disk.open(client)
         before = read_bytes()
         assert len(load(space, keys, layers, tokens)) == BLOCKS
+        if read_bytes() == 0:
+            pytest.skip("the files are not on a disk")
         found, wanted = read_bytes() - before, BLOCKS * (PAGE + many * SPEC.block_bytes // 8)
         assert wanted <= found < wanted + 2 * PAGE
 
