@@ -44,8 +44,8 @@ Pages::Pages(uint64_t nbytes) {
 }
 
 Pages Pages::unset(uint64_t nbytes) {
-    // The kernel pins a large page as quickly as a small one, but clears all of it at the first use:
-    // the header of a frame of one large page takes no second one.
+    // The kernel pins a large page as quickly as a small one, but clears all of it at the first
+    // use: the header of a frame of one large page takes no second one.
     const uint64_t page = nbytes < kLargePage / 2 ? kPage : kLargePage;
     const uint64_t end = nbytes % page <= kHeaderMost ? std::min(page, kHeaderMost) : page;
     const uint64_t size = (nbytes + end - 1) / end * end;

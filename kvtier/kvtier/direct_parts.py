@@ -62,8 +62,9 @@ def batches(
         ]  # fmt: skip
         into = memoryview(bytearray(len(rows) * nbytes))
         began = clock()
+        places = chosen.starts, chosen.each
         sound = read_frame_parts(
-            rows, element, chosen.block_bytes, chosen.starts, chosen.each, into, READERS, layer_bytes
+            rows, element, chosen.block_bytes, *places, into, READERS, layer_bytes
         )
         took_s = max(1e-6, clock() - began)
         most = max(1, min(limit, int(len(rows) * BATCH_S / took_s)))
