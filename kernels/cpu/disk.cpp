@@ -50,8 +50,9 @@ Pages Pages::unset(uint64_t nbytes) {
     const uint64_t end = nbytes % page <= kHeaderMost ? std::min(page, kHeaderMost) : page;
     const uint64_t size = (nbytes + end - 1) / end * end;
     Pages pages;
-    pages.data_.reset(static_cast<uint8_t*>(std::aligned_alloc(page, size)));
-    if (pages.data_ == nullptr) return pages;
+    void* made = nullptr;  // std::aligned_alloc takes only multiples of the alignment
+    if (posix_memalign(&made, page, size) != 0) return pages;
+    pages.data_.reset(static_cast<uint8_t*>(made));
     if (page == kLargePage) madvise(pages.data_.get(), size, MADV_HUGEPAGE);
     pages.size_ = size;
     return pages;

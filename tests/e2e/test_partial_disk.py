@@ -174,11 +174,13 @@ def test_only_headers_and_the_entries_that_are_needed_are_read(
     """A digest covers a part of a layer, and a small gap is read too."""
     with disk.daemon.connect() as client:
         space, keys = disk.open(client)
-        before = read_bytes()
-        assert len(load(space, keys, layers, tokens)) == BLOCKS
+        found, wanted = 1 << 30, BLOCKS * (PAGE + many * SPEC.block_bytes // 8)
+        for _ in range(5):  # the process may read other pages, such as those of its code
+            before = read_bytes()
+            assert len(load(space, keys, layers, tokens)) == BLOCKS
+            found = min(found, read_bytes() - before)
         if read_bytes() == 0:
             pytest.skip("the files are not on a disk")
-        found, wanted = read_bytes() - before, BLOCKS * (PAGE + many * SPEC.block_bytes // 8)
         assert wanted <= found < wanted + 2 * PAGE
 
 
