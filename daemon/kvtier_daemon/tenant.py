@@ -23,7 +23,7 @@ from kvtier_daemon.tiers.base import (
     TenantTier,
     forget_in,
 )
-from kvtier_daemon.tiers.warm import Extent
+from kvtier_daemon.tiers.warm import Extent, SharedCounter
 
 CALIBRATED_NUMBERS = frozenset({ECSQ, CACHEGEN})
 
@@ -45,6 +45,7 @@ class Tenant:
     rechecking: bool = False  # blocks are being compared with their checksums
     reshards: bool = False  # keys are those of the family of a space, if it has one
     direct_reads: bool = False  # its clients may read the files of its tier below memory
+    forget_count: SharedCounter | None = None  # that clients see which read these files
     accepted: tuple[
         bytes, ...
     ] = ()  # other secrets: the store of several hosts may have blocks under them
@@ -55,6 +56,13 @@ class Tenant:
         assert index == len(self.extents)
         self.extents.append(extent)
         return index
+
+    def count_forgets(self) -> SharedCounter:
+        """Count the forgets of blocks from now on, so that clients see whether there was one."""
+        if self.forget_count is None:
+            self.forget_count = SharedCounter(f"kvtier-{self.name}-forgets")
+            self.catalog.blocks.forgets = self.forget_count.word
+        return self.forget_count
 
     @property
     def pending(self) -> PendingReads:

@@ -69,7 +69,7 @@ std::array<uint8_t, kSize> exactly(nb::bytes object, const char* what) {
 
 nb::bytes read_parts(const std::vector<FrameTuple>& rows, uint32_t element, size_t block_bytes,
                      const std::vector<uint64_t>& starts, size_t each, nb::handle into,
-                     size_t threads) {
+                     size_t threads, size_t layer_bytes) {
     const codec::Element is = codec::element_of(element);
     HeldMemory to;
     to.take(into, Access::kWrite, Shape::kContiguous, "into");
@@ -82,6 +82,7 @@ nb::bytes read_parts(const std::vector<FrameTuple>& rows, uint32_t element, size
     if (bytes == 0 || to.size() / bytes != rows.size() || to.size() % bytes != 0) {
         throw nb::value_error("into: not of the size of the parts of all frames");
     }
+    if (layer_bytes > block_bytes) throw nb::value_error("layer_bytes: more than the block");
     std::vector<FramePlace> frames;
     for (const auto& [fd, at, header_bytes, payload_bytes, by, epoch, digest, identity] : rows) {
         if (header_bytes == 0 || header_bytes % kPage != 0) {
@@ -97,8 +98,11 @@ nb::bytes read_parts(const std::vector<FrameTuple>& rows, uint32_t element, size
     NewBytes sound(frames.size());
     {
         const Unlocked unlocked;
+        const bool is_read =
+            layer_bytes != 0 && read_raw_parts(frames, block_bytes, starts, each, layer_bytes,
+                                               to.data(), reinterpret_cast<uint8_t*>(sound.data()));
         in_parallel(
-            frames.size(), threads, 0,
+            is_read ? 0 : frames.size(), threads, 0,
             [&](size_t i) {
                 sound.data()[i] = read_frame_parts(frames[i], is, block_bytes, starts, each,
                                                    to.data() + i * bytes);
@@ -236,7 +240,7 @@ void bind_frame(nb::module_& m) {
         "lossy"_a.none() = nb::none(), "arrived"_a = std::vector<size_t>(),
         "keys"_a.none() = nb::none(), "identity"_a = nb::bytes("", 0));
     m.def("read_frame_parts", &read_parts, "frames"_a, "element"_a, "block_bytes"_a, "starts"_a,
-          "each"_a, "into"_a, "threads"_a = 1);
+          "each"_a, "into"_a, "threads"_a = 1, "layer_bytes"_a = 0);
     nb::class_<SharedKeys>(m, "FrameKeys", nb::is_final())
         .def(
             "__init__",

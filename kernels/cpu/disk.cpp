@@ -18,7 +18,7 @@ namespace {
 
 // After this many consecutive EAGAIN or EINTR, they count as an error.
 constexpr int kRetriesMost = 100;
-constexpr uint64_t kLargePage = uint64_t{2} << 20;
+constexpr uint64_t kLargePage = uint64_t{2} << 20, kHeaderMost = uint64_t{64} << 10;
 // Non-urgent reads that may start while a write waits.
 constexpr size_t kReadsInARow = 16;
 // The granularity of deadlines in the queue, so that one check covers many deadlines.
@@ -44,12 +44,15 @@ Pages::Pages(uint64_t nbytes) {
 }
 
 Pages Pages::unset(uint64_t nbytes) {
-    // The kernel pins a large page as quickly as a small one.
+    // The kernel pins a large page as quickly as a small one, but clears all of it at the first
+    // use: the header of a frame of one large page takes no second one.
     const uint64_t page = nbytes < kLargePage / 2 ? kPage : kLargePage;
-    const uint64_t size = (nbytes + page - 1) / page * page;
+    const uint64_t end = nbytes % page <= kHeaderMost ? std::min(page, kHeaderMost) : page;
+    const uint64_t size = (nbytes + end - 1) / end * end;
     Pages pages;
-    pages.data_.reset(static_cast<uint8_t*>(std::aligned_alloc(page, size)));
-    if (pages.data_ == nullptr) return pages;
+    void* made = nullptr;  // std::aligned_alloc takes only multiples of the alignment
+    if (posix_memalign(&made, page, size) != 0) return pages;
+    pages.data_.reset(static_cast<uint8_t*>(made));
     if (page == kLargePage) madvise(pages.data_.get(), size, MADV_HUGEPAGE);
     pages.size_ = size;
     return pages;

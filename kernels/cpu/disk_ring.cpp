@@ -134,8 +134,9 @@ bool Ring::refused(int number, const char* what) {
     return false;
 }
 
-void Ring::begin() {
+void Ring::begin(bool has_table) {
     if (disabled_) register_with_ring(fd_, kRegisterEnable, nullptr, 0);
+    if (!has_table) return;
     const Register table = {kBuffers, kRegisterSparse, 0, 0, 0};
     has_table_ = register_with_ring(fd_, kRegisterBuffers, &table, sizeof(table)) == 0;
 }
@@ -155,8 +156,7 @@ RingEntry& Ring::add() {
 
 int Ring::enter(bool wait) {
     __atomic_store_n(sq_tail_, tail_, __ATOMIC_RELEASE);
-    const uint32_t added = tail_ - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE);
-    const long done = syscall(SYS_io_uring_enter, fd_, added, wait ? 1u : 0u, kEnterGetEvents,
+    const long done = syscall(SYS_io_uring_enter, fd_, added(), wait ? 1u : 0u, kEnterGetEvents,
                               nullptr, size_t{0});
     return done < 0 ? errno : 0;
 }

@@ -16,6 +16,7 @@
 #include "codec/parts.h"
 #include "copy.h"
 #include "page.h"
+#include "page_reads.h"
 #include "xxh3.h"
 
 namespace kvtier {
@@ -43,6 +44,8 @@ constexpr uint32_t kFlags = 1;  // there is a parent
 constexpr size_t kGapMost = 64 * 1024;
 // The most bytes that are read at once, except for a larger entry: each thread has them in memory.
 constexpr size_t kReadMost = 4 << 20;
+// The most bytes that one thread digests and copies after it has read all of them.
+constexpr size_t kAtOnceBytes = 1 << 20;
 constexpr uint8_t kOnce = 1;  // was encoded with a lossy codec: never encode it lossily again
 
 template <typename T>
@@ -283,17 +286,6 @@ Pages new_pages(size_t bytes) {
     return Pages(static_cast<uint8_t*>(std::aligned_alloc(kPage, bytes)));
 }
 
-// Reads bytes of a file, in whole pages. Returns false if they cannot be read.
-bool read_pages(int fd, uint64_t at, size_t bytes, uint8_t* into) {
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t count = pread(fd, into + done, bytes - done, static_cast<off_t>(at + done));
-        if (count < 0 && errno == EINTR) continue;
-        if (count <= 0) return false;
-        done += static_cast<size_t>(count);
-    }
-    return true;
-}
-
 // Whether a header is the one of this frame, and undamaged.
 bool is_of(const FramePlace& frame, uint8_t* header, size_t block_bytes) {
     return fits(header, frame.header_bytes, frame.payload_bytes) &&
@@ -307,6 +299,37 @@ bool is_of(const FramePlace& frame, uint8_t* header, size_t block_bytes) {
            identity_of(header) == frame.identity && is_sound(header, frame.header_bytes) &&
            (codec::lossless(frame.codec) || header[kGenerationAt] == kOnce);
 }
+
+// Bytes of a payload that are read together, in whole pages.
+struct ReadRange {
+    size_t low = 0, high = 0;
+    size_t bytes() const { return high - low; }
+};
+
+size_t next_page(size_t at) { return (at + kPage - 1) / kPage * kPage; }
+
+// Where a raw frame has the first of these layers: where the block has them.
+ReadRange raw_range(std::span<const uint64_t> starts, size_t each, size_t layer_bytes,
+                    size_t block_bytes) {
+    std::vector<uint64_t> sorted(starts.begin(), starts.end());
+    std::sort(sorted.begin(), sorted.end());
+    ReadRange range{sorted.front() / layer_bytes * layer_bytes / kPage * kPage, 0};
+    for (const uint64_t start : sorted) {
+        const size_t begin = start / layer_bytes * layer_bytes;
+        const size_t end = (start + each + layer_bytes - 1) / layer_bytes * layer_bytes;
+        const bool is_apart = range.high != 0 && begin > range.high + kGapMost;
+        if (is_apart || next_page(end) > range.low + kReadMost) break;
+        range.high = std::max(range.high, next_page(std::min(end, block_bytes)));
+    }
+    return range.high == 0 ? ReadRange{} : range;
+}
+
+// What was read of a frame.
+struct FrameRead {
+    Pages header, payload;
+    ReadRange range{};  // that `payload` has
+    size_t room = 0;    // of `payload`
+};
 
 struct NeededEntry {
     const uint8_t* entry;
@@ -338,6 +361,65 @@ bool needed_entries(const FramePlace& frame, const uint8_t* header, size_t block
         at += raw_bytes;
     }
     return at == block_bytes;
+}
+
+// Verifies a header, and takes the chosen bytes from the payload, reading what was not read before.
+bool take_parts(const FramePlace& frame, codec::Element element, size_t block_bytes,
+                std::span<const uint64_t> starts, size_t each, FrameRead& read, uint8_t* into) {
+    uint8_t* const header = read.header.get();
+    std::vector<NeededEntry> needed;
+    if (!is_of(frame, header, block_bytes) ||
+        !needed_entries(frame, header, block_bytes, starts, each, needed)) {
+        return false;
+    }
+    for (size_t first = 0, end; first < needed.size(); first = end) {
+        ReadRange range{needed[first].offset / kPage * kPage, 0};
+        range.high = range.low;
+        for (end = first; end < needed.size(); end++) {
+            const NeededEntry& one = needed[end];
+            const size_t next = next_page(one.offset + one.bytes);
+            if (end != first &&
+                (one.offset > range.high + kGapMost || next > range.low + kReadMost)) {
+                break;
+            }
+            range.high = next;
+        }
+        if (range.bytes() == 0) range.high += kPage;  // entries without bytes
+        if (range.low < read.range.low || range.high > read.range.high) {
+            if (range.bytes() > read.room) {
+                read.payload.reset();  // before there is a larger one
+                read.payload = new_pages(read.room = range.bytes());
+            }
+            if (read.payload == nullptr ||
+                !read_pages(frame.fd, frame.at + frame.header_bytes + range.low, range.bytes(),
+                            read.payload.get())) {
+                return false;
+            }
+            read.range = range;
+        }
+        for (size_t i = first; i < end; i++) {
+            const NeededEntry& one = needed[i];
+            const uint8_t* from = read.payload.get() + (one.offset - read.range.low);
+            if (!is_digest(one.entry + kEntryDigestAt, from, one.bytes)) return false;
+            const auto by = static_cast<Codec>(one.entry[kEntryCodecAt]);
+            if (by != Codec::kRaw) {
+                uint8_t* const raw = rooms().parts.fit(one.raw_bytes);
+                codec::Decoded part = {from, one.bytes, by, nullptr, one.raw_bytes};
+                if (!decode_to(element, std::span(&part, 1), raw)) return false;
+                from = raw;
+            }
+            uint8_t* to = into;
+            for (const uint64_t start : starts) {
+                const size_t left = std::max<size_t>(start, one.at);
+                const size_t right = std::min<size_t>(start + each, one.at + one.raw_bytes);
+                if (left < right) {
+                    std::memcpy(to + (left - start), from + (left - one.at), right - left);
+                }
+                to += each;
+            }
+        }
+    }
+    return true;
 }
 
 }  // namespace
@@ -648,54 +730,38 @@ bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, si
 
 bool read_frame_parts(const FramePlace& frame, codec::Element element, size_t block_bytes,
                       std::span<const uint64_t> starts, size_t each, uint8_t* into) {
-    const Pages header = new_pages(frame.header_bytes);
-    if (header == nullptr || !read_pages(frame.fd, frame.at, frame.header_bytes, header.get()) ||
-        !is_of(frame, header.get(), block_bytes)) {
+    FrameRead read{new_pages(frame.header_bytes), nullptr};
+    return read.header != nullptr &&
+           read_pages(frame.fd, frame.at, frame.header_bytes, read.header.get()) &&
+           take_parts(frame, element, block_bytes, starts, each, read, into);
+}
+
+bool read_raw_parts(std::span<const FramePlace> frames, size_t block_bytes,
+                    std::span<const uint64_t> starts, size_t each, size_t layer_bytes,
+                    uint8_t* into, uint8_t* sound) {
+    const ReadRange range = raw_range(starts, each, layer_bytes, block_bytes);
+    const auto is_raw = [](const FramePlace& one) { return one.codec == Codec::kRaw; };
+    if (2 * frames.size() > kAtOnce || range.bytes() == 0 ||
+        frames.size() * range.bytes() > kAtOnceBytes ||
+        !std::all_of(frames.begin(), frames.end(), is_raw)) {
         return false;
     }
-    std::vector<NeededEntry> needed;
-    if (!needed_entries(frame, header.get(), block_bytes, starts, each, needed)) return false;
-    Pages read;
-    size_t room = 0;
-    for (size_t first = 0, end; first < needed.size(); first = end) {
-        const size_t low = needed[first].offset / kPage * kPage;
-        size_t high = low;
-        for (end = first; end < needed.size(); end++) {
-            const NeededEntry& one = needed[end];
-            const size_t next = (one.offset + one.bytes + kPage - 1) / kPage * kPage;
-            if (end != first && (one.offset > high + kGapMost || next > low + kReadMost)) break;
-            high = next;
-        }
-        if (high == low) high += kPage;  // entries without bytes
-        if (high - low > room) {
-            read.reset();  // before there is a larger one
-            read = new_pages(room = high - low);
-        }
-        if (read == nullptr ||
-            !read_pages(frame.fd, frame.at + frame.header_bytes + low, high - low, read.get())) {
-            return false;
-        }
-        for (size_t i = first; i < end; i++) {
-            const NeededEntry& one = needed[i];
-            const uint8_t* from = read.get() + (one.offset - low);
-            if (!is_digest(one.entry + kEntryDigestAt, from, one.bytes)) return false;
-            const auto by = static_cast<Codec>(one.entry[kEntryCodecAt]);
-            if (by != Codec::kRaw) {
-                uint8_t* const raw = rooms().parts.fit(one.raw_bytes);
-                codec::Decoded part = {from, one.bytes, by, nullptr, one.raw_bytes};
-                if (!decode_to(element, std::span(&part, 1), raw)) return false;
-                from = raw;
-            }
-            uint8_t* to = into;
-            for (const uint64_t start : starts) {
-                const size_t left = std::max<size_t>(start, one.at);
-                const size_t right = std::min<size_t>(start + each, one.at + one.raw_bytes);
-                if (left < right) {
-                    std::memcpy(to + (left - start), from + (left - one.at), right - left);
-                }
-                to += each;
-            }
-        }
+    std::vector<FrameRead> read(frames.size());
+    std::vector<PageRead> reads;
+    for (size_t i = 0; i < frames.size(); i++) {
+        const FramePlace& one = frames[i];
+        read[i] = {new_pages(one.header_bytes), new_pages(range.bytes()), range, range.bytes()};
+        if (read[i].header == nullptr || read[i].payload == nullptr) return false;
+        reads.push_back({one.fd, one.at, one.header_bytes, read[i].header.get()});
+        reads.push_back(
+            {one.fd, one.at + one.header_bytes + range.low, range.bytes(), read[i].payload.get()});
+    }
+    read_at_once(reads);
+    const size_t bytes = starts.size() * each;
+    for (size_t i = 0; i < frames.size(); i++) {
+        if (!reads[2 * i + 1].good) read[i].range = {};
+        sound[i] = reads[2 * i].good && take_parts(frames[i], codec::Element{}, block_bytes, starts,
+                                                   each, read[i], into + i * bytes);
     }
     return true;
 }

@@ -60,8 +60,9 @@ class Ring {
     int error() const { return error_; }
     const std::string& why() const { return why_; }
 
-    // All functions below are for one thread; it calls `begin` first.
-    void begin();
+    // All functions below are for one thread; it calls `begin` first, with a table if it registers
+    // buffers.
+    void begin(bool has_table = true);
 
     // Registers a range as buffer `index`; returns the errno, or 0.
     int register_buffer(uint16_t index, const void* data, uint64_t size);
@@ -72,6 +73,9 @@ class Ring {
 
     // Submits the added entries, and waits for one completion if `wait`. Returns an errno, or 0.
     int enter(bool wait);
+
+    // How many added entries the kernel has not taken.
+    uint32_t added() const { return tail_ - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE); }
 
     // Calls take(user_data, result) for each completion that is available, and returns their
     // number.

@@ -92,6 +92,13 @@ struct FramePlace {
 bool read_frame_parts(const FramePlace& frame, codec::Element element, size_t block_bytes,
                       std::span<const uint64_t> starts, size_t each, uint8_t* into);
 
+// The same for a few raw frames, whose layers have `layer_bytes`: submits the reads of all headers
+// and of the first layers together, so that no read waits for another. `sound` gets a byte for each
+// frame. Returns false and does nothing if there are other frames, or too many bytes.
+bool read_raw_parts(std::span<const FramePlace> frames, size_t block_bytes,
+                    std::span<const uint64_t> starts, size_t each, size_t layer_bytes,
+                    uint8_t* into, uint8_t* sound);
+
 // Parts in sequence that are decoded together; whole pages if the codec reorders pages.
 struct FrameRun {
     size_t first, count, bytes;

@@ -319,12 +319,15 @@ def read_frame_parts(
     each: int,
     into: _Memory,
     threads: int = 1,
+    layer_bytes: int = 0,
 ) -> bytes:
     """Reads, of the block of each frame, `each` bytes from each of `starts`, one after another into
     `into`. A frame is a descriptor, its place, the bytes of header and payload, codec, epoch,
     digest of the payload and identity. Reads the pages of the header, and of the entries that
     contain these bytes, and compares their digests. Returns a byte for each frame: 0 if it is
-    damaged or another one, or a read failed; then its part of `into` is undefined."""
+    damaged or another one, or a read failed; then its part of `into` is undefined. With
+    `layer_bytes`, the bytes of a layer in a raw block, headers and layers of a few raw frames are
+    read at the same time, by io_uring if the kernel permits it."""
 
 @final
 class FrameKeys:

@@ -24,7 +24,7 @@ LONGEST_WAIT_S = 2_000_000.0  # in one poll(), whose timeout is milliseconds in 
 CONNECT_PAUSE_S = 0.005
 # How long to look for an answer without sleeping, because waking a thread takes as long as a short answer.
 # After an answer that took longer, some requests sleep at once; more after each further one.
-LOOK_S, MOST_RESTS = 100e-6, 64
+LOOK_S, MOST_RESTS = 200e-6, 64
 FIRST_WAIT_S = 0.002  # in recvmsg(), then in poll(): each signal starts the time of recvmsg() again
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_FDS * 4)
 # Plain integers: operators of the socket module's flags take a microsecond each.

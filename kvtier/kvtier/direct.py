@@ -2,7 +2,8 @@
 
 The bytes of a granted frame prove nothing. A reader verifies the header, which names the block, and the
 digests of the bytes in the place where it uses them; then `DirectLease.end` says which blocks are still
-stored.
+stored. It asks the daemon if there is a lease. If there is none, the blocks are still stored if no block was
+forgotten meanwhile, which the client sees in the daemon's memory; otherwise they count as not stored.
 A block that fails any of this is a miss.
 """
 
@@ -35,8 +36,9 @@ from kvtier.frame import (
 from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import PAGE_MARK, KvSpec
 from kvtier.link import Link
-from kvtier.read_file import ReadFile
+from kvtier.read_file import UNKNOWN, ReadFile
 
+LEASE_MS = 2000  # the longest that the daemon permits
 LOSSLESS, LOSSY = (RAW, FIX4, R32), (Q8, Q4, Q2, FP8, E5M2, NVFP4, MXFP4)
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -107,13 +109,25 @@ def codecs_for(spec: KvSpec) -> bytes:
 
 
 class DirectLease:
-    """Frames that are not reused before the lease ends or its deadline passes, unless the daemon ends."""
+    """Frames that are not reused before the lease ends or its deadline passes, unless the daemon ends; or,
+    without a lease (0), frames that may be reused at any time."""
 
-    def __init__(self, link: Link, lease: int, frames: tuple[DirectFrame, ...]) -> None:
+    def __init__(
+        self, link: Link, lease: int, frames: tuple[DirectFrame, ...], forgets: int = UNKNOWN
+    ) -> None:
+        """`forgets`: that of the connection before the request."""
         self.frames = frames
         self._link = link
         self._connection = link.connection
         self._lease = lease
+        self._forgets = forgets
+
+    def _is_unchanged(self) -> bool:
+        """Whether no block was certainly forgotten since the grant."""
+        forgets, self._forgets = self._forgets, UNKNOWN
+        connection = self._connection
+        is_same = forgets != UNKNOWN and connection.files.forgets == forgets
+        return is_same and connection is self._link.connection
 
     def end(self, sound: Sequence[bool], used: tuple[int, int] | None = None) -> list[bool]:
         """End the lease, with which frames were verified. Return which of these blocks are still stored: no
@@ -121,7 +135,8 @@ class DirectLease:
         Raises Unavailable if the daemon has ended."""
         lease, self._lease = self._lease, 0
         if not lease:
-            return [False] * len(self.frames)
+            known = self._is_unchanged()
+            return [known and bool(one) for one in sound[: len(self.frames)]]
         failed = bytes(not one for one in sound)
         valid: list[bytes] = []
 
@@ -153,20 +168,36 @@ def calibration_of(
 
 def read_directly(
     space: OpenSpace, keys: Keys | Sequence[bytes], codecs: bytes, group: int = 0, shard: int = 0,
-    deadline_ms: int = 2000, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,
+    deadline_ms: int = LEASE_MS, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,
+    used: tuple[int, int] | None = None,
 ) -> DirectLease:  # fmt: skip
     """Get the frames of blocks that a load of these keys needs and that are only on disk, if their codec is
     one of `codecs`: the first `most` of them from the key `first` on. The daemon limits the deadline to
-    2 s. Raises Refused if the configuration of the tenant does not permit it."""
+    2 s. With `used`, which `DirectLease.end` explains, there is no lease, if this connection sees whether
+    blocks are forgotten. Raises Refused if the configuration of the tenant does not permit it."""
     packed, link = Keys.of(keys).packed, space.link
     leases: list[DirectLease] = []
+    before = UNKNOWN
 
     def ask(request_id: int) -> wire.Message:
+        nonlocal before
         files = link.connection.files
         files.close_oldest()
+        before = files.forgets if used is not None else UNKNOWN
+        within_ms, counted = (deadline_ms, (0, 0)) if before == UNKNOWN else (0, used or (0, 0))
         closed = files.closed[: wire.LIMIT_DIRECT_FILES]
         return wire.DirectRead(
-            request_id, space.index, group, shard, packed, codecs, deadline_ms, first, most, closed
+            request_id,
+            space.index,
+            group,
+            shard,
+            packed,
+            codecs,
+            within_ms,
+            first,
+            most,
+            closed,
+            *counted,
         )
 
     def take(granted: wire.DirectReadGranted, _: object) -> None:
@@ -184,7 +215,7 @@ def read_directly(
             frames.append(
                 DirectFrame(at, name, file, page, nbytes, codec, header_pages, epoch, digest)
             )
-        leases.append(DirectLease(link, granted.lease, tuple(frames)))
+        leases.append(DirectLease(link, granted.lease, tuple(frames), before))
 
     link.ask(ask, wire.DirectReadGranted, take)
     return leases[0]

@@ -1,8 +1,8 @@
 """Read parts of blocks on disk from their frames: the pages of the header and of the entries that are needed.
 
 The kernel verifies the header, which names the block, and the digests of the entries that it reads, as they
-are on disk. The digest of the whole block is not compared. A block counts only if the daemon confirms after
-the read that it is still stored.
+are on disk. The digest of the whole block is not compared. A block counts only if it is
+still stored after the read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvtier.connection import Clock
-from kvtier.direct import OpenSpace, codecs_for, read_directly
+from kvtier.direct import LEASE_MS, OpenSpace, codecs_for, read_directly
 from kvtier.errors import Refused
 from kvtier.frame import ELEMENTS
 from kvtier.key import Keys
@@ -20,9 +20,9 @@ from kvtier.wire import LIMIT_DIRECT_BLOCKS
 from kvtier_kernels import read_frame_parts
 
 READERS = 8  # threads, which wait for the disk
+FEW = 8  # keys whose frames are read without a lease: too soon for their segments to be reused
 BATCH_BYTES = 64 << 20  # that are read under one lease, and that are in memory until it ends
 BATCH_S = 1.0  # how long a batch may take at the speed of the one before
-LEASE_MS = 2000  # of a batch: as long as the daemon permits
 
 
 def batches(
@@ -35,15 +35,18 @@ def batches(
     or such that only the daemon can read them. The last batch ends with the keys; it has no blocks if the
     tenant's configuration does not permit direct reads. None begins after `until`."""
     nbytes, element = chosen.nbytes, ELEMENTS.get(spec.dtype, 0)
-    limit = BATCH_BYTES // max(
-        nbytes, _read_bytes(spec, place[0], chosen)
-    )  # layers may be repeated
+    layer_bytes = chosen.block_bytes // spec.cache_groups[place[0]].layers
+    # Layers may be repeated.
+    limit = BATCH_BYTES // max(nbytes, _read_bytes(layer_bytes, chosen))
     most = limit = max(1, min(LIMIT_DIRECT_BLOCKS, limit))
-    codecs, first = codecs_for(spec), 0
+    codecs, first, used = codecs_for(spec), 0, (chosen.tokens, nbytes)
+    leased = len(keys) > FEW
     while first < len(keys) and clock() < until:
         some, before = keys[first : first + LIMIT_DIRECT_BLOCKS], first
         try:
-            lease = read_directly(space, some, codecs, *place, LEASE_MS, 0, most)
+            lease = read_directly(
+                space, some, codecs, *place, LEASE_MS, 0, most, None if leased else used
+            )
         except Refused:
             break
         if not lease.frames:
@@ -59,12 +62,16 @@ def batches(
         ]  # fmt: skip
         into = memoryview(bytearray(len(rows) * nbytes))
         began = clock()
+        places = chosen.starts, chosen.each
         sound = read_frame_parts(
-            rows, element, chosen.block_bytes, chosen.starts, chosen.each, into, READERS
+            rows, element, chosen.block_bytes, *places, into, READERS, layer_bytes
         )
         took_s = max(1e-6, clock() - began)
         most = max(1, min(limit, int(len(rows) * BATCH_S / took_s)))
-        valid = lease.end([bool(one) for one in sound], (chosen.tokens, nbytes))
+        valid = lease.end([bool(one) for one in sound], used)
+        if not leased and any(sound) and not any(valid):
+            leased = True  # so that the daemon knows which blocks are still stored
+            continue
         first += lease.frames[-1].at + 1
         yield (
             {
@@ -77,9 +84,8 @@ def batches(
     yield {}, len(keys)
 
 
-def _read_bytes(spec: KvSpec, group: int, chosen: Selection) -> int:
-    """How many bytes of a block are read: whole layers."""
-    layer = chosen.block_bytes // spec.cache_groups[group].layers
+def _read_bytes(layer: int, chosen: Selection) -> int:
+    """How many bytes of a block are read: whole layers, of this size."""
     touched = {
         number
         for start in chosen.starts

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
+from collections.abc import Sequence
 
 LIMIT_READ_FILES = 128  # that a connection keeps open
+UNKNOWN = -1
 
 
 class ReadFile:
@@ -26,9 +29,19 @@ class ReadFiles:
     def __init__(self) -> None:
         self._of: dict[int, ReadFile] = {}  # the last used last
         self.closed: list[int] = []
+        self._forgets: Sequence[int] = (UNKNOWN,)
 
     def add(self, file: ReadFile) -> None:
-        self._of[file.number] = file
+        if file.number:
+            self._of[file.number] = file
+        else:
+            mapped = mmap.mmap(file.fd, file.nbytes, prot=mmap.PROT_READ)
+            self._forgets = memoryview(mapped).cast("Q")
+
+    @property
+    def forgets(self) -> int:
+        """A number that changes when a block of the tenant is forgotten, or UNKNOWN."""
+        return self._forgets[0]
 
     def use(self, number: int) -> ReadFile | None:
         file = self._of.pop(number, None)

@@ -435,7 +435,8 @@ class DirectRead(Message, tag=112):
 
     Granted are blocks of this group and shard that a load of `keys` needs, that are only on disk, and whose
     codec is one of `codecs`: the first `most` of them from the key `first` on. `closed`: the numbers of
-    files that the client has closed."""
+    files that the client has closed. With a `deadline_ms` of 0 there is no lease, and at most `tokens` and
+    `nbytes` of each block count as used."""
 
     space: int
     group: int
@@ -446,6 +447,8 @@ class DirectRead(Message, tag=112):
     first: int = 0
     most: int = LIMIT_DIRECT_BLOCKS
     closed: Annotated[list[int], msgspec.Meta(max_length=LIMIT_DIRECT_FILES)] = []
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class DirectReadEnd(Message, tag=113):
@@ -615,7 +618,7 @@ class HotShares(Message, tag=90):
 
 class DirectReadGranted(Message, tag=48):
     """`rows`: see DIRECT_ROW; `at` is the place of the block's key in the request. The files were sent
-    before. Without a block there is no lease (id 0)."""
+    before. Without a block there is no lease (id 0), nor if none was requested."""
 
     lease: int
     rows: bytes
@@ -651,7 +654,8 @@ class ExtentAdded(Message, tag=64):
 
 
 class DirectReadFile(Message, tag=68):
-    """A file of the tenant's blocks, with a descriptor that is only for reading."""
+    """A file of the tenant's blocks, with a descriptor that is only for reading. File 0 is memory whose
+    first 8 bytes are a number that changes when a block of the tenant is forgotten."""
 
     file: int
     bytes: int

@@ -328,7 +328,10 @@ def test_a_tier_that_is_switched_off_grants_nothing_and_its_blocks_are_still_sto
         assert all(lease.end([True] * CHAIN))
         client.tier("cold", "on")
         daemon.wait_for(lambda stats: stats["tiers"]["cold"].get("blocks") == 2 * CHAIN)
-        assert all(asked(client).end([True] * CHAIN))
+        again: list[bool] = []
+        while len(again) < CHAIN:
+            again = (lease := asked(client)).end([True] * len(lease.frames))
+        assert all(again)
 
 
 def test_a_purge_erases_what_a_lease_names(daemon: Daemon) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import kvtier.direct_parts
-from kvtier import Client, Group, KvSpec, frame, load_tokens
+from kvtier import Client, Group, KvSpec, frame, load_tokens, wire
 from kvtier.direct import read_directly
 from kvtier.frame import PAGE, decode
 from kvtier.space import Space
@@ -158,8 +158,8 @@ def disk(daemon_of: Callable[..., Daemon], tmp_path: Path) -> OnDisk:
 
 
 def read_bytes() -> int:
-    """How many bytes this process has read from files."""
-    return int(Path("/proc/self/io").read_text().partition("rchar: ")[2].split()[0])
+    """How many bytes this process has read from disks."""
+    return int(Path("/proc/self/io").read_text().partition("read_bytes: ")[2].split()[0])
 
 
 PARTS_READ: list[tuple[Any, range | None, int]] = [  # and how many layers of 8 that reads
@@ -174,9 +174,13 @@ def test_only_headers_and_the_entries_that_are_needed_are_read(
     """A digest covers a part of a layer, and a small gap is read too."""
     with disk.daemon.connect() as client:
         space, keys = disk.open(client)
-        before = read_bytes()
-        assert len(load(space, keys, layers, tokens)) == BLOCKS
-        found, wanted = read_bytes() - before, BLOCKS * (PAGE + many * SPEC.block_bytes // 8)
+        found, wanted = 1 << 30, BLOCKS * (PAGE + many * SPEC.block_bytes // 8)
+        for _ in range(5):  # the process may read other pages, such as those of its code
+            before = read_bytes()
+            assert len(load(space, keys, layers, tokens)) == BLOCKS
+            found = min(found, read_bytes() - before)
+        if read_bytes() == 0:
+            pytest.skip("the files are not on a disk")
         assert wanted <= found < wanted + 2 * PAGE
 
 
@@ -290,23 +294,51 @@ def test_damaged_entries_are_misses_and_others_are_read(
         assert space.match(keys).ready + space.match(keys).coming <= 4, "the daemon dropped it"
 
 
+@pytest.mark.parametrize("loads", [0, 2])
 @pytest.mark.parametrize("first", [0, 3])
 def test_blocks_that_are_forgotten_under_the_read_are_misses(
-    disk: OnDisk, monkeypatch: pytest.MonkeyPatch, first: int
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch, first: int, loads: int
 ) -> None:
+    """Also in later reads, for which the client need not ask unless a block was forgotten."""
     whole = kvtier.direct_parts.read_frame_parts
     with disk.daemon.connect() as client, disk.daemon.connect() as other:
         space, keys = disk.open(client)
+        for _ in range(loads):
+            assert len(load(space, keys, [2], None)) == BLOCKS
 
         def read(*given: Any) -> bytes:
             found = whole(*given)
-            assert found == bytes([1]) * BLOCKS
+            assert all(found)
             other.open(SPEC).forget(keys[first : first + 1])
             return found
 
         monkeypatch.setattr(kvtier.direct_parts, "read_frame_parts", read)
         found = load(space, keys, [2], None)
         assert found == [part_of(SPEC, 0, one, [2], None) for one in disk.blocks[0, 0]][:first]
+
+
+def test_only_the_first_read_asks_whether_its_blocks_are_still_stored(
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk.daemon.connect() as client, disk.daemon.connect() as other:
+        (space, keys), asked = disk.open(client), []
+        ask = space.link.ask
+
+        def counted(*given: Any) -> Any:
+            asked.append(given[1])
+            return ask(*given)
+
+        monkeypatch.setattr(space.link, "ask", counted)
+        for number in range(4):
+            if number == 3:
+                other.open(SPEC).forget(keys[4:])
+            assert len(load(space, keys[:4], [number], None)) == 4
+        assert asked == [
+            wire.DirectReadGranted,
+            wire.DirectReadChecked,
+            *[wire.DirectReadGranted] * 3,
+        ]
+        assert disk.direct() == 4 * 4, "the others are counted too"
 
 
 def test_the_layers_of_a_block_count_its_tokens_once(disk: OnDisk) -> None:

@@ -1,9 +1,12 @@
 """Reads of parts of frames compared with their model: the same bytes, or none if anything that they need is
 damaged."""
 
+import multiprocessing
 import os
 import random
+import resource
 import struct
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -78,11 +81,17 @@ def files(tmp_path):
         os.close(files.fd)
 
 
-def read(rows, starts, each, guarded, threads=1):
+@pytest.fixture(params=[0, 2 * PART], ids=["in turn", "at once"])
+def layer_bytes(request):
+    """With the size of layers, headers and layers of raw frames are read at the same time."""
+    return request.param
+
+
+def read(rows, starts, each, guarded, layer_bytes, threads=1):
     """Read, and check that no other bytes change; return the parts that are sound."""
     size = len(starts) * each
     target = guarded(len(rows) * size, 5)
-    given = 0, BLOCK, starts, each, target.array, threads
+    given = 0, BLOCK, starts, each, target.array, threads, layer_bytes
     sound = kernels.read_frame_parts(rows, *given)
     assert target.intact()
     parts = target.array.reshape(len(rows), size)
@@ -90,17 +99,17 @@ def read(rows, starts, each, guarded, threads=1):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_parts_are_those_of_the_model(files, guarded, codec):
+def test_parts_are_those_of_the_model(files, guarded, codec, layer_bytes):
     text = frame(codec)
     row = files.row(text, text)
     for starts, each in CHOSEN:
         expected = read_frame_parts(text, NAME, EPOCH, 0, BLOCK, starts, each)
         assert expected is not None
-        assert read([row], starts, each, guarded) == [expected]
+        assert read([row], starts, each, guarded, layer_bytes) == [expected]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_damaged_byte_gives_the_same_bytes_or_none(files, guarded, codec):
+def test_a_damaged_byte_gives_the_same_bytes_or_none(files, guarded, codec, layer_bytes):
     text, chance = frame(codec), random.Random(codec)
     size = decode(text).header_bytes + decode(text).payload_bytes
     places = [*range(0, 700, 3), *(chance.randrange(size) for _ in range(300))]
@@ -109,7 +118,7 @@ def test_a_damaged_byte_gives_the_same_bytes_or_none(files, guarded, codec):
         bad = bytearray(text)
         bad[place] ^= 1 << chance.randrange(8)
         starts, each = chance.choice(CHOSEN)
-        (found,) = read([files.row(bytes(bad), text)], starts, each, guarded)
+        (found,) = read([files.row(bytes(bad), text)], starts, each, guarded, layer_bytes)
         expected = read_frame_parts(bytes(bad), NAME, EPOCH, 0, BLOCK, starts, each)
         assert found == expected
         if found is None:
@@ -120,12 +129,12 @@ def test_a_damaged_byte_gives_the_same_bytes_or_none(files, guarded, codec):
     assert missed > 200 and kept > 20
 
 
-def test_frames_are_read_by_threads_and_each_is_its_own(files, guarded):
+def test_frames_are_read_by_threads_and_each_is_its_own(files, guarded, layer_bytes):
     texts = [frame(codec) for codec in CODECS]
     rows = [files.row(text, text, number * 64 * PAGE) for number, text in enumerate(texts)]
     for starts, each in CHOSEN:
         expected = [read_frame_parts(one, NAME, EPOCH, 0, BLOCK, starts, each) for one in texts]
-        assert read(rows * 4, starts, each, guarded, 4) == expected * 4
+        assert read(rows * 4, starts, each, guarded, layer_bytes, 4) == expected * 4
 
 
 @pytest.mark.parametrize(
@@ -138,20 +147,107 @@ def test_frames_are_read_by_threads_and_each_is_its_own(files, guarded):
         {"at": 2 * PAGE}, {"at": 1 << 40}, {"fd": 1 << 20},
     ],
 )  # fmt: skip
-def test_a_frame_that_is_not_the_described_one_is_none(files, guarded, changed):
+def test_a_frame_that_is_not_the_described_one_is_none(files, guarded, changed, layer_bytes):
     text = frame("raw")
-    assert read([files.row(text, text)], [0], 64, guarded) != [None]
+    assert read([files.row(text, text)], [0], 64, guarded, layer_bytes) != [None]
     row = dict(zip(("fd", "at", "header", "payload", "codec", "epoch", "digest", "name"),
                    files.row(text, text), strict=True))  # fmt: skip
-    assert read([tuple((row | changed).values())], [0], 64, guarded) == [None]
+    assert read([tuple((row | changed).values())], [0], 64, guarded, layer_bytes) == [None]
 
 
-def test_a_file_that_ends_before_an_entry_is_none(files, guarded):
+def test_a_file_that_ends_before_an_entry_is_none(files, guarded, layer_bytes):
     text = frame("raw")
     row = files.row(text, text)
     os.ftruncate(files.fd, PAGE + PAGE + 4 * PART)
-    assert read([row], [3 * PART], PART, guarded) != [None]
-    assert read([row], [4 * PART], PART, guarded) == [None]
+    assert read([row], [3 * PART], PART, guarded, layer_bytes) != [None]
+    assert read([row], [4 * PART], PART, guarded, layer_bytes) == [None]
+
+
+CHOICES = [0, 1, PART, 2 * PART, 3 * PART, 4 * PART, BLOCK]
+
+
+@pytest.mark.parametrize("frames", [1, 3, 8, 9])
+@pytest.mark.parametrize("bytes_of_a_layer", CHOICES)
+def test_layers_of_another_size_give_the_same_bytes(files, guarded, frames, bytes_of_a_layer):
+    """What is read first is a guess."""
+    text = frame("raw")
+    rows = [files.row(text, text, number * 64 * PAGE) for number in range(frames)]
+    for starts, each in CHOSEN:
+        expected = read_frame_parts(text, NAME, EPOCH, 0, BLOCK, starts, each)
+        assert read(rows, starts, each, guarded, bytes_of_a_layer) == [expected] * frames
+
+
+def test_one_damaged_frame_of_several_that_are_read_at_once_is_none(files, guarded):
+    text = frame("raw")
+    rows = [files.row(text, text, number * 64 * PAGE) for number in range(8)]
+    bad = bytearray(text)
+    bad[PAGE + 3 * PART] ^= 1
+    rows[5] = files.row(bytes(bad), text, 5 * 64 * PAGE)
+    expected = read_frame_parts(text, NAME, EPOCH, 0, BLOCK, [2 * PART], PART)
+    assert read(rows, [2 * PART], PART, guarded, 2 * PART) == [expected] * 8
+    expected = read_frame_parts(text, NAME, EPOCH, 0, BLOCK, [3 * PART], PART)
+    found = read(rows, [3 * PART], PART, guarded, 2 * PART)
+    assert found == [*[expected] * 5, None, *[expected] * 2]
+
+
+def read_with(row, answer):
+    """Read two layers; tell whether they are right."""
+    text, into = frame("raw"), bytearray(2 * PART)
+    sound = kernels.read_frame_parts([row], 0, BLOCK, [4 * PART], 2 * PART, into, 1, 2 * PART)
+    expected = read_frame_parts(text, NAME, EPOCH, 0, BLOCK, [4 * PART], 2 * PART)
+    answer.append(sound == b"\1" and into == expected)
+
+
+def in_a_thread(row):
+    """Which has no ring yet."""
+    answer = []
+    thread = threading.Thread(target=read_with, args=(row, answer))
+    thread.start()
+    thread.join()
+    return answer == [True]
+
+
+def test_reads_in_threads_and_in_forked_children_use_rings_of_their_own(files):
+    text, mine = frame("raw"), []
+    row = files.row(text, text)
+    read_with(row, mine)
+    children = [
+        multiprocessing.get_context("fork").Process(target=child, args=(row,)) for _ in range(2)
+    ]
+    for one in children:
+        one.start()
+    for _ in range(50):
+        read_with(row, mine)
+    assert in_a_thread(row)
+    for one in children:
+        one.join()
+    assert [one.exitcode for one in children] == [0, 0] and all(mine)
+
+
+def child(row):
+    answer = []
+    for _ in range(50):
+        read_with(row, answer)
+    os._exit(0 if all(answer) and in_a_thread(row) else 1)
+
+
+def test_without_io_uring_reads_are_in_turn(files):
+    text = frame("raw")
+    row = files.row(text, text)
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    spare = [os.dup(files.fd)]
+    while spare[-1] < highest:  # no lower descriptor is free
+        spare.append(os.dup(files.fd))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare[-1] + 1, most))
+    try:
+        with pytest.raises(OSError, match="Too many"):
+            os.dup(files.fd)
+        assert in_a_thread(row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+        for fd in spare:
+            os.close(fd)
 
 
 def counted_reads() -> int:
@@ -184,13 +280,14 @@ def test_invalid_arguments_are_refused(files):
     text = frame("raw")
     good, target = files.row(text, text), bytearray(64)
 
-    def refuse(error, match, row=good, element=0, starts=(0,), each=64, into=target):
+    def refuse(error, match, row=good, element=0, starts=(0,), each=64, into=target, layer_bytes=0):
         with pytest.raises(error, match=match):
-            kernels.read_frame_parts([row], element, BLOCK, starts, each, into)
+            kernels.read_frame_parts([row], element, BLOCK, starts, each, into, 1, layer_bytes)
 
     refuse(IndexError, "starts", starts=[BLOCK - 63])
     refuse(IndexError, "starts", starts=[2**64 - 1])
     refuse(IndexError, "starts", each=2**63)
+    refuse(ValueError, "layer_bytes", layer_bytes=BLOCK + 1)
     refuse(ValueError, "into", starts=[])
     refuse(ValueError, "into", each=0)
     refuse(ValueError, "into", into=bytearray(65))

@@ -34,6 +34,8 @@ SOURCES = (
     "encryption",
     "xxh3",
     "frame",
+    "page_reads",
+    "disk_ring",
 )
 # -Og: with the sanitizers, -O1 takes twice as long to compile.
 FLAGS = ("-std=c++20", "-Og", "-g1", "-ffp-contract=off", "-fno-sanitize-recover=all",

@@ -229,6 +229,8 @@ class BlockTable:
         self.reads = ReadBlocks()
         self.residency = Residency(store, policy)
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
+        # One number: how often blocks were forgotten.
+        self.forgets: array[int] | memoryview[int] = array("Q", (0,))
         self._erasures: dict[
             int, Callable[[], None]
         ] = {}  # of purged blocks that still have a slot
@@ -312,6 +314,7 @@ class BlockTable:
         names = self.changes.name(ids) if self.changes.watched else b""
         self.miss_log.note(self.store.keys_of(ids), FORGOTTEN)
         freed, orphans, dead = self.store.forget(ids)
+        self.forgets[0] += 1
         self.expiring.drop(ids)
         for tier in (MEMORY, DISK):
             self.changes.add(WENT, tier, names)

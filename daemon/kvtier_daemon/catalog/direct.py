@@ -36,7 +36,9 @@ class DirectBlocks:
         if first >= prefix:
             return FramedBlocks(), []
         keys = keys[first * KEY_BYTES : prefix * KEY_BYTES]
-        ids, usable = b"", bytes(number in codecs for number in range(256))
+        ids, usable = b"", bytearray(256)
+        for number in codecs:
+            usable[number] = 1
         for one, part, below, _ in store.missing(space.index, keys, prefix - first):
             if (one, part) == (group, shard):
                 ids = below

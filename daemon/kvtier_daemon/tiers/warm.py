@@ -9,6 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -253,6 +254,24 @@ def generation_table(name: str, nbytes: int) -> tuple[Mapping, int]:
         return table, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(fd)
+
+
+class SharedCounter:
+    """A number in memory that clients can map read-only."""
+
+    def __init__(self, name: str) -> None:
+        fd = _memfd(name, PAGE)
+        try:
+            os.posix_fallocate(fd, 0, PAGE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            self.word = memoryview(mmap.mmap(fd, PAGE)).cast("Q")
+            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        weakref.finalize(self, os.close, self._fd)
+
+    def handles(self, read_only: bool) -> tuple[int, ...]:
+        return (os.dup(self._fd),)
 
 
 def _take_over(tenant: str, files: ExtentFiles) -> Extent:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import count
 
 from kvtier import wire
 from kvtier.errors import bad_request
+from kvtier.frame import PAGE
 from kvtier_daemon.serving.context import Handlers, Requester
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import DirectFile
@@ -19,6 +21,7 @@ class DirectReadRequests:
     def __init__(self, session: Requester) -> None:
         self._session = session
         self._files: dict[DirectFile, int] = {}  # that the client has
+        self._has_forgets = False
 
     def handlers(self) -> Handlers:
         return {
@@ -29,16 +32,21 @@ class DirectReadRequests:
 
     def read(self, tenant: Tenant, request: wire.DirectRead) -> wire.Reply:
         _check_permitted(tenant)
-        if request.deadline_ms < 1:
-            raise bad_request(f"deadline_ms is {request.deadline_ms}, it must be at least 1")
+        if request.deadline_ms < 0:
+            raise bad_request(f"deadline_ms is {request.deadline_ms}, it must be at least 0")
         if request.closed:
             closed = set(request.closed)
             self._files = {file: n for file, n in self._files.items() if n not in closed}
+        if not self._has_forgets:
+            # Without memory or descriptors, the client asks after each read.
+            with contextlib.suppress(OSError):
+                self._session.send_with(wire.DirectReadFile(0, 0, PAGE), tenant.count_forgets())
+                self._has_forgets = True
         space = tenant.catalog.spaces.at(request.space)
         grant = tenant.tier.direct.grant(
             self._session.id, space, request.group, request.shard, request.keys,
             frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, max(0, request.first),
-            min(request.most, wire.LIMIT_DIRECT_BLOCKS),
+            min(request.most, wire.LIMIT_DIRECT_BLOCKS), (request.tokens, request.nbytes),
         )  # fmt: skip
         rows = b"".join(
             wire.DIRECT_ROW.pack(

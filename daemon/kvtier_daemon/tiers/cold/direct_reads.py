@@ -91,9 +91,12 @@ class SegmentReads:
     def grant(
         self, session: int, space: KnownSpace, group: int, shard: int, keys: bytes,
         codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool], first: int,
-        most: int,
+        most: int, used: tuple[int, int],
     ) -> DirectGrant:  # fmt: skip
-        if sum(lease.session == session for lease in self._leases.values()) >= LIMIT_LEASES:
+        if (
+            within_s
+            and sum(lease.session == session for lease in self._leases.values()) >= LIMIT_LEASES
+        ):
             text = f"this session has {LIMIT_LEASES} direct reads already: end one of them first"
             raise Refused("too_many", text)
         if not self._cold.reader.is_on:
@@ -123,6 +126,9 @@ class SegmentReads:
             segments[segment] += 1
         if not rows:
             return DirectGrant()
+        if not within_s:
+            self._count(space, (group, shard), len(rows), 0, *used)
+            return DirectGrant(0, tuple(rows))
         for segment, blocks in segments.items():
             segment.reading += blocks
         lease = next(_leases)
@@ -145,13 +151,20 @@ class SegmentReads:
             return bytes(blocks)
         still = self._catalog.direct.still(held.space, held.keys, held.blocks)
         valid = bytes(there and not bad for there, bad in zip(still, failed, strict=True))
-        # All parts of a block contain the same tokens, so only the first part counts tokens.
-        tokens = min(tokens, held.space.spec.block_tokens) * (held.place == (0, 0))
-        nbytes = min(nbytes, held.space.block_bytes[held.place[0]])
-        self._catalog.usage.count_used(held.space, 0, sum(valid) * tokens, sum(valid) * nbytes)
-        self._counts["direct"] += sum(valid)
-        self._counts["not_direct"] += blocks - sum(valid)
+        good = sum(valid)
+        self._count(held.space, held.place, good, blocks - good, tokens, nbytes)
         return valid
+
+    def _count(
+        self, space: KnownSpace, place: tuple[int, int], good: int, bad: int, tokens: int, nbytes: int
+    ) -> None:  # fmt: skip
+        """Count these blocks, and at most these tokens and bytes of each good one as used."""
+        # All parts of a block contain the same tokens, so only the first part counts tokens.
+        tokens = min(tokens, space.spec.block_tokens) * (place == (0, 0))
+        nbytes = min(nbytes, space.block_bytes[place[0]])
+        self._catalog.usage.count_used(space, 0, good * tokens, good * nbytes)
+        self._counts["direct"] += good
+        self._counts["not_direct"] += bad
 
     def session_ended(self, session: int) -> None:
         for lease in [one for one, held in self._leases.items() if held.session == session]:
