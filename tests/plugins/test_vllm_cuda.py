@@ -541,7 +541,9 @@ def test_a_lost_device_is_a_line_in_the_log_and_misses(
     lines = [one.getMessage() for one in caplog.records if "CUDA device failed" in one.getMessage()]
     assert len(lines) == 1 and "CUDA_ERROR_UNKNOWN" in lines[0]
     counts = engine.scheduler.counts
-    assert counts["load_failed:error"] >= 1 and counts["drop:lost"] >= 8
+    assert counts["load_failed:error"] >= 1
+    # The pages of a save can be given to the next request before a thread looks at the device.
+    assert counts["drop:lost"] + counts["drop:overwritten"] >= 8
     engine.close()
     fake_cuda.mend()
 

@@ -23,6 +23,7 @@ from kvtier_daemon.tiers.remote.driver import COMMAND as STORE_COMMAND
 from support import forked, hasty
 
 START_S = 60.0  # on a busy machine
+BUSY_S = 60.0  # for an answer, on a busy machine
 STOP_S = 20.0  # less than the limit of the daemon's own stop
 SERVE = (sys.executable, "-m", "kvtier_daemon.cli", "serve")
 TESTS = str(Path(__file__).parents[1])
@@ -56,7 +57,7 @@ class Daemon:
         return Client.connect(self.socket, **options)
 
     def stats(self) -> dict[str, Any]:
-        with self.connect() as client:
+        with self.connect(timeout_s=BUSY_S) as client:
             return checked(client.stats())
 
     def wait_for(
@@ -64,7 +65,7 @@ class Daemon:
     ) -> dict[str, Any]:
         """Wait until `holds` is true for a report; return that report."""
         deadline, pause_s = time.monotonic() + seconds, 0.002
-        with self.connect() as client:
+        with self.connect(timeout_s=BUSY_S) as client:
             while not holds(stats := checked(client.stats())):
                 assert time.monotonic() < deadline, f"still not so after {seconds} s: {stats}"
                 time.sleep(pause_s)
