@@ -53,6 +53,7 @@ REMOTE, COLD, RECOMPUTE, DECODE = 1.0, 1.10, 1.05, 1.10
 SLOWER = 3.0  # how much longer loading takes than computing
 STALE_S = 31.0  # without a read: an old speed that was low does not count
 RECONNECT_S = 3.0
+POLLS_S = 1.5  # longer than a worker of vLLM polls after its last step
 WAIT_S = 60.0
 OFF = {"load": False, "save": False}
 
@@ -209,8 +210,10 @@ def slow_store(scene: Scene, rounds: int, load_s: float) -> Iterator[Row]:
 
 
 def roles(folder: Path, rounds: int) -> Iterator[Row]:
-    """An engine that computes, and one on the same host that decodes."""
-    first, warm = list[float](), list[float]()
+    """An engine that computes, and one on the same host that decodes. vLLM's worker polls for a second after
+    a step, and vLLM binds the workers of both engines to the same core: so the hit in memory is measured
+    while the other engine polls too, and once while it does not."""
+    first, warm, idle = list[float](), list[float](), list[float]()
     with ExitStack() as stack:
         daemon = stack.enter_context(ColdDaemon(folder / "roles", 4 * ROOM))
         prefill, decode = (
@@ -224,14 +227,21 @@ def roles(folder: Path, rounds: int) -> Iterator[Row]:
             one = decode.generate(parts(seed))
             resident = decode.generate(parts(seed))
             decode.reset()
+            prefill.generate([(next(fresh), BLOCK // 2)])
             other = decode.generate(parts(seed))
-            for hit in (one, other):
+            decode.reset()
+            time.sleep(POLLS_S)
+            alone = decode.generate(parts(seed))
+            for hit in (one, other, alone):
                 same(hit, resident)
             if number >= 0:
-                first.append(one["seconds"])
-                warm.append(other["seconds"])
+                for times, hit in ((first, one), (warm, other), (idle, alone)):
+                    times.append(hit["seconds"])
     ratios = [one / other for one, other in zip(first, warm, strict=True)]
-    more = {"decoder ms": median(first) * 1e3, "warm ms": median(warm) * 1e3}
+    more = {
+        "decoder ms": median(first) * 1e3, "warm ms": median(warm) * 1e3,
+        "warm, the other engine is idle, ms": median(idle) * 1e3,
+    }  # fmt: skip
     name = "first token of the decoder after the prefill engine's answer / a hit in memory"
     yield share_row(name, ratios, DECODE, **more)
 
