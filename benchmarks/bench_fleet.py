@@ -42,6 +42,7 @@ from harness import Row
 from support.mooncake import MooncakePool
 from support.object_store import ObjectStore
 from support.proxy import Proxy
+from ttft_journal import events
 
 MODEL = "189M"
 BLOCKS, NBYTES = PREFIX // BLOCK, PREFIX * KV_BYTES[MODEL]
@@ -209,11 +210,25 @@ def slow_store(scene: Scene, rounds: int, load_s: float) -> Iterator[Row]:
     yield share_row(name, ratios, RECOMPUTE, **more)
 
 
+def held_back_s(engine: Engine, hit: dict[str, Any]) -> float:
+    """How long the scheduler held this request back before it loaded."""
+    began, until = hit["began"], hit["began"] + hit["seconds"]
+    found = (at for what, much, at, _ in events(engine.records) if what == "matched" and much)
+    return next(at for at in found if began <= at <= until) - began
+
+
+def last_save(engine: Engine, before: float) -> float:
+    """When the last save of this engine before then ended."""
+    saves = (ended for what, _, _, ended in events(engine.records) if what == "save")
+    return max(ended for ended in saves if ended <= before)
+
+
 def roles(folder: Path, rounds: int) -> Iterator[Row]:
     """An engine that computes, and one on the same host that decodes. vLLM's worker polls for a second after
     a step, and vLLM binds the workers of both engines to the same core: so the hit in memory is measured
     while the other engine polls too, and once while it does not."""
     first, warm, idle = list[float](), list[float](), list[float]()
+    held, held_warm, saving = list[float](), list[float](), list[float]()
     with ExitStack() as stack:
         daemon = stack.enter_context(ColdDaemon(folder / "roles", 4 * ROOM))
         prefill, decode = (
@@ -223,7 +238,8 @@ def roles(folder: Path, rounds: int) -> Iterator[Row]:
         for number in range(-1, rounds):
             seed = next(fresh)
             decode.reset()
-            assert not prefill.generate(parts(seed))["cached"]
+            computed = prefill.generate(parts(seed))
+            assert not computed["cached"]
             one = decode.generate(parts(seed))
             resident = decode.generate(parts(seed))
             decode.reset()
@@ -237,10 +253,16 @@ def roles(folder: Path, rounds: int) -> Iterator[Row]:
             if number >= 0:
                 for times, hit in ((first, one), (warm, other), (idle, alone)):
                     times.append(hit["seconds"])
+                held.append(held_back_s(decode, one))
+                held_warm.append(held_back_s(decode, other))
+                answered = computed["began"] + computed["seconds"]
+                saving.append(last_save(prefill, one["began"] + one["seconds"]) - answered)
     ratios = [one / other for one, other in zip(first, warm, strict=True)]
     more = {
         "decoder ms": median(first) * 1e3, "warm ms": median(warm) * 1e3,
         "warm, the other engine is idle, ms": median(idle) * 1e3,
+        "decoder held back ms": median(held) * 1e3, "warm held back ms": median(held_warm) * 1e3,
+        "last save ends after the answer, ms": median(saving) * 1e3,
     }  # fmt: skip
     name = "first token of the decoder after the prefill engine's answer / a hit in memory"
     yield share_row(name, ratios, DECODE, **more)

@@ -21,6 +21,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -44,7 +45,7 @@ from support.object_store import BUCKET, KEY, ObjectStore
 BLOCKS = 16  # of a prompt
 BAR = 0.85
 LOCAL_BAR = 1.02
-LOOKUPS = 200
+LOOKUPS, LOADS, TURNS = 200, 60, 20
 LOOK_S = 0.004  # each look takes up to a millisecond of the daemon's time
 PAGE = PAGE_NAMES  # objects of a page of a list
 SPEC = KvSpec.dense(
@@ -260,22 +261,28 @@ class Scene:
             one[2].forget(keys)
 
     def _local(self, number: int, blocks: list[bytes], counts: bool) -> None:
-        """The daemon with the remote tier and the one without: saves, lookups and loads."""
+        """The daemon with the remote tier and the one without: saves, lookups and loads. They take turns of a
+        few milliseconds, so that both meet the same work of other processes."""
         tokens = [1 << 20 | (number + 2)] * BLOCKS * SPEC.block_tokens
-        sides: list[dict[str, float]] = []
-        for _, _, space in (self.b, self.alone) if number % 2 else (self.alone, self.b):
-            keys = space.keys(tokens)
-            side = {"local save": timed(lambda space=space, keys=keys: space.save(keys, blocks))}
-            each = [timed(lambda space=space, keys=keys: space.match(keys)) for _ in range(LOOKUPS)]
-            side["local match"] = median(each)
-            side["local load"] = median(
-                timed(lambda space=space, keys=keys: load(space, keys)) for _ in range(9)
-            )
-            sides.append(side)
-            space.forget(keys)
-        with_remote, alone = sides if number % 2 else reversed(sides)
-        for name, seconds in with_remote.items():
-            self._note(name, seconds, alone[name], counts)
+        sides = (self.b[2], self.alone[2])
+        keys = [space.keys(tokens) for space in sides]
+        found: dict[str, tuple[list[float], list[float]]] = {
+            name: ([], []) for name in ("local save", "local match", "local load")
+        }
+
+        def each(name: str, work: Callable[[Space, Keys], object], times: int, turns: int) -> None:
+            for turn in range(turns):
+                for at in (0, 1) if (number + turn) % 2 else (1, 0):
+                    work_of = partial(work, sides[at], keys[at])
+                    found[name][at].extend(timed(work_of) for _ in range(times))
+
+        each("local save", lambda space, chain: space.save(chain, blocks), 1, 1)
+        each("local match", lambda space, chain: space.match(chain), LOOKUPS // TURNS, TURNS)
+        each("local load", load, LOADS // TURNS, TURNS)
+        for space, chain in zip(sides, keys, strict=True):
+            space.forget(chain)
+        for name, (ours, theirs) in found.items():
+            self._note(name, median(ours), median(theirs), counts)
 
 
 def load(space: Space, keys: Keys) -> None:
