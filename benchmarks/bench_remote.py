@@ -46,7 +46,8 @@ BLOCKS = 16  # of a prompt
 BAR = 0.85
 LOCAL_BAR = 1.02
 LOOKUPS, LOADS, TURNS = 200, 60, 20
-LOOK_S = 0.004  # each look takes up to a millisecond of the daemon's time
+LOOK_S = 0.001
+FIRST_LOOK = 0.9  # of the shortest time of the client's own put: no look before that
 PAGE = PAGE_NAMES  # objects of a page of a list
 SPEC = KvSpec.dense(
     model="bench",
@@ -60,6 +61,7 @@ SPEC = KvSpec.dense(
 
 
 class OwnClient(Protocol):
+    def has(self, name: str) -> bool: ...
     def put(self, names: list[str], content: bytes, size: int) -> None: ...
     def get(self, names: list[str], size: int) -> None: ...
 
@@ -77,6 +79,15 @@ class S3Client:
         self._store = S3Store(
             BUCKET, prefix="fleet", config=config, client_options={"allow_http": True}
         )
+
+    def has(self, name: str) -> bool:
+        import obstore
+
+        try:
+            obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         import obstore
@@ -123,6 +134,9 @@ class MooncakeClient:
 
     def _places(self, count: int) -> list[int]:
         return [self._at + at * self._room for at in range(count)]
+
+    def has(self, name: str) -> bool:
+        return bool(self._store.is_exist(f"fleet/{name}") == 1)
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         names = [f"fleet/{name}" for name in names]
@@ -221,10 +235,12 @@ class Scene:
         others = [f"own/{number}/{at}" for at in range(BLOCKS)]
 
         def write() -> float:
-            before = self._remote(self.a)["states"]["written"]
             began = time.perf_counter()
             assert len(self.a[2].save(keys, blocks)) == BLOCKS
-            self._until(lambda: self._remote(self.a)["states"]["written"] >= before + BLOCKS)
+            time.sleep(FIRST_LOOK * min(self.seconds.get("write, client", [0.0])))
+            for name in names:
+                while not self.own.has(name):
+                    time.sleep(LOOK_S)
             return time.perf_counter() - began
 
         def put() -> float:
@@ -236,7 +252,9 @@ class Scene:
         def theirs(name: str, work: Callable[[], float]) -> float:
             return self._counted(f"{name}, client", [os.getpid()], work)
 
+        written = self._remote(self.a)["states"]["written"] + BLOCKS
         timed_both = both(lambda: ours("write", self.a, write), lambda: theirs("write", put), order)
+        self._until(lambda: self._remote(self.a)["states"]["written"] >= written)
         self._note("write", *timed_both, counts)
         space = self.b[2]
         space.match(keys)
@@ -244,7 +262,8 @@ class Scene:
 
         def read() -> float:
             began = time.perf_counter()
-            self._until(lambda: space.match(keys).ready == BLOCKS)
+            with space.load(keys, wait_ms=60_000) as ready:
+                assert len(ready) == BLOCKS
             return time.perf_counter() - began
 
         def get() -> float:

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import threading
 import time
 from array import array
@@ -50,7 +51,14 @@ from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.families import RETRY_S, TELL_S
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import names_of
-from kvtier_daemon.tiers.remote.messages import FAILED, Answer, GetObject, HeadObjects, Request
+from kvtier_daemon.tiers.remote.messages import (
+    FAILED,
+    Answer,
+    GetObject,
+    HeadObjects,
+    Request,
+    packed,
+)
 from kvtier_daemon.tiers.remote.objects import object_name
 from kvtier_daemon.tiers.remote.places import Place, restorable
 from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
@@ -225,6 +233,52 @@ def test_requests_to_a_process_that_has_just_ended_fail(
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(ask())
     assert {one.outcome for one in answers} == {FAILED}
+
+
+def test_requests_of_one_turn_of_the_loop_are_sent_together_or_never(
+    tmp_path: Path, store: Store
+) -> None:
+    """Places of a buffer are those of one process: the next one gets no request of the one before it."""
+    file = tmp_path / "kvtier.toml"
+    file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n{store.config()}')
+    settings = cast(CurrentConfig, SimpleNamespace(config=load(file, environ={}).config))
+    config = settings.config.remote
+    assert config is not None
+
+    async def ask() -> None:
+        driver, answers = StoreDriver(config, TierKeys("remote", settings, []), lambda: None), []
+        ends: list[socket.socket] = []
+
+        async def connect() -> None:
+            end, process = socket.socketpair()
+            ends.append(process)
+            process.setblocking(False)
+            _, driver._writer = await asyncio.open_connection(sock=end)
+
+        def request() -> GetObject:
+            return GetObject(driver.next_id(), "a", 0, 10)
+
+        await connect()
+        requests = [request() for _ in range(3)]
+        for one in requests:
+            driver.ask(one, answers.append)
+        with pytest.raises(BlockingIOError):
+            ends[0].recv(1 << 16)
+        await asyncio.sleep(0)
+        assert ends[0].recv(1 << 16) == b"".join(map(packed, requests))
+        driver.ask(request(), answers.append)
+        await driver._end("it ended")
+        await connect()
+        last = request()
+        driver.ask(last, answers.append)
+        await asyncio.sleep(0)
+        assert ends[1].recv(1 << 16) == packed(last)
+        assert [one.outcome for one in answers] == [FAILED] * 4
+        driver._writer.close()
+        for end in ends:
+            end.close()
+
+    asyncio.run(ask())
 
 
 class TestRemoteTier(TierTests):
