@@ -334,6 +334,31 @@ def test_a_long_prefix_that_is_in_the_store_does_not_hold_the_loop(alone: Served
     assert pauses == [b""] * 8
 
 
+def test_a_prefix_that_is_in_the_store_is_looked_up_once_in_some_seconds(
+    alone: ServedShared,
+) -> None:
+    sharer, known = alone.shared.sharer, alone.shared.fetcher._queue.known
+    space, keys, now = alone._space(Identity()), os.urandom(32 * 4), [1000.0]
+    sharer._clock = lambda: now[0]
+
+    def looks() -> int:
+        """How many prefixes are looked up after a use of this one."""
+        sharer.used(space, keys)
+        queued = sharer.queued
+        for _ in range(queued):
+            assert set(sharer._next()) == {b""}
+        return queued
+
+    assert (looks(), looks()) == (1, 1), "the store lacks it"
+    for place in alone.shared.fetcher._places.of(space):
+        known.note(names_of(keys, place.mask), True)
+    assert (looks(), looks(), looks()) == (1, 0, 0)
+    now[0] += sharing.LATELY_S
+    assert (looks(), looks()) == (1, 0)
+    alone.shared.forget(space, keys[:32], None)
+    assert (looks(), looks()) == (1, 1)
+
+
 def test_a_slow_or_late_store_is_measured_by_reads_that_no_request_waits_for(
     tmp_path: Path, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
