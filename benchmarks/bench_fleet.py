@@ -42,6 +42,7 @@ from harness import Row
 from support.mooncake import MooncakePool
 from support.object_store import ObjectStore
 from support.proxy import Proxy
+from ttft_journal import events
 
 MODEL = "189M"
 BLOCKS, NBYTES = PREFIX // BLOCK, PREFIX * KV_BYTES[MODEL]
@@ -53,6 +54,7 @@ REMOTE, COLD, RECOMPUTE, DECODE = 1.0, 1.10, 1.05, 1.10
 SLOWER = 3.0  # how much longer loading takes than computing
 STALE_S = 31.0  # without a read: an old speed that was low does not count
 RECONNECT_S = 3.0
+POLLS_S = 1.5  # longer than a worker of vLLM polls after its last step
 WAIT_S = 60.0
 OFF = {"load": False, "save": False}
 
@@ -208,9 +210,25 @@ def slow_store(scene: Scene, rounds: int, load_s: float) -> Iterator[Row]:
     yield share_row(name, ratios, RECOMPUTE, **more)
 
 
+def held_back_s(engine: Engine, hit: dict[str, Any]) -> float:
+    """How long the scheduler held this request back before it loaded."""
+    began, until = hit["began"], hit["began"] + hit["seconds"]
+    found = (at for what, much, at, _ in events(engine.records) if what == "matched" and much)
+    return next(at for at in found if began <= at <= until) - began
+
+
+def last_save(engine: Engine, before: float) -> float:
+    """When the last save of this engine before then ended."""
+    saves = (ended for what, _, _, ended in events(engine.records) if what == "save")
+    return max(ended for ended in saves if ended <= before)
+
+
 def roles(folder: Path, rounds: int) -> Iterator[Row]:
-    """An engine that computes, and one on the same host that decodes."""
-    first, warm = list[float](), list[float]()
+    """An engine that computes, and one on the same host that decodes. vLLM's worker polls for a second after
+    a step, and vLLM binds the workers of both engines to the same core: so the hit in memory is measured
+    while the other engine polls too, and once while it does not."""
+    first, warm, idle = list[float](), list[float](), list[float]()
+    held, held_warm, saving = list[float](), list[float](), list[float]()
     with ExitStack() as stack:
         daemon = stack.enter_context(ColdDaemon(folder / "roles", 4 * ROOM))
         prefill, decode = (
@@ -220,18 +238,32 @@ def roles(folder: Path, rounds: int) -> Iterator[Row]:
         for number in range(-1, rounds):
             seed = next(fresh)
             decode.reset()
-            assert not prefill.generate(parts(seed))["cached"]
+            computed = prefill.generate(parts(seed))
+            assert not computed["cached"]
             one = decode.generate(parts(seed))
             resident = decode.generate(parts(seed))
             decode.reset()
+            prefill.generate([(next(fresh), BLOCK // 2)])
             other = decode.generate(parts(seed))
-            for hit in (one, other):
+            decode.reset()
+            time.sleep(POLLS_S)
+            alone = decode.generate(parts(seed))
+            for hit in (one, other, alone):
                 same(hit, resident)
             if number >= 0:
-                first.append(one["seconds"])
-                warm.append(other["seconds"])
+                for times, hit in ((first, one), (warm, other), (idle, alone)):
+                    times.append(hit["seconds"])
+                held.append(held_back_s(decode, one))
+                held_warm.append(held_back_s(decode, other))
+                answered = computed["began"] + computed["seconds"]
+                saving.append(last_save(prefill, one["began"] + one["seconds"]) - answered)
     ratios = [one / other for one, other in zip(first, warm, strict=True)]
-    more = {"decoder ms": median(first) * 1e3, "warm ms": median(warm) * 1e3}
+    more = {
+        "decoder ms": median(first) * 1e3, "warm ms": median(warm) * 1e3,
+        "warm, the other engine is idle, ms": median(idle) * 1e3,
+        "decoder held back ms": median(held) * 1e3, "warm held back ms": median(held_warm) * 1e3,
+        "last save ends after the answer, ms": median(saving) * 1e3,
+    }  # fmt: skip
     name = "first token of the decoder after the prefill engine's answer / a hit in memory"
     yield share_row(name, ratios, DECODE, **more)
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -44,8 +45,9 @@ from support.object_store import BUCKET, KEY, ObjectStore
 BLOCKS = 16  # of a prompt
 BAR = 0.85
 LOCAL_BAR = 1.02
-LOOKUPS = 200
-LOOK_S = 0.004  # each look takes up to a millisecond of the daemon's time
+LOOKUPS, LOADS, TURNS = 200, 60, 20
+LOOK_S = 0.001
+FIRST_LOOK = 0.9  # of the shortest time of the client's own put: no look before that
 PAGE = PAGE_NAMES  # objects of a page of a list
 SPEC = KvSpec.dense(
     model="bench",
@@ -59,6 +61,7 @@ SPEC = KvSpec.dense(
 
 
 class OwnClient(Protocol):
+    def has(self, name: str) -> bool: ...
     def put(self, names: list[str], content: bytes, size: int) -> None: ...
     def get(self, names: list[str], size: int) -> None: ...
 
@@ -76,6 +79,15 @@ class S3Client:
         self._store = S3Store(
             BUCKET, prefix="fleet", config=config, client_options={"allow_http": True}
         )
+
+    def has(self, name: str) -> bool:
+        import obstore
+
+        try:
+            obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         import obstore
@@ -122,6 +134,9 @@ class MooncakeClient:
 
     def _places(self, count: int) -> list[int]:
         return [self._at + at * self._room for at in range(count)]
+
+    def has(self, name: str) -> bool:
+        return bool(self._store.is_exist(f"fleet/{name}") == 1)
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         names = [f"fleet/{name}" for name in names]
@@ -220,10 +235,12 @@ class Scene:
         others = [f"own/{number}/{at}" for at in range(BLOCKS)]
 
         def write() -> float:
-            before = self._remote(self.a)["states"]["written"]
             began = time.perf_counter()
             assert len(self.a[2].save(keys, blocks)) == BLOCKS
-            self._until(lambda: self._remote(self.a)["states"]["written"] >= before + BLOCKS)
+            time.sleep(FIRST_LOOK * min(self.seconds.get("write, client", [0.0])))
+            for name in names:
+                while not self.own.has(name):
+                    time.sleep(LOOK_S)
             return time.perf_counter() - began
 
         def put() -> float:
@@ -235,7 +252,9 @@ class Scene:
         def theirs(name: str, work: Callable[[], float]) -> float:
             return self._counted(f"{name}, client", [os.getpid()], work)
 
+        written = self._remote(self.a)["states"]["written"] + BLOCKS
         timed_both = both(lambda: ours("write", self.a, write), lambda: theirs("write", put), order)
+        self._until(lambda: self._remote(self.a)["states"]["written"] >= written)
         self._note("write", *timed_both, counts)
         space = self.b[2]
         space.match(keys)
@@ -243,7 +262,8 @@ class Scene:
 
         def read() -> float:
             began = time.perf_counter()
-            self._until(lambda: space.match(keys).ready == BLOCKS)
+            with space.load(keys, wait_ms=60_000) as ready:
+                assert len(ready) == BLOCKS
             return time.perf_counter() - began
 
         def get() -> float:
@@ -260,22 +280,28 @@ class Scene:
             one[2].forget(keys)
 
     def _local(self, number: int, blocks: list[bytes], counts: bool) -> None:
-        """The daemon with the remote tier and the one without: saves, lookups and loads."""
+        """The daemon with the remote tier and the one without: saves, lookups and loads. They take turns of a
+        few milliseconds, so that both meet the same work of other processes."""
         tokens = [1 << 20 | (number + 2)] * BLOCKS * SPEC.block_tokens
-        sides: list[dict[str, float]] = []
-        for _, _, space in (self.b, self.alone) if number % 2 else (self.alone, self.b):
-            keys = space.keys(tokens)
-            side = {"local save": timed(lambda space=space, keys=keys: space.save(keys, blocks))}
-            each = [timed(lambda space=space, keys=keys: space.match(keys)) for _ in range(LOOKUPS)]
-            side["local match"] = median(each)
-            side["local load"] = median(
-                timed(lambda space=space, keys=keys: load(space, keys)) for _ in range(9)
-            )
-            sides.append(side)
-            space.forget(keys)
-        with_remote, alone = sides if number % 2 else reversed(sides)
-        for name, seconds in with_remote.items():
-            self._note(name, seconds, alone[name], counts)
+        sides = (self.b[2], self.alone[2])
+        keys = [space.keys(tokens) for space in sides]
+        found: dict[str, tuple[list[float], list[float]]] = {
+            name: ([], []) for name in ("local save", "local match", "local load")
+        }
+
+        def each(name: str, work: Callable[[Space, Keys], object], times: int, turns: int) -> None:
+            for turn in range(turns):
+                for at in (0, 1) if (number + turn) % 2 else (1, 0):
+                    work_of = partial(work, sides[at], keys[at])
+                    found[name][at].extend(timed(work_of) for _ in range(times))
+
+        each("local save", lambda space, chain: space.save(chain, blocks), 1, 1)
+        each("local match", lambda space, chain: space.match(chain), LOOKUPS // TURNS, TURNS)
+        each("local load", load, LOADS // TURNS, TURNS)
+        for space, chain in zip(sides, keys, strict=True):
+            space.forget(chain)
+        for name, (ours, theirs) in found.items():
+            self._note(name, median(ours), median(theirs), counts)
 
 
 def load(space: Space, keys: Keys) -> None:

@@ -156,6 +156,9 @@ class BenchConnector(KvtierConnector):
             return bool(good)
 
         loads._load = load
+        saves = self._worker.saves
+        save = saves._save
+        saves._save = lambda copy: self._journal.timed("save", lambda: save(copy))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._journal.timed(

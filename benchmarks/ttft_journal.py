@@ -16,7 +16,7 @@ COUNT = struct.Struct("<Q")
 LIMIT_EVENTS = 1 << 20
 WHAT = (
     "queued", "matched", "allocated", "build", "output", "finished", "begin", "start_load", "saved",
-    "results", "report", "copy",
+    "results", "report", "copy", "save",
 )  # fmt: skip
 
 

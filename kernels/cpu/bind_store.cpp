@@ -170,13 +170,13 @@ class PyStore {
         return out;
     }
 
-    nb::bytes probe(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
-                    nb::bytes keys) const {
+    nb::bytes probe(std::uint32_t space, std::uint32_t group, std::uint32_t shard, nb::bytes keys,
+                    bool live) const {
         Keys list = keys_in(keys);
         std::uint32_t place = store_.place(space, group, shard);
         char* answers;
         nb::bytes out = zeroed(list.n, answers);
-        store_.probe(place, list, answers);
+        store_.probe(place, list, answers, live);
         return out;
     }
 
@@ -576,7 +576,7 @@ void bind_store(nb::module_& m) {
         .def("missing", &PyStore::missing, "space"_a, "keys"_a, "prefix"_a)
         .def("resident", &PyStore::resident, "space"_a, "keys"_a)
         .def("states", &PyStore::states, "space"_a, "key"_a)
-        .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
+        .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a, "live"_a = false)
         .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
         .def("names", &PyStore::names, "ids"_a)

@@ -16,6 +16,7 @@ namespace {
 constexpr std::uint64_t max_places = 1U << 21;  // a record has 21 bits for its place
 constexpr std::size_t max_sizes = 1024;         // each costs a little when a free run changes
 constexpr std::array<char, Counts::states> answer{0, 2, 1, 3, 2, 1};    // to a probe, by state
+constexpr char leaving = 3;                                             // of these answers
 constexpr std::array<char, Counts::states> detailed{0, 2, 1, 3, 2, 6};  // to `states`
 constexpr char detailed_below = 16;  // to `states`: this plus the tier, if it is only there
 
@@ -367,11 +368,12 @@ bool Store::distinct(std::uint32_t space, Keys keys) const {
     return true;
 }
 
-void Store::probe(std::uint32_t place, Keys keys, char* answers) const {
+void Store::probe(std::uint32_t place, Keys keys, char* answers, bool live) const {
     need(distinct(places_[place].space, keys), "a key is given twice");
     each_node(places_[place].space, keys, [&](std::size_t i, Id node) {
         Id id = residency(node, place);
         answers[i] = id == none ? 0 : answer[records_[id].state];
+        if (live && id != none && records_[id].is() == State::quarantined) answers[i] = leaving;
         return true;
     });
 }

@@ -145,7 +145,8 @@ class Store {
     std::vector<Missing> missing(std::uint32_t space, Keys keys, std::size_t prefix) const;
     IdList resident(std::uint32_t space, Keys keys) const;
     void states(std::uint32_t space, Key key, char* answers) const;
-    void probe(std::uint32_t place, Keys keys, char* answers) const;
+    // `live`: a slot whose writer has lost its connection does not count as being written.
+    void probe(std::uint32_t place, Keys keys, char* answers, bool live = false) const;
     IdList present(std::uint32_t place, Keys keys) const;
     IdList ancestors(std::uint32_t place, Key key, std::size_t limit) const;
 

@@ -148,7 +148,8 @@ class Load(Message, tag=4):
     """Match, and lease the ready blocks until `Release` or the deadline.
 
     `shards`: the shards whose slots the answer contains. `wait_ms`: while blocks of an earlier lookup of
-    `request` are being read, the answer is delayed until those reads end, at most for this time. `first`: the
+    `request` are being read, or with `awaits` written, the answer is delayed until that ends, at most for
+    this time. `first`: the
     client has the blocks before this one itself: they are not read from disk, and `ready` counts them.
     Without `bring` nothing is read from disk. Other fields: see `MatchPrefix`.
     """

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from kvtier import Refused, wire
+from kvtier import KvtierError, Refused, wire
+from kvtier.client import Lease
 from kvtier.key import Keys
 from kvtier.space import Located
 from kvtier_daemon.observing.metrics import hits
@@ -86,6 +90,81 @@ def test_a_writer_that_dies_or_gives_up_is_not_awaited(daemon: Daemon) -> None:
                 assert theirs.match(keys, request=1, within_ms=60_000, awaits=True).coming == PROMPT
             # It wrote nothing, so its slots were given back.
             assert theirs.match(keys, request=2, within_ms=60_000, awaits=True).coming == 0
+
+
+WRITER = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from kvtier import Client
+from support.specs import spec_of
+space = Client.connect(sys.argv[1]).open(spec_of("delayed"))
+with space.reserve(space.keys([1] * 64)) as saving:
+    print("reserved", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["commits", "gives up", "hangs up", "is killed"])
+def test_a_delayed_answer_comes_when_the_writer_is_done(daemon: Daemon, how: str) -> None:
+    """Well before its time limit, and never with a block that is not committed."""
+    with daemon.connect() as prefill, daemon.connect() as decode:
+        theirs = decode.open(spec_of("delayed"))
+        keys = theirs.keys([1] * PROMPT * 16)
+
+        def asked(wait_ms: int) -> None:
+            theirs.begin_lease(
+                keys, 60_000, request=1, awaits=True, within_ms=60_000, wait_ms=wait_ms
+            )
+
+        def answer() -> Lease:
+            until = time.monotonic() + 30
+            while not (found := decode.poll()):
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            (lease,) = found.values()
+            assert isinstance(lease, Lease)
+            return lease
+
+        with ExitStack() as stack:
+            if how == "is killed":
+                writer = stack.enter_context(
+                    subprocess.Popen(
+                        [sys.executable, "-c", WRITER, daemon.socket, *sys.path],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                    )
+                )
+                assert writer.stdout is not None and writer.stdout.readline() == b"reserved\n"
+            else:
+                ours = prefill.open(spec_of("delayed"))
+                saving = stack.enter_context(ours.reserve(keys))
+            asked(0)
+            assert answer().coming == PROMPT
+            asked(1000)
+            decode.ping()  # the daemon has the second question
+            assert not decode.poll()
+            began = time.monotonic()
+            if how == "is killed":
+                writer.kill()
+            elif how == "commits":
+                nbytes = ours.spec.block_bytes
+                blocks = [pattern(key, nbytes) for key in keys]
+                saving.copy(Buffers(blocks, 0, PROMPT, nbytes), 1, True)
+            elif how == "hangs up":
+                prefill.link.connection.close(farewell=False)
+            stack.pop_all().close() if how == "gives up" else None
+            lease = answer()
+            assert time.monotonic() - began < 0.9, "it waited for its time limit"
+            assert (lease.ready, lease.coming) == ((PROMPT, 0) if how == "commits" else (0, 0))
+            if how == "commits":
+                part = lease.part(0, 0)
+                read = lease.views(part, nbytes)
+                assert [bytes(view) for view in read] == blocks
+                del read
+            lease.release()
+            if how == "hangs up":
+                with pytest.raises(KvtierError):
+                    stack.close()
 
 
 class Counting:

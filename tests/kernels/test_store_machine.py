@@ -799,7 +799,11 @@ class StoreMachine(RuleBasedStateMachine):
         ids = self.ask("present", space, group, shard, path)
         assert unpack(ids) == [i for i in blocks if self.states.get(i) == "ready"]
         self.lru.refreshed(ids)
-        assert self.ask("probe", space, group, shard, path) == bytes(map(self.outcome, blocks))
+        codes = bytes(map(self.outcome, blocks))
+        assert self.ask("probe", space, group, shard, path) == codes
+        lost = [self.states.get(i) == "quarantined" for i in blocks]
+        live = bytes(3 if out else code for out, code in zip(lost, codes, strict=True))
+        assert self.ask("probe", space, group, shard, path, True) == live
         here = [self.tree.block(space, at, path[-32:]) for at in self.places_of(space)]
         assert self.ask("states", space, path[-32:]) == bytes(
             {"cold": 17, "promoting": 6}.get(self.states.get(i)) or self.outcome(i) for i in here

@@ -829,6 +829,7 @@ class Client:
             wire.Load(
                 0, link.spaces[space], b"".join(keys), deadline_ms, shards, request,
                 chance.choice((0, 0, 10, 1000)), 0, wait_ms, first, chance.random() < 0.95,
+                awaits=chance.random() < 0.3,
             ),
             loaded,
         )  # fmt: skip

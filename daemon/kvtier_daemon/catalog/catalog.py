@@ -21,6 +21,7 @@ from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
 from kvtier_daemon.catalog.arrivals import Arrivals
+from kvtier_daemon.catalog.awaited import AwaitedWrites
 from kvtier_daemon.catalog.blocks import (
     BELOW,
     ID_BYTES,
@@ -177,7 +178,8 @@ class Catalog:
         self.blocks = BlockTable(store, policy, self._changes, MissLog(notes_bytes))
         self.leases = Leases()
         self.reading = ReadLeases(self.blocks, self.leases)
-        self._writing = WriteLeases(self.blocks, self.spaces, self.leases)
+        self.awaited = AwaitedWrites(store)
+        self._writing = WriteLeases(self.blocks, self.spaces, self.leases, self.awaited)
         self.hot = HotCopies(self.blocks, self.leases)
         self.pins = PinnedPrefixes(self.blocks, self.reading)
         self.kept = KeptBlocks(self.blocks, self.spaces, self._writing, self.pins)
@@ -363,6 +365,8 @@ class Catalog:
         if ids and self.blocks.forget(ids):
             self.pins.unpin_forgotten()
             self.holds.end_forgotten()
+        if ids:
+            self.awaited.given_up()
 
     def purge(self, space: KnownSpace, keys: bytes, erase: Callable[[bytes, int], None]) -> int:
         """Forget these blocks, as `forget` does. `erase` is called with the slot and the bytes of each block

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvtier.errors import Refused, bad_request
 from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, GRANTED, NO_ROOM, PRESENT, WRITING
+from kvtier_daemon.catalog.awaited import AwaitedWrites
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable, last_first
 from kvtier_daemon.catalog.expiring import LIMIT_IDS
 from kvtier_daemon.catalog.leases import NO_LEASE, LeaseId, Leases, SessionId
@@ -50,8 +51,11 @@ class Granted:
 
 
 class WriteLeases:
-    def __init__(self, blocks: BlockTable, spaces: SpaceTable, leases: Leases) -> None:
+    def __init__(
+        self, blocks: BlockTable, spaces: SpaceTable, leases: Leases, awaited: AwaitedWrites
+    ) -> None:
         self._blocks = blocks
+        self._awaited = awaited
         self._spaces = spaces
         self._leases = leases
         self.of: dict[LeaseId, WriteLease] = {}
@@ -143,12 +147,14 @@ class WriteLeases:
         lease.pending[first : first + count] = bytes(count)
         if not any(lease.pending):
             self._end(lease)
+        self._awaited.written(ids)
         return lease, ids
 
     def abort(self, session: SessionId, lease_id: LeaseId) -> None:
         lease = self._lease_of(session, lease_id)
         self._blocks.store.abort(lease.uncommitted())
         self._end(lease)
+        self._awaited.given_up(lease.space.index)
 
     def abort_one(self, session: SessionId, lease_id: LeaseId, position: int) -> None:
         """Free the slot of one block of the lease that is not committed."""
@@ -157,6 +163,7 @@ class WriteLeases:
         lease.pending[position] = 0
         if not any(lease.pending):
             self._end(lease)
+        self._awaited.given_up(lease.space.index)
 
     def _lease_of(self, session: SessionId, lease_id: LeaseId) -> WriteLease:
         lease = self.of.get(lease_id)
@@ -184,6 +191,7 @@ class WriteLeases:
                 store.quarantine(ids)
                 quarantined += ids
             self._end(lease)
+            self._awaited.given_up(lease.space.index)
         if quarantined:
             self._quarantined[session] = quarantined
         return bool(quarantined)

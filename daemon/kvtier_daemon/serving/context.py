@@ -70,6 +70,12 @@ class Requester(Protocol):
     def serve_later(self, request: wire.Request) -> None: ...
 
 
+class InTurns(Protocol):
+    """Divides the loop's time among tenants."""
+
+    def in_turn(self, tenant: str, work: Callable[[], None]) -> None: ...
+
+
 class Host(Protocol):
     """The parts of the server that requests use."""
 
@@ -85,6 +91,8 @@ class Host(Protocol):
     failures: Counter[str]
     hot: HotTier
 
+    @property
+    def turns(self) -> InTurns: ...
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]: ...
 
 

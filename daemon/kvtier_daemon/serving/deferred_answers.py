@@ -1,4 +1,4 @@
-"""Answers that are sent when the blocks of a request are read, so that clients need not poll."""
+"""Answers that are sent when the blocks of a request are read or written, so that clients need not poll."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from functools import partial
 import msgspec
 
 from kvtier import wire
+from kvtier_daemon.catalog import KnownSpace
+from kvtier_daemon.catalog.awaited import AwaitedWrites
 from kvtier_daemon.serving.context import Host, Requester
+from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import PendingReads, TierRecovery
 
 LIMIT_BYTES = 8 << 20  # of keys per session; above this, requests are answered at once
 LONGEST_S = 1.0
+Source = PendingReads | TierRecovery | AwaitedWrites
 
 
 @dataclass(slots=True)
@@ -21,7 +25,7 @@ class DeferredAnswer:
     """A pending answer; it is sent when `timer` fires at the latest."""
 
     load: wire.Load
-    source: PendingReads | TierRecovery  # calls when the answer can be given
+    source: Source  # calls when the answer can be given
     timer: asyncio.TimerHandle
 
 
@@ -57,10 +61,28 @@ class DeferredAnswers:
         self._add(recovery, load, wait_s)
         return True
 
+    def until_written(
+        self, tenant: Tenant, space: KnownSpace, load: wire.Load, until: float
+    ) -> bool:
+        """Whether the answer is deferred until other clients have written the blocks that the request awaits.
+        That ends at the time `until`."""
+        wait_s = min(load.wait_ms / 1000, until - self._server.clock())
+        if load.wait_ms < 1 or wait_s <= 0 or not self._has_room(load):
+            return False
+        found, writes = tenant.catalog.located(space, load.keys), tenant.catalog.awaited
+        # Not at once: the commit of another session makes the call, perhaps for many requests.
+        send = partial(self._send, load.request)
+        give = partial(self._server.turns.in_turn, tenant.name, send)
+        name = self._session.id, load.request
+        if found.coming or not writes.call_when_written(name, space, load.keys, found.ready, give):
+            return False
+        self._add(writes, load, wait_s)
+        return True
+
     def _has_room(self, load: wire.Load) -> bool:
         return load.request != 0 and self._bytes + len(load.keys) + len(load.others) <= LIMIT_BYTES
 
-    def _add(self, source: PendingReads | TierRecovery, load: wire.Load, wait_s: float) -> None:
+    def _add(self, source: Source, load: wire.Load, wait_s: float) -> None:
         give = partial(self._send, load.request)
         timer = self._server.loop.call_later(min(wait_s, LONGEST_S), give)
         self.pending[load.request] = DeferredAnswer(load, source, timer)
@@ -78,6 +100,11 @@ class DeferredAnswers:
         """Answer a cancelled request: no blocks, and no lease."""
         if (answer := self._take(number)) is not None:
             self._session.send(wire.Loaded(answer.load.id, 0, 0, 0.0, 0, b"", []))
+
+    def end(self) -> None:
+        """The session has ended."""
+        for number in list(self.pending):
+            self._take(number)
 
     def _take(self, number: int) -> DeferredAnswer | None:
         answer = self.pending.pop(number, None)

@@ -495,6 +495,7 @@ class Session:
         if self.tenant is not None:
             try:
                 self.requests.lookups.counted.end(self.tenant.catalog)
+                self.requests.lookups.deferred.end()
                 self.tenant.pending.session_ended(self.id)
                 self.tenant.tier.direct.session_ended(self.id)
             except Exception:

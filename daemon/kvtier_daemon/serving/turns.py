@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvtier.wire import LIMIT_FRAME_BYTES
@@ -26,6 +27,13 @@ class HasTurn(Protocol):
     """Waits for its tenant's turn."""
 
     def turn(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Work:
+    """Is done in the tenant's turn."""
+
+    turn: Callable[[], None]
 
 
 class TurnTaker(HasTurn, Protocol):
@@ -100,6 +108,10 @@ class Turns:
         """Serve this session when it is its tenant's turn."""
         share.waiting.append(session)
         self._schedule(share)
+
+    def in_turn(self, tenant: str, work: Callable[[], None]) -> None:
+        """Do this work when it is the turn of this tenant."""
+        self.wait(self.shares[tenant], Work(work))
 
     def wait_first(self, share: Share, before_others: HasTurn) -> None:
         """The same, before all that wait now."""

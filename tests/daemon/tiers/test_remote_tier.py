@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import threading
 import time
 from array import array
@@ -50,7 +51,14 @@ from kvtier_daemon.tiers.remote.driver import StoreDriver
 from kvtier_daemon.tiers.remote.families import RETRY_S, TELL_S
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import names_of
-from kvtier_daemon.tiers.remote.messages import FAILED, Answer, GetObject, HeadObjects, Request
+from kvtier_daemon.tiers.remote.messages import (
+    FAILED,
+    Answer,
+    GetObject,
+    HeadObjects,
+    Request,
+    packed,
+)
 from kvtier_daemon.tiers.remote.objects import object_name
 from kvtier_daemon.tiers.remote.places import Place, restorable
 from kvtier_daemon.tiers.remote.tier import RemoteTier, SharedBlocks
@@ -227,6 +235,52 @@ def test_requests_to_a_process_that_has_just_ended_fail(
     assert {one.outcome for one in answers} == {FAILED}
 
 
+def test_requests_of_one_turn_of_the_loop_are_sent_together_or_never(
+    tmp_path: Path, store: Store
+) -> None:
+    """Places of a buffer are those of one process: the next one gets no request of the one before it."""
+    file = tmp_path / "kvtier.toml"
+    file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n{store.config()}')
+    settings = cast(CurrentConfig, SimpleNamespace(config=load(file, environ={}).config))
+    config = settings.config.remote
+    assert config is not None
+
+    async def ask() -> None:
+        driver, answers = StoreDriver(config, TierKeys("remote", settings, []), lambda: None), []
+        ends: list[socket.socket] = []
+
+        async def connect() -> None:
+            end, process = socket.socketpair()
+            ends.append(process)
+            process.setblocking(False)
+            _, driver._writer = await asyncio.open_connection(sock=end)
+
+        def request() -> GetObject:
+            return GetObject(driver.next_id(), "a", 0, 10)
+
+        await connect()
+        requests = [request() for _ in range(3)]
+        for one in requests:
+            driver.ask(one, answers.append)
+        with pytest.raises(BlockingIOError):
+            ends[0].recv(1 << 16)
+        await asyncio.sleep(0)
+        assert ends[0].recv(1 << 16) == b"".join(map(packed, requests))
+        driver.ask(request(), answers.append)
+        await driver._end("it ended")
+        await connect()
+        last = request()
+        driver.ask(last, answers.append)
+        await asyncio.sleep(0)
+        assert ends[1].recv(1 << 16) == packed(last)
+        assert [one.outcome for one in answers] == [FAILED] * 4
+        driver._writer.close()
+        for end in ends:
+            end.close()
+
+    asyncio.run(ask())
+
+
 class TestRemoteTier(TierTests):
     capacity_bytes = 16 * BLOCK_BYTES
     turns = effort(40, 300, 600)
@@ -278,6 +332,31 @@ def test_a_long_prefix_that_is_in_the_store_does_not_hold_the_loop(alone: Served
     sharer.used(space, keys)
     pauses = list(sharer._next())
     assert pauses == [b""] * 8
+
+
+def test_a_prefix_that_is_in_the_store_is_looked_up_once_in_some_seconds(
+    alone: ServedShared,
+) -> None:
+    sharer, known = alone.shared.sharer, alone.shared.fetcher._queue.known
+    space, keys, now = alone._space(Identity()), os.urandom(32 * 4), [1000.0]
+    sharer._clock = lambda: now[0]
+
+    def looks() -> int:
+        """How many prefixes are looked up after a use of this one."""
+        sharer.used(space, keys)
+        queued = sharer.queued
+        for _ in range(queued):
+            assert set(sharer._next()) == {b""}
+        return queued
+
+    assert (looks(), looks()) == (1, 1), "the store lacks it"
+    for place in alone.shared.fetcher._places.of(space):
+        known.note(names_of(keys, place.mask), True)
+    assert (looks(), looks(), looks()) == (1, 0, 0)
+    now[0] += sharing.LATELY_S
+    assert (looks(), looks()) == (1, 0)
+    alone.shared.forget(space, keys[:32], None)
+    assert (looks(), looks()) == (1, 1)
 
 
 def test_a_slow_or_late_store_is_measured_by_reads_that_no_request_waits_for(

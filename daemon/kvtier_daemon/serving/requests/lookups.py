@@ -30,9 +30,7 @@ from kvtier_daemon.tiers.memory_check import check_memory
 
 LIMIT_NOTED = 4096  # leases, and waiting requests, of one session; above this the oldest is dropped
 LIMIT_COUNTED = 2048
-AWAITED_BLOCKS = 1024  # that are looked for among those that are being written
 WRITE_MS = 5.0  # a guess: how long a write to memory takes
-THERE = bytes([wire.PRESENT, wire.IN_PROGRESS])
 
 LookupName = tuple[int, int, bytes]
 
@@ -137,7 +135,7 @@ class CountedLookups:
         if not request.awaits or coming != found.coming or not request.request:
             return answer
         lookup, first = self.of[request.request], found.ready + coming
-        count = being_written(tenant, space, request.keys, first)
+        count = tenant.catalog.awaited.count(space, request.keys, first)
         if count and not lookup.awaits_until:
             within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
             lookup.awaits_until = now + min(
@@ -146,6 +144,12 @@ class CountedLookups:
         if not count or now >= lookup.awaits_until:
             return answer
         return coming + count, max(eta_ms, WRITE_MS), why or "written"
+
+    def awaits_until(self, request: wire.Load) -> float:
+        """How long this request waits for blocks that clients are writing; 0: it has not seen any."""
+        known = self.of.get(request.request)
+        is_same = known is not None and known.name == lookup_name(request)
+        return known.awaits_until if known is not None and is_same else 0.0
 
     def wrote(
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
@@ -203,7 +207,7 @@ class LookupRequests:
         self._leases: dict[LeaseId, HeldLease] = {}
         self._last_lease: dict[int, LeaseId] = {}  # of each request that waits for more blocks
         self._waits: dict[Hashable, float] = {}  # since when requests wait for blocks
-        self._deferred = DeferredAnswers(session, server)
+        self.deferred = DeferredAnswers(session, server)
 
     def handlers(self) -> Handlers:
         return {
@@ -292,9 +296,15 @@ class LookupRequests:
             raise bad_request(
                 f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}"
             )
-        deferred = self._deferred
+        deferred = self.deferred
         if (
-            (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.pending, request)
+            (request.wait_ms > 0 or deferred.pending)
+            and (
+                deferred.defers(tenant.pending, request)
+                or deferred.until_written(
+                    tenant, space, request, self.counted.awaits_until(request)
+                )
+            )
         ) or (
             number and request.within_ms > 0 and self._waits_for_recovery(tenant, space, request)
         ):
@@ -404,7 +414,7 @@ class LookupRequests:
 
     def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
         self.counted.forget(tenant.catalog, request.request)
-        self._deferred.cancel(request.request)
+        self.deferred.cancel(request.request)
         tenant.catalog.holds.end((self._session.id, request.request))
         tenant.pending.cancel((self._session.id, request.request))
         return wire.Done(request.id)
@@ -423,7 +433,7 @@ class LookupRequests:
         found = tenant.catalog.match(space, request.keys, False)
         known = found.ready + found.coming
         missing = len(request.keys) // KEY_BYTES - known
-        return missing > 0 and self._deferred.until_recovered(
+        return missing > 0 and self.deferred.until_recovered(
             tier.recovery, request, space.recompute_s(missing, known)
         )
 
@@ -539,25 +549,6 @@ class LookupRequests:
                 ready=found.ready, coming=coming, why=reason, key=missing.hex()[:KEY_DIGITS],
             )  # fmt: skip
         return entry
-
-
-def being_written(tenant: Tenant, space: KnownSpace, keys: bytes, first: int) -> int:
-    """How many blocks of this prefix from `first` on are in memory or being written, in all their parts."""
-    rest = keys[first * KEY_BYTES : (first + AWAITED_BLOCKS) * KEY_BYTES]
-    count = len(rest) // KEY_BYTES
-    if space.index < 0 or not count:
-        return 0
-    store = tenant.catalog.blocks.store
-    for group, kind in enumerate(space.spec.cache_groups):
-        for shard in range(kind.shards):
-            try:
-                codes = store.probe(space.index, group, shard, rest[: count * KEY_BYTES])
-            except ValueError:  # a key is given twice
-                return 0
-            run = len(codes) - len(codes.lstrip(THERE))
-            if not (count := min(count, run)):
-                return 0
-    return count
 
 
 def lookup_name(request: wire.MatchPrefix | wire.Load | wire.Prefetch) -> LookupName:

@@ -90,6 +90,7 @@ class Serving:
         self._buffer = buffer
         self._store: ObjectStore | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unsent: list[bytes] = []  # answers
 
     async def run(self) -> None:
         while True:
@@ -109,7 +110,13 @@ class Serving:
         self._send(answer)
 
     def _send(self, answer: Answer) -> None:
-        self._writer.write(packed(answer))
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(packed(answer))
+
+    def _flush(self) -> None:
+        answers, self._unsent = self._unsent, []
+        self._writer.write(b"".join(answers))
 
     async def _answer(self, request: Request) -> Answer:
         if isinstance(request, OpenStore):
@@ -136,6 +143,7 @@ class Serving:
         left = request.most
         async for names in store.pages(request.prefix):
             self._send(Answer(request.id, names=names))
+            self._flush()
             await self._writer.drain()
             left -= len(names)
             if left <= 0:

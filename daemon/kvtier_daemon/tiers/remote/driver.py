@@ -178,6 +178,7 @@ class StoreDriver:
         self._reading: asyncio.Task[None] | None = None
         self._last = 0
         self._writer: asyncio.StreamWriter | None = None
+        self._unsent: list[bytes] = []  # messages to the process
         self._in_a_row = 0
         self._puts_in_a_row = 0
         self._paused_until = 0.0
@@ -239,7 +240,16 @@ class StoreDriver:
         # A list has many pages, each with a time limit of its own.
         limit_s = self._config.deadline_s + HANGS_S
         self._pending[number] = Pending(request, done, self._loop.time() + limit_s)
-        self._writer.write(packed(request))
+        # The process takes the requests that arrive together in one call of its library.
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(packed(request))
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        # Their places are those of one process: in this turn of the loop there is no other one yet.
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(b"".join(messages))
 
     async def run(self) -> None:
         """Keep a process running until the task is cancelled."""

@@ -41,7 +41,7 @@ TEXTS: Final = {
     NO_TRANSFER: "a transfer failed",
     -900: "the master does not answer",
 }
-BATCH_BYTES: Final = 8 << 20  # of one call: the blocks of one are verified during the next
+BATCH_BYTES: Final = 16 << 20  # of one call: the blocks of one are verified during the next
 READS_AT_ONCE: Final = 2  # one call waits for the network while the other one asks the master
 OWN_BYTES: Final = 1 << 20  # of the client's own buffer, which nothing uses
 T = TypeVar("T", GetObject, PutObject)

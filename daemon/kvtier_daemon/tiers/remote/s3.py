@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 LATE_SHARE: Final = 0.95  # of the deadline, after which a transfer that fails was too slow
 HEADS_AT_ONCE: Final = 32
+PIECE_BYTES: Final = (
+    1 << 20
+)  # that the library collects before it passes them on: they are copied from a cache
 PAGE_NAMES: Final = 500  # half a millisecond of the daemon's loop
 
 
@@ -71,7 +74,7 @@ class S3Objects:
         if nbytes > request.room:
             return Answer(request.id, TOO_LARGE, f"{request.name} has {nbytes} bytes")
         try:
-            async for piece in found.stream():
+            async for piece in found.stream(PIECE_BYTES):
                 end = at + len(piece)
                 if end > request.at + request.room:
                     return Answer(request.id, TOO_LARGE, f"{request.name} has more bytes")

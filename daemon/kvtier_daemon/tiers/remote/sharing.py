@@ -25,6 +25,8 @@ LIMIT_USED: Final = 1024  # prefixes that wait
 LIMIT_USED_BYTES: Final = 4 << 20  # of their keys
 PORTION: Final = 4  # blocks that are encoded at once: a fraction of a millisecond of the loop
 LOOK_BLOCKS: Final = 1024  # of a prefix that are looked up at once
+LATELY_S: Final = 10.0  # for which a prefix that the store has is not looked up again
+LIMIT_LATELY: Final = 4096  # such prefixes
 POLL_S: Final = 0.2
 FAILED_S: Final = 10.0  # after an internal error
 ALL, USED, NONE = "all", "used", "none"
@@ -55,6 +57,8 @@ class Sharer:
         self._saved = bytearray()  # ids
         self._used: deque[tuple[KnownSpace, bytes]] = deque()
         self._used_bytes = 0
+        self._lately: dict[tuple[int, bytes], float] = {}  # when the store had all of a prefix
+        self._clock = asyncio.get_running_loop().time
         self._more = asyncio.Event()
         self.accepts = True  # blocks that are saved or used from now on
         self._is_sharing = False
@@ -94,6 +98,11 @@ class Sharer:
         """A request found these blocks in memory: they were saved before, and are worth sharing."""
         if self.write != USED or not self.accepts:
             return
+        if (
+            self._clock()
+            < self._lately.get((space.number, keys[-KEY_BYTES:]), -LATELY_S) + LATELY_S
+        ):
+            return
         self._used.append((space, keys))
         self._used_bytes += len(keys)
         while len(self._used) > LIMIT_USED or self._used_bytes > LIMIT_USED_BYTES:
@@ -101,6 +110,10 @@ class Sharer:
             self._used_bytes -= len(dropped)
             self.counts["dropped"] += len(dropped) // KEY_BYTES
         self._more.set()
+
+    def forgotten(self) -> None:
+        """Objects are deleted: look each prefix up again."""
+        self._lately.clear()
 
     async def run(self) -> None:
         """Write until the task is cancelled."""
@@ -131,14 +144,20 @@ class Sharer:
             return
         space, keys = self._used.popleft()
         self._used_bytes -= len(keys)
+        is_there = True
         for at in range(0, len(keys), LOOK_BLOCKS * KEY_BYTES):
             some_keys = keys[at : at + LOOK_BLOCKS * KEY_BYTES]
             for place in self._places.of(space):
                 if space.index < 0:
                     return
                 good = self._known.good(names_of(some_keys, place.mask))
+                is_there = is_there and 0 not in good
                 new = b"".join(some_keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in zeros(good))
                 ids = store.present(space.index, place.group, place.shard, new) if new else b""
                 for i in range(0, len(ids), PORTION * ID_BYTES):
                     yield ids[i : i + PORTION * ID_BYTES]
             yield b""
+        if is_there:
+            if len(self._lately) >= LIMIT_LATELY:
+                self._lately.clear()
+            self._lately[space.number, keys[-KEY_BYTES:]] = self._clock()

@@ -156,6 +156,7 @@ class SharedBlocks:
     ) -> None:  # fmt: skip
         """Delete the objects of these blocks and these lists. No lookup of this space reads them from now on,
         and none reads those of siblings under the same keys, which are deleted too."""
+        self.sharer.forgotten()
         kin, ended = self.families.kin(space), list[asyncio.Future[str]]()
 
         def delete(one: KnownSpace, into: bytes) -> None:
