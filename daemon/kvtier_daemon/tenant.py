@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 from kvtier.errors import SpecError
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec, space_id
+from kvtier.read_file import COUNT_ENDED
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import DeferredPolicy
 from kvtier_daemon.codec.base import CACHEGEN, ECSQ
@@ -61,8 +63,16 @@ class Tenant:
         """Count the forgets of blocks from now on, so that clients see whether there was one."""
         if self.forget_count is None:
             self.forget_count = SharedCounter(f"kvtier-{self.name}-forgets")
+            self.forget_count.word[0] = self.catalog.blocks.forgets[0]
             self.catalog.blocks.forgets = self.forget_count.word
         return self.forget_count
+
+    def end_forget_count(self) -> None:
+        """Clients that have mapped the number see no further forgets, and ask after each read."""
+        if (ended := self.forget_count) is not None:
+            self.catalog.blocks.forgets = array("Q", (ended.word[0] + 1,))
+            ended.word[0] = COUNT_ENDED
+            self.forget_count = None
 
     @property
     def pending(self) -> PendingReads:

@@ -2,19 +2,21 @@
 
 The bytes of a granted frame prove nothing. A reader verifies the header, which names the block, and the
 digests of the bytes in the place where it uses them; then `DirectLease.end` says which blocks are still
-stored. It asks the daemon if there is a lease. If there is none, the blocks are still stored if no block was
-forgotten meanwhile, which the client sees in the daemon's memory; otherwise they count as not stored.
+stored. It asks the daemon if there is a lease. If there is none, the blocks are still stored if the read was
+short and no block was forgotten meanwhile, which the client sees in memory of the daemon, if that lives;
+otherwise they count as not stored.
 A block that fails any of this is a miss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier import wire
-from kvtier.errors import FrameError, ProtocolError
+from kvtier.errors import FrameError, KvtierError, ProtocolError
 from kvtier.frame import (
     E5M2,
     ELEMENTS,
@@ -39,6 +41,7 @@ from kvtier.link import Link
 from kvtier.read_file import UNKNOWN, ReadFile
 
 LEASE_MS = 2000  # the longest that the daemon permits
+UNLEASED_S = 0.1  # the longest read without a lease: shorter than the start of another daemon
 LOSSLESS, LOSSY = (RAW, FIX4, R32), (Q8, Q4, Q2, FP8, E5M2, NVFP4, MXFP4)
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -113,21 +116,26 @@ class DirectLease:
     without a lease (0), frames that may be reused at any time."""
 
     def __init__(
-        self, link: Link, lease: int, frames: tuple[DirectFrame, ...], forgets: int = UNKNOWN
-    ) -> None:
-        """`forgets`: that of the connection before the request."""
+        self, link: Link, space: OpenSpace, lease: int, frames: tuple[DirectFrame, ...],
+        forgets: int = UNKNOWN, until: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`forgets`: that of the daemon at the grant."""
         self.frames = frames
+        self._space = space
         self._link = link
         self._connection = link.connection
         self._lease = lease
         self._forgets = forgets
+        self._until = until
 
     def _is_unchanged(self) -> bool:
-        """Whether no block was certainly forgotten since the grant."""
+        """Whether certainly no block was forgotten since the grant."""
         forgets, self._forgets = self._forgets, UNKNOWN
         connection = self._connection
         is_same = forgets != UNKNOWN and connection.files.forgets == forgets
-        return is_same and connection is self._link.connection
+        # Only after that: the daemon that lives now would have counted it, and no other one has started.
+        is_here = connection is self._link.connection and connection.is_quiet()
+        return is_same and is_here and connection.clock() < self._until
 
     def end(self, sound: Sequence[bool], used: tuple[int, int] | None = None) -> list[bool]:
         """End the lease, with which frames were verified. Return which of these blocks are still stored: no
@@ -136,6 +144,8 @@ class DirectLease:
         lease, self._lease = self._lease, 0
         if not lease:
             known = self._is_unchanged()
+            if known and self.frames:
+                self._count(sum(map(bool, sound)), used)
             return [known and bool(one) for one in sound[: len(self.frames)]]
         failed = bytes(not one for one in sound)
         valid: list[bytes] = []
@@ -154,6 +164,16 @@ class DirectLease:
             return [False] * len(self.frames)
         return [bool(one) and good for one, good in zip(valid[0], sound, strict=True)]
 
+    def _count(self, good: int, used: tuple[int, int] | None) -> None:
+        """Let the daemon count what was read without a lease."""
+        name, bad = self.frames[0].name, len(self.frames) - good
+        with suppress(KvtierError):
+            self._link.tell(
+                wire.DirectReadUsed(
+                    0, self._space.index, name.group, name.shard, good, bad, *(used or ())
+                )
+            )
+
 
 def calibration_of(
     space: OpenSpace, group: int = 0, shard: int = 0
@@ -169,22 +189,21 @@ def calibration_of(
 def read_directly(
     space: OpenSpace, keys: Keys | Sequence[bytes], codecs: bytes, group: int = 0, shard: int = 0,
     deadline_ms: int = LEASE_MS, first: int = 0, most: int = wire.LIMIT_DIRECT_BLOCKS,
-    used: tuple[int, int] | None = None,
 ) -> DirectLease:  # fmt: skip
     """Get the frames of blocks that a load of these keys needs and that are only on disk, if their codec is
     one of `codecs`: the first `most` of them from the key `first` on. The daemon limits the deadline to
-    2 s. With `used`, which `DirectLease.end` explains, there is no lease, if this connection sees whether
-    blocks are forgotten. Raises Refused if the configuration of the tenant does not permit it."""
+    2 s. If it is 0 there is no lease, if this connection sees whether blocks are forgotten. Raises Refused if
+    the configuration of the tenant does not permit it."""
     packed, link = Keys.of(keys).packed, space.link
     leases: list[DirectLease] = []
-    before = UNKNOWN
+    until = 0.0
 
     def ask(request_id: int) -> wire.Message:
-        nonlocal before
+        nonlocal until
         files = link.connection.files
         files.close_oldest()
-        before = files.forgets if used is not None else UNKNOWN
-        within_ms, counted = (deadline_ms, (0, 0)) if before == UNKNOWN else (0, used or (0, 0))
+        until = link.connection.clock() + UNLEASED_S
+        within_ms = LEASE_MS if not deadline_ms and files.forgets == UNKNOWN else deadline_ms
         closed = files.closed[: wire.LIMIT_DIRECT_FILES]
         return wire.DirectRead(
             request_id,
@@ -197,7 +216,6 @@ def read_directly(
             first,
             most,
             closed,
-            *counted,
         )
 
     def take(granted: wire.DirectReadGranted, _: object) -> None:
@@ -215,7 +233,8 @@ def read_directly(
             frames.append(
                 DirectFrame(at, name, file, page, nbytes, codec, header_pages, epoch, digest)
             )
-        leases.append(DirectLease(link, granted.lease, tuple(frames), before))
+        forgets = UNKNOWN if granted.lease else granted.forgets
+        leases.append(DirectLease(link, space, granted.lease, tuple(frames), forgets, until))
 
     link.ask(ask, wire.DirectReadGranted, take)
     return leases[0]

@@ -44,9 +44,7 @@ def batches(
     while first < len(keys) and clock() < until:
         some, before = keys[first : first + LIMIT_DIRECT_BLOCKS], first
         try:
-            lease = read_directly(
-                space, some, codecs, *place, LEASE_MS, 0, most, None if leased else used
-            )
+            lease = read_directly(space, some, codecs, *place, LEASE_MS if leased else 0, 0, most)
         except Refused:
             break
         if not lease.frames:

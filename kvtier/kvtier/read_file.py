@@ -6,9 +6,11 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 LIMIT_READ_FILES = 128  # that a connection keeps open
 UNKNOWN = -1
+COUNT_ENDED = (1 << 64) - 1  # the daemon counts forgets elsewhere
 
 
 class ReadFile:
@@ -35,13 +37,15 @@ class ReadFiles:
         if file.number:
             self._of[file.number] = file
         else:
-            mapped = mmap.mmap(file.fd, file.nbytes, prot=mmap.PROT_READ)
-            self._forgets = memoryview(mapped).cast("Q")
+            with suppress(OSError):  # without memory or descriptors, there is a lease for each read
+                mapped = mmap.mmap(file.fd, file.nbytes, prot=mmap.PROT_READ)
+                self._forgets = memoryview(mapped).cast("Q")
 
     @property
     def forgets(self) -> int:
         """A number that changes when a block of the tenant is forgotten, or UNKNOWN."""
-        return self._forgets[0]
+        count = self._forgets[0]
+        return UNKNOWN if count == COUNT_ENDED else count
 
     def use(self, number: int) -> ReadFile | None:
         file = self._of.pop(number, None)

@@ -436,8 +436,7 @@ class DirectRead(Message, tag=112):
 
     Granted are blocks of this group and shard that a load of `keys` needs, that are only on disk, and whose
     codec is one of `codecs`: the first `most` of them from the key `first` on. `closed`: the numbers of
-    files that the client has closed. With a `deadline_ms` of 0 there is no lease, and at most `tokens` and
-    `nbytes` of each block count as used."""
+    files that the client has closed. With a `deadline_ms` of 0 there is no lease."""
 
     space: int
     group: int
@@ -448,8 +447,6 @@ class DirectRead(Message, tag=112):
     first: int = 0
     most: int = LIMIT_DIRECT_BLOCKS
     closed: Annotated[list[int], msgspec.Meta(max_length=LIMIT_DIRECT_FILES)] = []
-    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class DirectReadEnd(Message, tag=113):
@@ -459,6 +456,19 @@ class DirectReadEnd(Message, tag=113):
 
     lease: int
     failed: bytes
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
+
+
+class DirectReadUsed(Message, tag=115):
+    """Count frames that were read without a lease: `good` ones, of which each counts with at most `tokens`
+    and `nbytes` as used, and `bad` ones, which were not the blocks. Not answered."""
+
+    space: int
+    group: int
+    shard: int
+    good: Annotated[int, msgspec.Meta(ge=0, le=LIMIT_DIRECT_BLOCKS)]
+    bad: Annotated[int, msgspec.Meta(ge=0, le=LIMIT_DIRECT_BLOCKS)]
     tokens: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
     nbytes: Annotated[int, msgspec.Meta(ge=0)] = LIMIT_USED
 
@@ -619,10 +629,12 @@ class HotShares(Message, tag=90):
 
 class DirectReadGranted(Message, tag=48):
     """`rows`: see DIRECT_ROW; `at` is the place of the block's key in the request. The files were sent
-    before. Without a block there is no lease (id 0), nor if none was requested."""
+    before. Without a block there is no lease (id 0), nor if none was requested. `forgets`: the number in the
+    file 0, which changes when a block of the tenant is forgotten."""
 
     lease: int
     rows: bytes
+    forgets: int = 0
 
 
 class DirectReadChecked(Message, tag=49):
@@ -686,7 +698,7 @@ Request = (
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow | Recheck | Regain
     | HotOffer | HotGrant | HotJoin | HotReserve | HotEnd
-    | DirectRead | DirectReadEnd | DirectReadCodec | Resident | Locate
+    | DirectRead | DirectReadEnd | DirectReadUsed | DirectReadCodec | Resident | Locate
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed

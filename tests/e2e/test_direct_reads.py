@@ -8,15 +8,19 @@ import mmap
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvtier import Client, FrameError, KvSpec, Refused
 from kvtier.direct import DirectFrame, DirectLease, read_directly
 from kvtier.frame import ENCRYPTED, PAGE, RAW
-from kvtier.read_file import LIMIT_READ_FILES, ReadFile, ReadFiles
+from kvtier.read_file import LIMIT_READ_FILES, UNKNOWN, ReadFile, ReadFiles
+from kvtier_daemon.tenant import Tenant
 from kvtier_kernels import xxh3_128
 from support.daemons import Daemon, kvtier
 from support.filled import filled
@@ -313,6 +317,22 @@ def test_a_client_closes_its_oldest_files_and_reports_them() -> None:
     used = files.use(1)
     files.close_oldest()
     assert files.closed == [2, 3, 4] and files.use(2) is None and used is files.use(1)
+
+
+def test_a_number_of_forgets_that_ended_is_unknown() -> None:
+    """A user that has left the tenant may have mapped it."""
+    blocks = SimpleNamespace(forgets=array("Q", (5,)))
+    tenant = Tenant("t", b"", 0, cast(Any, SimpleNamespace(blocks=blocks)))
+    first, second = ReadFiles(), ReadFiles()
+    first.add(ReadFile(0, PAGE, tenant.count_forgets().handles(True)[0]))
+    assert first.forgets == 5
+    blocks.forgets[0] += 1
+    assert first.forgets == 6
+    tenant.end_forget_count()
+    blocks.forgets[0] += 1
+    second.add(ReadFile(0, PAGE, tenant.count_forgets().handles(True)[0]))
+    blocks.forgets[0] += 1
+    assert first.forgets == UNKNOWN and second.forgets == 9
 
 
 def test_a_tier_that_is_switched_off_grants_nothing_and_its_blocks_are_still_stored(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
@@ -13,10 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import kvtier.direct
 import kvtier.direct_parts
+import kvtier.read_file
 from kvtier import Client, Group, KvSpec, frame, load_tokens, wire
+from kvtier.connection import Connection
 from kvtier.direct import read_directly
 from kvtier.frame import PAGE, decode
+from kvtier.read_file import UNKNOWN
 from kvtier.space import Space
 from kvtier_daemon.codec.table import BY_NAME
 from support.daemons import Daemon
@@ -105,8 +110,9 @@ class OnDisk:
         space = client.open(self.spec)
         return space, space.keys(list(range(BLOCKS * self.spec.block_tokens)))
 
-    def direct(self) -> int:
-        """How many blocks clients have read themselves."""
+    def direct(self, client: Client) -> int:
+        """How many blocks clients have read themselves, this one included."""
+        client.ping()  # after what it reported
         return int(self.daemon.stats()["tiers"]["cold"]["states"]["direct"])
 
 
@@ -143,7 +149,7 @@ def test_parts_are_those_of_a_whole_load_for_every_codec(
         assert stored == {ENCRYPTED_R32 if codec == "encrypted" else BY_NAME[codec].number}
         lease.end([False] * BLOCKS)
         found = [load(space, keys, *part) for part in PARTS]
-        assert disk.direct() == (len(PARTS) * BLOCKS if decodes else 0)
+        assert disk.direct(client) == (len(PARTS) * BLOCKS if decodes else 0)
         assert space.match(keys[:1]).ready == (0 if decodes else 1), "the daemon read whole blocks"
         whole = [bytearray(space.block_bytes) for _ in keys]
         assert space.load_into(keys, whole, wait_ms=60_000) == BLOCKS
@@ -202,7 +208,7 @@ def test_several_groups_and_shards_are_read_each_from_their_frames(
         ):
             found = load(space, keys, *part, group=group, shard=shard)
             assert found == [part_of(spec, group, one, *part) for one in disk.blocks[group, shard]]
-        assert disk.direct() == 6 * BLOCKS
+        assert disk.direct(client) == 6 * BLOCKS
 
 
 def test_a_space_with_a_window_is_loaded_through_memory(
@@ -218,7 +224,7 @@ def test_a_space_with_a_window_is_loaded_through_memory(
         space, keys = disk.open(client)
         found = load(space, keys, [1], None)
         assert found == [part_of(spec, 0, one, [1], None) for one in disk.blocks[0, 0]]
-        assert disk.direct() == 0
+        assert disk.direct(client) == 0
 
 
 def test_a_tenant_without_direct_reads_loads_through_memory(
@@ -244,7 +250,7 @@ def test_a_prefix_that_is_partly_in_memory_is_read_from_both(
         part = [2], range(4, 11)
         expected = [part_of(SPEC, 0, one, *part) for one in disk.blocks[0, 0]]
         assert load(space, keys, *part) == expected
-        assert disk.direct() == BLOCKS - len(wanted)
+        assert disk.direct(client) == BLOCKS - len(wanted)
         one = bytearray(sum(map(len, expected)))
         options: Any = {"layers": part[0], "tokens": part[1], "wait_ms": 60_000}
         assert space.load_into(keys, one, **options) == BLOCKS and one == b"".join(expected)
@@ -317,6 +323,62 @@ def test_blocks_that_are_forgotten_under_the_read_are_misses(
         assert found == [part_of(SPEC, 0, one, [2], None) for one in disk.blocks[0, 0]][:first]
 
 
+@pytest.mark.parametrize("knows", ["the connection", "the time"])
+def test_blocks_that_another_daemon_forgets_under_the_read_are_misses(
+    daemon_of: Callable[..., Daemon], disk: OnDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    knows: str,
+) -> None:  # fmt: skip
+    """The number that counts the forgets is that of a daemon that has ended."""
+    whole = kvtier.direct_parts.read_frame_parts
+    if knows == "the time":
+        monkeypatch.setattr(Connection, "is_quiet", lambda _: True)
+    limit_s = {"the time": 0.001, "the connection": 600.0}[knows]  # daemons of tests start fast
+    monkeypatch.setattr(kvtier.direct, "UNLEASED_S", limit_s)
+    with disk.daemon.connect(reconnect_s=60.0) as client:
+        space, keys = disk.open(client)
+        assert len(load(space, keys, [2], None)) == BLOCKS
+
+        def read(*given: Any) -> bytes:
+            found = whole(*given)
+            assert all(found)
+            monkeypatch.setattr(kvtier.direct_parts, "read_frame_parts", whole)
+            assert disk.daemon.stop() == 0
+            again = started(daemon_of, tmp_path / "one")
+            again.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == BLOCKS)
+            with again.connect(timeout_s=60.0) as other:
+                other.open(SPEC).forget(keys[:1])
+            return found
+
+        monkeypatch.setattr(kvtier.direct_parts, "read_frame_parts", read)
+        assert load(space, keys, [2], None) == []
+
+
+def test_without_memory_for_the_number_of_forgets_each_read_has_a_lease(
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        monkeypatch.setattr(kvtier.read_file.mmap, "mmap", fails)
+        for layer in range(3):
+            assert len(load(space, keys, [layer], None)) == BLOCKS
+        assert client.link.connection.files.forgets == UNKNOWN
+        assert disk.direct(client) == 3 * BLOCKS
+
+
+def test_damage_that_is_found_without_a_lease_is_counted(disk: OnDisk) -> None:
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        assert len(load(space, keys, [0], None)) == BLOCKS
+        damage(disk, client, 4, 5)
+        before = disk.direct(client)
+        load(space, keys, [2], None)
+        assert disk.direct(client) == before + BLOCKS - 1
+        assert disk.daemon.stats()["tiers"]["cold"]["states"]["not_direct"] == 1
+
+
 def test_only_the_first_read_asks_whether_its_blocks_are_still_stored(
     disk: OnDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +391,7 @@ def test_only_the_first_read_asks_whether_its_blocks_are_still_stored(
             return ask(*given)
 
         monkeypatch.setattr(space.link, "ask", counted)
+        monkeypatch.setattr(kvtier.direct, "UNLEASED_S", 600.0)  # a busy machine is slow
         for number in range(4):
             if number == 3:
                 other.open(SPEC).forget(keys[4:])
@@ -338,7 +401,7 @@ def test_only_the_first_read_asks_whether_its_blocks_are_still_stored(
             wire.DirectReadChecked,
             *[wire.DirectReadGranted] * 3,
         ]
-        assert disk.direct() == 4 * 4, "the others are counted too"
+        assert disk.direct(client) == 4 * 4, "the others are counted too"
 
 
 def test_the_layers_of_a_block_count_its_tokens_once(disk: OnDisk) -> None:
@@ -355,7 +418,7 @@ def test_the_layers_of_a_block_count_its_tokens_once(disk: OnDisk) -> None:
 def test_without_a_wait_nothing_is_read_directly(disk: OnDisk) -> None:
     with disk.daemon.connect() as client:
         space, keys = disk.open(client)
-        assert load(space, keys, [2], None, wait_ms=0) == [] and disk.direct() == 0
+        assert load(space, keys, [2], None, wait_ms=0) == [] and disk.direct(client) == 0
 
 
 def batches_of(monkeypatch: pytest.MonkeyPatch, row_s: float = 0.0) -> list[int]:
@@ -385,7 +448,7 @@ def test_batches_are_as_large_as_their_limit(
     with disk.daemon.connect() as client:
         space, keys = disk.open(client)
         expected = [part_of(SPEC, 0, one, layers, tokens) for one in disk.blocks[0, 0]]
-        assert load(space, keys, layers, tokens) == expected and disk.direct() == BLOCKS
+        assert load(space, keys, layers, tokens) == expected and disk.direct(client) == BLOCKS
     assert counts == [3, 3, 2]
 
 
@@ -395,7 +458,7 @@ def test_batches_of_a_slow_disk_are_smaller(disk: OnDisk, monkeypatch: pytest.Mo
     counts = batches_of(monkeypatch, row_s=0.05)
     with disk.daemon.connect() as client:
         space, keys = disk.open(client)
-        assert len(load(space, keys, [3], None)) == BLOCKS and disk.direct() == BLOCKS
+        assert len(load(space, keys, [3], None)) == BLOCKS and disk.direct(client) == BLOCKS
     assert counts[0] == 4 and max(counts[1:]) <= 2, counts
 
 
@@ -428,7 +491,9 @@ def test_a_batch_sends_a_limited_number_of_keys(
         space, keys = disk.open(client)
         assert space.wait(keys[warm.start : warm.stop], 60_000).ready == len(warm)
         expected = [part_of(SPEC, 0, one, [3], None) for one in disk.blocks[0, 0]]
-        assert load(space, keys, [3], None) == expected and disk.direct() == BLOCKS - len(warm)
+        assert load(space, keys, [3], None) == expected and disk.direct(client) == BLOCKS - len(
+            warm
+        )
         assert not space.match(keys[5:]).ready, "the daemon read none of them"
     assert max(sent) == 3
 

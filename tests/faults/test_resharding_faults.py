@@ -183,6 +183,7 @@ def test_a_description_that_lies_is_ignored(host: Hosts, store: FaultyStore) -> 
     other_family = ranks_spec(8, weights="other")
     lies = {
         "about the heads": (real, more_heads, family, SECRET),
+        "about the ranks": (real, ranks_spec(1), family, SECRET),
         "of another tenant": (space_id(source_spec, "other"), source_spec, family, SECRET),
         "of another family": (space_id(other_family, "default"), other_family, family, SECRET),
         "without the secret": (real, source_spec, family, bytes(31) + b"1"),

@@ -308,13 +308,16 @@ class BlockTable:
             self.policy.added(added, self.store.names(added), self.store.parents(added))
         self.residency.framed(ids)
 
+    def count_forget(self) -> None:
+        """Blocks that may be on disk are forgotten, or their frames are not used any longer."""
+        self.forgets[0] += 1
+
     def forget(self, ids: bytes) -> bool:
-        """No match finds these blocks from now on. True if some of them stay until their lease, or their read
-        from the disk, ends."""
+        """No match finds these blocks from now on. The caller counts it, unless they are only in memory. True
+        if some of them stay until their lease, or their read from the disk, ends."""
         names = self.changes.name(ids) if self.changes.watched else b""
         self.miss_log.note(self.store.keys_of(ids), FORGOTTEN)
         freed, orphans, dead = self.store.forget(ids)
-        self.forgets[0] += 1
         self.expiring.drop(ids)
         for tier in (MEMORY, DISK):
             self.changes.add(WENT, tier, names)

@@ -359,6 +359,7 @@ class Catalog:
         read stay until the read ends."""
         ids = self.blocks.resident(space, keys)
         self._forget(ids)
+        self.blocks.count_forget()  # also if the blocks were dropped before
         return len(ids) // ID_BYTES
 
     def _forget(self, ids: bytes) -> None:
@@ -388,6 +389,7 @@ class Catalog:
         """Forget these blocks, whose bytes are not those of their saves."""
         keys = self.blocks.store.keys_of(ids)
         self._forget(ids)
+        self.blocks.count_forget()
         self.blocks.miss_log.note(keys, SPOILT)
 
     def forget_expired(self, now: float) -> None:
@@ -395,7 +397,7 @@ class Catalog:
         expiring = self.blocks.expiring
         if not expiring.times or expiring.times[0] > now:
             return
-        self._forget(expiring.take_due(now))
+        self._forget(expiring.take_due(now))  # these are only in memory
 
     # --- observing -----------------------------------------------------------------------------
 

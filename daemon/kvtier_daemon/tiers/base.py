@@ -162,12 +162,17 @@ class DirectReads(Protocol):
     def grant(
         self, session: int, space: KnownSpace, group: int, shard: int, keys: bytes,
         codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool], first: int,
-        most: int, used: tuple[int, int],
+        most: int,
     ) -> DirectGrant:  # fmt: skip
         """Take a lease on frames with these codecs: the first `most` blocks that a load of the keys needs
         and that are only in this tier, from the key `first` on. Takes no frame in a file that the session
-        may not use. If `within_s` is 0 there is no lease, and at most these tokens and bytes of each block
-        count as used."""
+        may not use. If `within_s` is 0 there is no lease."""
+
+    def count(
+        self, space: KnownSpace, place: tuple[int, int], good: int, bad: int, tokens: int, nbytes: int
+    ) -> None:  # fmt: skip
+        """Count frames of this group and shard that were read, and at most these tokens and bytes of each
+        good one as used."""
 
     def end(self, session: int, lease: int, failed: bytes, tokens: int, nbytes: int) -> bytes:
         """End the lease; return a byte for each block, 1 if it has not `failed` and is still stored. Of each
@@ -316,6 +321,8 @@ class NoDirectReads:
 
     def grant(self, *_: Any) -> DirectGrant:
         return DirectGrant()
+
+    def count(self, *_: Any) -> None: ...
 
     def end(
         self, _session: int, _lease: int, failed: bytes, _tokens: int, _nbytes: int

@@ -33,6 +33,7 @@ def retire(tenant: Tenant, warm: WarmTier) -> int:
             extent.is_retired = True
             nbytes += extent.nbytes
     warm.forget_kept(tenant.name)
+    tenant.end_forget_count()
     return nbytes
 
 
@@ -40,6 +41,8 @@ def _leave(catalog: Catalog, is_over: bool) -> bool:
     """Evict some blocks from retired extents; return whether there may be more. With `is_over`, no match
     finds those that a lease holds; they stay until it ends."""
     more, left = catalog.blocks.leave_retired(is_over, PORTION)
+    if is_over and not more and left:
+        catalog.blocks.count_forget()
     if is_over and not more and left and catalog.blocks.forget(left):
         catalog.pins.unpin_forgotten()
         catalog.holds.end_forgotten()

@@ -1120,3 +1120,25 @@ def test_direct_reads_of_the_last_of_many_keys_cost_as_little_as_of_the_first() 
         assert places == list(range(first, first + most))
         assert tenant.store.keys_of(found.ids) == keys[32 * first : 32 * (first + most)]
     assert min(costs[many - most]) < 1.5 * min(costs[0]), costs
+
+
+def test_what_a_direct_read_must_know_of_is_counted() -> None:
+    """A forget also if its blocks are not stored any longer, and each block that loses its frame."""
+    tenant = Tenant(4)
+    catalog, counted = tenant.catalog, []
+
+    def count() -> int:
+        counted.append(catalog.blocks.forgets[0])
+        return len(set(counted))
+
+    assert count() == 1
+    catalog.segments.drop_segment(0)
+    assert count() == 2
+    catalog.segments.damaged(b"", b"")
+    assert count() == 3
+    assert catalog.forget(tenant.space, bytes(32)) == 0
+    assert count() == 4
+    catalog.forget_spoilt(b"")
+    assert count() == 5
+    catalog.forget_expired(1e9)
+    assert count() == 5

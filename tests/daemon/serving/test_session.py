@@ -237,7 +237,8 @@ READING = (
     wire.Open, wire.MatchPrefix, wire.Load, wire.Adopt, wire.Release, wire.Prefetch, wire.Watch, wire.Stats,
     wire.Record, wire.Ping, wire.Cancel, wire.Prefill, wire.Explain, wire.Settings, wire.Tier,
     wire.Spaces, wire.List, wire.Monitor, wire.Grow, wire.Recheck, wire.HotOffer, wire.HotGrant,
-    wire.DirectRead, wire.DirectReadEnd, wire.DirectReadCodec, wire.Resident, wire.Locate,
+    wire.DirectRead, wire.DirectReadEnd, wire.DirectReadUsed, wire.DirectReadCodec,
+    wire.Resident, wire.Locate,
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class DirectReadRequests:
         return {
             wire.DirectRead: self.read,
             wire.DirectReadEnd: self.end,
+            wire.DirectReadUsed: self.used,
             wire.DirectReadCodec: self.codec,
         }
 
@@ -46,7 +47,7 @@ class DirectReadRequests:
         grant = tenant.tier.direct.grant(
             self._session.id, space, request.group, request.shard, request.keys,
             frozenset(request.codecs), request.deadline_ms / 1000, self._may_use, max(0, request.first),
-            min(request.most, wire.LIMIT_DIRECT_BLOCKS), (request.tokens, request.nbytes),
+            min(request.most, wire.LIMIT_DIRECT_BLOCKS),
         )  # fmt: skip
         rows = b"".join(
             wire.DIRECT_ROW.pack(
@@ -55,7 +56,8 @@ class DirectReadRequests:
             )
             for frame in grant.frames
         )  # fmt: skip
-        return wire.DirectReadGranted(request.id, grant.lease, rows)
+        forgets = tenant.catalog.blocks.forgets[0]
+        return wire.DirectReadGranted(request.id, grant.lease, rows, forgets)
 
     def _may_use(self, file: DirectFile) -> bool:
         """Whether the client has this file; sends it if that is possible."""
@@ -87,6 +89,14 @@ class DirectReadRequests:
         texts += [turns for turns, _ in codec.ropes]
         too_large = sum(len(text) for text in texts) > wire.LIMIT_CALIBRATION_BYTES
         return wire.DirectReadCalibrated(request.id) if too_large else reply
+
+    def used(self, tenant: Tenant, request: wire.DirectReadUsed) -> None:
+        space = tenant.catalog.spaces.at(request.space)
+        place = request.group, request.shard
+        space.check_place(*place)
+        tenant.tier.direct.count(
+            space, place, request.good, request.bad, request.tokens, request.nbytes
+        )
 
     def end(self, tenant: Tenant, request: wire.DirectReadEnd) -> wire.Reply:
         valid = tenant.tier.direct.end(

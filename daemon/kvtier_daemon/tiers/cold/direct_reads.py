@@ -91,7 +91,7 @@ class SegmentReads:
     def grant(
         self, session: int, space: KnownSpace, group: int, shard: int, keys: bytes,
         codecs: Collection[int], within_s: float, may_use: Callable[[DirectFile], bool], first: int,
-        most: int, used: tuple[int, int],
+        most: int,
     ) -> DirectGrant:  # fmt: skip
         if (
             within_s
@@ -127,7 +127,6 @@ class SegmentReads:
         if not rows:
             return DirectGrant()
         if not within_s:
-            self._count(space, (group, shard), len(rows), 0, *used)
             return DirectGrant(0, tuple(rows))
         for segment, blocks in segments.items():
             segment.reading += blocks
@@ -152,13 +151,12 @@ class SegmentReads:
         still = self._catalog.direct.still(held.space, held.keys, held.blocks)
         valid = bytes(there and not bad for there, bad in zip(still, failed, strict=True))
         good = sum(valid)
-        self._count(held.space, held.place, good, blocks - good, tokens, nbytes)
+        self.count(held.space, held.place, good, blocks - good, tokens, nbytes)
         return valid
 
-    def _count(
+    def count(
         self, space: KnownSpace, place: tuple[int, int], good: int, bad: int, tokens: int, nbytes: int
     ) -> None:  # fmt: skip
-        """Count these blocks, and at most these tokens and bytes of each good one as used."""
         # All parts of a block contain the same tokens, so only the first part counts tokens.
         tokens = min(tokens, space.spec.block_tokens) * (place == (0, 0))
         nbytes = min(nbytes, space.block_bytes[place[0]])

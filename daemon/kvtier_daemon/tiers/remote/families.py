@@ -219,11 +219,9 @@ class Families:
         """Add the space of this description. Raises FrameError if it is not one of the family."""
         text = await self._objects.get(name, list_identity(identity, kin.family))
         spec = decode_description(text, identity, kin.family, secret)
-        if self._tenant.identity_of(spec) != identity:
-            raise FrameError("it describes another space")
         theirs = KnownSpace(-1, identity, spec, spec.places, sizes_of(spec))
         if self._tenant.family_of(theirs) != kin.family:
-            raise FrameError("it describes a space of another family")
+            raise FrameError("it describes another space, or one of another family")
         if why := why_not_from(spec, kin.space.spec):
             kin.others[identity] = theirs
             self._refuse(spec, why)
