@@ -229,7 +229,8 @@ class BlockTable:
         self.reads = ReadBlocks()
         self.residency = Residency(store, policy)
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
-        # One number: how often blocks were forgotten.
+        # For clients that read frames: changes when blocks that may be on disk are forgotten, and
+        # when blocks lose their frames.
         self.forgets: array[int] | memoryview[int] = array("Q", (0,))
         self._erasures: dict[
             int, Callable[[], None]
@@ -307,10 +308,6 @@ class BlockTable:
         if added:
             self.policy.added(added, self.store.names(added), self.store.parents(added))
         self.residency.framed(ids)
-
-    def count_forget(self) -> None:
-        """Blocks that may be on disk are forgotten, or their frames are not used any longer."""
-        self.forgets[0] += 1
 
     def forget(self, ids: bytes) -> bool:
         """No match finds these blocks from now on. The caller counts it, unless they are only in memory. True

@@ -239,7 +239,7 @@ class Promotions:
         names = self._blocks.changes.name(ids)
         self._blocks.miss_log.note(self._blocks.store.keys_of(ids), SPOILT)
         gone, orphans, dead = self._blocks.store.spoilt(ids)
-        self._blocks.count_forget()
+        self._blocks.forgets[0] += 1
         self._blocks.changes.add(WENT, DISK, names)
         self._not_read(ids, reason, orphans)
         self._blocks.gone(gone, "spoilt")

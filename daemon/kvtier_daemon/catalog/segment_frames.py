@@ -105,7 +105,7 @@ class SegmentFrames:
             used = store.still(ids, segment)
             self._blocks.miss_log.note(store.keys_of(used), SPOILT)
         gone, orphans, dead = store.damaged(ids, frames)
-        self._blocks.count_forget()
+        self._blocks.forgets[0] += 1
         changes.add(WENT, DISK, names if dead else b"")
         self._blocks.gone(gone, "spoilt")
         self._blocks.policy.demoted(orphans)
@@ -144,7 +144,7 @@ class SegmentFrames:
         self._blocks.miss_log.note(store.keys_of(ids), LOST)
         names = self._blocks.changes.name(ids)
         gone, orphans = store.drop_segment(segment)
-        self._blocks.count_forget()
+        self._blocks.forgets[0] += 1
         self._blocks.changes.add(WENT, DISK, names)
         self._blocks.gone(gone, "lost")
         self._blocks.policy.demoted(orphans)

@@ -472,7 +472,8 @@ class Simulation:
             first = array("I")
             while self._unwritten and len(first) < room:
                 node = self._unwritten.popleft()
-                if self._memory[node]:
+                # A block that left memory and came back is in the queue twice.
+                if self._memory[node] and node not in first:
                     first.append(node)
         else:
             first = array("I", self._policy.victims(look))

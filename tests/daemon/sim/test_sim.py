@@ -332,6 +332,9 @@ def test_writes_stay_within_the_budget_and_prefer_repeated_blocks(small: TraceRe
 
 
 @example(1, 10, 1e7, 1e7, 1, 0, "auto", 34, "on")  # a read for the engine whose number was declined
+@example(
+    289, 768, 1e7, 1e11, 1, 0, "auto", 91, "off"
+)  # a block that was saved twice before its write
 @settings(deadline=None, max_examples=effort(25, 60, 60))
 @given(
     st.integers(1, 400), st.integers(0, 2000), st.sampled_from([1e7, 1e9, 1e11]),
