@@ -88,16 +88,6 @@ class Connection:
         """Return the descriptor that becomes readable when `poll` has something to receive."""
         return self._sock.fileno()
 
-    def is_quiet(self) -> bool:
-        """Whether the daemon has this connection, and has sent nothing that was not received."""
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | DONT_WAIT)
-        except BlockingIOError:
-            return not self.broken
-        except OSError:
-            pass
-        return False
-
     def send(self, message: wire.Message) -> int:
         """Send one request and return its id, by which `wait` and `poll` identify the answer. Raises
         InvalidArgument for a request that is not valid on the wire."""
@@ -355,6 +345,17 @@ class Connection:
         self.files.clear()
         self._sock.close()
         return said or self.inherited
+
+
+def is_quiet(connection: Connection) -> bool:
+    """Whether the daemon has this connection, and has sent nothing that was not received."""
+    try:
+        connection._sock.recv(1, socket.MSG_PEEK | DONT_WAIT)
+    except BlockingIOError:
+        return not connection.broken
+    except OSError:
+        pass
+    return False
 
 
 def _came_soon(connection: Connection, request_id: int) -> bool:

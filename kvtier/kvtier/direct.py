@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier import wire
+from kvtier.connection import is_quiet
 from kvtier.errors import FrameError, KvtierError, ProtocolError
 from kvtier.frame import (
     E5M2,
@@ -134,7 +135,7 @@ class DirectLease:
         connection = self._connection
         is_same = forgets != UNKNOWN and connection.files.forgets == forgets
         # Only after that: the daemon that lives now would have counted it, and no other one has started.
-        is_here = connection is self._link.connection and connection.is_quiet()
+        is_here = connection is self._link.connection and is_quiet(connection)
         return is_same and is_here and connection.clock() < self._until
 
     def end(self, sound: Sequence[bool], used: tuple[int, int] | None = None) -> list[bool]:

@@ -18,7 +18,6 @@ import kvtier.direct
 import kvtier.direct_parts
 import kvtier.read_file
 from kvtier import Client, Group, KvSpec, frame, load_tokens, wire
-from kvtier.connection import Connection
 from kvtier.direct import read_directly
 from kvtier.frame import PAGE, decode
 from kvtier.read_file import UNKNOWN
@@ -331,7 +330,7 @@ def test_blocks_that_another_daemon_forgets_under_the_read_are_misses(
     """The number that counts the forgets is that of a daemon that has ended."""
     whole = kvtier.direct_parts.read_frame_parts
     if knows == "the time":
-        monkeypatch.setattr(Connection, "is_quiet", lambda _: True)
+        monkeypatch.setattr(kvtier.direct, "is_quiet", lambda _: True)
     limit_s = {"the time": 0.001, "the connection": 600.0}[knows]  # daemons of tests start fast
     monkeypatch.setattr(kvtier.direct, "UNLEASED_S", limit_s)
     with disk.daemon.connect(reconnect_s=60.0) as client:
