@@ -483,12 +483,7 @@ def test_a_planned_write_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
 def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
-        await tenant.start()
-        shelf, first = await tenant.sealed(4)
-        for number in (1, 2):
-            tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
-        evict_all(tenant)
-        tenant.mover._budget.second_chance_bytes = 1 << 30
+        shelf, first = await with_second_chances(tenant, 1, 2)
         read, was_read = tenant.mover.reclaimer._read_all, asyncio.Event()
         may_write = asyncio.Event()
 
@@ -520,12 +515,7 @@ def test_a_second_chance_waits_for_a_slow_disk(tmp_path: Path) -> None:
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
-        await tenant.start()
-        shelf, first = await tenant.sealed(4)
-        for number in (1, 2):
-            tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
-        evict_all(tenant)
-        tenant.mover._budget.second_chance_bytes = 1 << 30
+        shelf, first = await with_second_chances(tenant, 1, 2)
         write, refused = shelf.write, 0
 
         def writing(blocks: Any, done: Any) -> int:
@@ -553,11 +543,7 @@ def test_a_second_chance_does_not_wait_for_a_place_on_a_disk_that_is_off(
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
-        await tenant.start()
-        shelf, first = await tenant.sealed(4)
-        tenant.catalog.load(ONE, tenant.space, key(1), 1.0, [], 0.0)
-        evict_all(tenant)
-        tenant.mover._budget.second_chance_bytes = 1 << 30
+        shelf, first = await with_second_chances(tenant, 1)
         tier, reclaimer = tenant.bench.tier, tenant.mover.reclaimer
         off = SimpleNamespace(
             stores={"t": SimpleNamespace(log=SimpleNamespace(has_place=True))},
@@ -634,15 +620,22 @@ def test_a_block_that_is_saved_again_stays_when_recovery_finds_its_forgotten_fra
     run(work())
 
 
-async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment]:
-    """A segment with blocks 0 to 3, of which 1 and 2 were copied by the reclaimer. It stays unreleased
-    while a read of it is in progress."""
+async def with_second_chances(tenant: Tenant, *numbers: int) -> tuple[SegmentStore, Segment]:
+    """Start the tenant. A segment with blocks 0 to 3, which are only on disk; these were requested again."""
+    await tenant.start()
     shelf, first = await tenant.sealed(4)
-    first.reading += 1
-    for number in (1, 2):
+    for number in numbers:
         tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
     evict_all(tenant)
     tenant.mover._budget.second_chance_bytes = 1 << 30
+    return shelf, first
+
+
+async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment]:
+    """A segment with blocks 0 to 3, of which 1 and 2 were copied by the reclaimer. It stays unreleased
+    while a read of it is in progress."""
+    shelf, first = await with_second_chances(tenant, 1, 2)
+    first.reading += 1
     assert shelf.log.reclaim() is first
     tenant.mover.reclaimer.reclaim(shelf, first)
     while first not in shelf.releasing:  # noqa: ASYNC110
@@ -700,7 +693,6 @@ def test_forgetting_a_copied_block_writes_no_tombstone_into_the_next_use_of_its_
 ) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
-        await tenant.start()
         shelf, first = await one_that_is_read_leaves(tenant)
         first.reading -= 1
         shelf.free_if_unused(first)
@@ -724,7 +716,6 @@ def test_a_forget_drops_both_copies_of_a_second_chance(tmp_path: Path) -> None:
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
-        await tenant.start()
         await one_that_is_read_leaves(tenant)
         tombstones.FORGET_S = 0.2
         assert "did not confirm" in await tenant.forget(1), "its segment still has its head"
