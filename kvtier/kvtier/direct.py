@@ -2,9 +2,9 @@
 
 The bytes of a granted frame prove nothing. A reader verifies the header, which names the block, and the
 digests of the bytes in the place where it uses them; then `DirectLease.end` says which blocks are still
-stored. It asks the daemon if there is a lease. If there is none, the blocks are still stored if the read was
-short and no block was forgotten meanwhile, which the client sees in memory of the daemon, if that lives;
-otherwise they count as not stored.
+stored. With a lease, it asks the daemon. Without one, the blocks are still stored if the read was short, the
+daemon lives, and no block was forgotten meanwhile, which the client sees in memory of the daemon; otherwise
+they count as not stored.
 A block that fails any of this is a miss.
 """
 

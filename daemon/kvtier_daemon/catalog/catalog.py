@@ -358,9 +358,13 @@ class Catalog:
         """Forget these blocks in memory and on disk: no match finds them from now on. Blocks that are being
         read stay until the read ends."""
         ids = self.blocks.resident(space, keys)
+        self.forget_ids(ids)
+        return len(ids) // ID_BYTES
+
+    def forget_ids(self, ids: bytes) -> None:
+        """The same for blocks that may be on disk, given by their ids."""
         self._forget(ids)
         self.blocks.forgets[0] += 1  # also if the blocks were dropped before
-        return len(ids) // ID_BYTES
 
     def _forget(self, ids: bytes) -> None:
         if ids and self.blocks.forget(ids):
@@ -388,8 +392,7 @@ class Catalog:
     def forget_spoilt(self, ids: bytes) -> None:
         """Forget these blocks, whose bytes are not those of their saves."""
         keys = self.blocks.store.keys_of(ids)
-        self._forget(ids)
-        self.blocks.forgets[0] += 1
+        self.forget_ids(ids)
         self.blocks.miss_log.note(keys, SPOILT)
 
     def forget_expired(self, now: float) -> None:

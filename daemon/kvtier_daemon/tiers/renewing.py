@@ -42,10 +42,7 @@ def _leave(catalog: Catalog, is_over: bool) -> bool:
     finds those that a lease holds; they stay until it ends."""
     more, left = catalog.blocks.leave_retired(is_over, PORTION)
     if is_over and not more and left:
-        catalog.blocks.forgets[0] += 1
-    if is_over and not more and left and catalog.blocks.forget(left):
-        catalog.pins.unpin_forgotten()
-        catalog.holds.end_forgotten()
+        catalog.forget_ids(left)
     return more
 
 
