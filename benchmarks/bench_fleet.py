@@ -131,7 +131,7 @@ class Scene:
         hit = self.ask(seed)
         read = host.remote["states"]["read"] - before, host.read_bytes() - had
         is_disk = read[1] >= (NBYTES if disk else BLOCK_BYTES)
-        assert read[0] == shared and is_disk == disk, read
+        assert read[0] == shared and is_disk == disk, (read, host.remote["loads"])
         same(hit, self.engine.generate(parts(seed)))
         return float(hit["seconds"])
 

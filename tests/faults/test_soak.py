@@ -50,11 +50,11 @@ def sampled(daemon: Daemon) -> Sample:
 
 def children_of(pid: int) -> list[str]:
     """The children of all threads: the index's process is started by a thread."""
-    return [
-        child
-        for task in os.listdir(f"/proc/{pid}/task")
-        for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-    ]
+    found: list[str] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            found += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    return found
 
 
 def files_of(pid: int) -> int:
