@@ -57,11 +57,12 @@ from kvtier_daemon.tiers.memory_check import check_memory
 from kvtier_daemon.tiers.remote.tier import RemoteTier
 from kvtier_daemon.tiers.tier_keys import key_files
 from kvtier_daemon.tiers.warm import Extent, WarmTier
-from kvtier_kernels import Store
+from kvtier_kernels import Store, trim_heaps
 
 log = logging.getLogger(__name__)
 
 TEND_S = 0.1
+TRIM_S = 60.0  # free parts of the heaps would grow by 2 MB an hour under load
 REMOTE = "remote"
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 MakeLowerTier = Callable[[CurrentConfig, Mapping[str, Tenant], WarmTier, InternalErrors], LowerTier]
@@ -256,9 +257,10 @@ class App:
                 tasks.create_task(recorder.run(), name="record"),
                 tasks.create_task(self._settings.reload_when(reload, note_reload), name="reload"),
             ]
-            repeated = [
+            repeated: list[tuple[float, str, Callable[[], object]]] = [
                 (TELL_S, "status line", self._update_status_line),
                 (hints.EVERY_S, "hints", self._note_hints),
+                (TRIM_S, "free memory", functools.partial(loop.run_in_executor, None, trim_heaps)),
             ]
             if looked_at is not None:
                 self._unforeseen.tried("history", self._history.note)
@@ -436,7 +438,7 @@ class App:
         log.info("status page and metrics: http://%s", _address(self._port))
         return shown
 
-    async def _repeat(self, every_s: float, what: str, work: Callable[[], None]) -> None:
+    async def _repeat(self, every_s: float, what: str, work: Callable[[], object]) -> None:
         while True:
             await asyncio.sleep(every_s)
             self._unforeseen.tried(what, work)

@@ -7,6 +7,11 @@
 #include <vector>
 
 #include "cpu.h"
+#include "unlocked.h"
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 namespace nb = nanobind;
 
@@ -59,4 +64,10 @@ void bind_cpu(nb::module_& m) {
                 ("no implementation '" + impl + "' of " + kind + " on this machine").c_str());
         },
         nb::arg("kind"), nb::arg("impl"));
+    m.def("trim_heaps", [] {
+#ifdef __GLIBC__
+        const Unlocked unlocked;
+        malloc_trim(0);
+#endif
+    });
 }

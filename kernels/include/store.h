@@ -231,8 +231,8 @@ class Store {
     Id parent_of(Id id) const { return records_[records_.node_of(id)].parent; }
     // Identifies the block in all tiers; the same if it is saved again.
     std::uint64_t name_of(Id id) const {
-        return name_of(key_of(id).words[0],
-                       block(id).place - spaces_[place_of(id).space].first_place[0]);
+        const std::uint32_t place = block(id).place;  // first: it checks the id
+        return name_of(key_of(id).words[0], place - spaces_[places_[place].space].first_place[0]);
     }
     // From the first word of its key, and its place among those of its space.
     static std::uint64_t name_of(std::uint64_t word, std::uint64_t at) {

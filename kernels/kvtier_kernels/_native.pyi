@@ -553,6 +553,9 @@ def implementations(kind: str) -> list[str]:
 def force(kind: str, impl: str) -> None:
     """Selects an implementation for this process; "auto" is the default."""
 
+def trim_heaps() -> None:
+    """Gives the free pages of the C library's heaps to the system. Takes milliseconds, without the GIL."""
+
 class Counts(TypedDict):
     blocks: dict[str, int]
     bytes: dict[str, int]
