@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier.errors import SpecError
+from kvtier.frame import CACHEGEN, ECSQ
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec, space_id
 from kvtier.read_file import COUNT_ENDED
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import DeferredPolicy
-from kvtier_daemon.codec.base import CACHEGEN, ECSQ
 from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.codec.resharding import family_of

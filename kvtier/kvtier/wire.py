@@ -28,9 +28,8 @@ LIMIT_REQUEST_BYTES = 64 << 10  # for any other request: larger than any descrip
 LIMIT_HELLO_BYTES = 16 << 10  # for a message before the handshake is complete
 LIMIT_KEYS = 65_536
 LIMIT_OTHERS = 16_384  # keys under other accepted secrets in one request
-LIMIT_RESERVED = (
-    4096  # keys in one Reserve: about 1 ms, and several in memory that is used the first time
-)
+# Keys in one Reserve: about 1 ms, and several in memory that is used the first time.
+LIMIT_RESERVED = 4096
 LIMIT_COPIED = 16_384  # slots in one HotReserve
 LIMIT_CHANGED = 4096  # keys in one Hint or Forget: about 0.7 ms
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: about 10 ms
@@ -39,9 +38,8 @@ LIMIT_TOLD_SLOTS = 160_000  # in one reply: this many fit into a frame
 LIMIT_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its zero byte
 LIMIT_ENDED = 64  # tokens in one Hello
 LIMIT_SHARDS_TOLD = 4096  # shards in a Load or Adopt: more are refused while decoding
-LIMIT_SHARDS_JOINED = (
-    64  # in one HotJoin: those of all clients of an engine are visited when one ends
-)
+# In one HotJoin: those of all clients of an engine are visited when one ends.
+LIMIT_SHARDS_JOINED = 64
 LIMIT_GPU_NAME = 64
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size

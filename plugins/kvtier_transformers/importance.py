@@ -31,9 +31,8 @@ class Importance:
         self._pads = pads
         self._queries = queries or QUERIES[how]
         self._mass: torch.Tensor | None = None  # [rows, tokens]
-        self._equal: torch.Tensor | None = (
-            None  # the same for attention that is equal for all tokens
-        )
+        # The same for attention that is equal for all tokens.
+        self._equal: torch.Tensor | None = None
 
     def note(
         self, query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float = 0

@@ -66,9 +66,8 @@ from kvtier_vllm.worker import WorkerSide
 log = logging.getLogger("vllm.kvtier")
 
 BLOCK_OUTERMOST = "BLHNC"
-NEXT_PAGES_PART = (
-    4  # with `save = "lazy"`: blocks in this part of the pages are about to be dropped
-)
+# With `save = "lazy"`: blocks in this part of the pages are about to be dropped.
+NEXT_PAGES_PART = 4
 
 
 @dataclass

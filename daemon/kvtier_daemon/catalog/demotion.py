@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
+from kvtier.frame import Identity
 from kvtier.wire import CAME, DIGEST_BYTES, DISK, SLOT_BYTES
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.frames import FRAME_BYTES, PLACE_BYTES
 from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace, SpaceTable
-from kvtier_daemon.codec.frame import Identity
 
 FEW_VICTIMS = 64
 SWEEP_IDS, SWEEP_TURNS = 4096, 8  # ids per step, and steps per call of `sweep`: a millisecond

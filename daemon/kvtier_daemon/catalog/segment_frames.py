@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from struct import Struct
 
+from kvtier.frame import PAGE, Identity
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import DISK, WENT
@@ -27,7 +28,6 @@ from kvtier_daemon.catalog.frames import (
 from kvtier_daemon.catalog.leases import NOBODY
 from kvtier_daemon.catalog.miss_log import LOST, SPOILT
 from kvtier_daemon.catalog.spaces import SpaceTable
-from kvtier_daemon.codec.frame import PAGE, Identity
 
 ROW_BYTES, PAGE_AT = 128, 72  # of a footer's entry; it begins with the key
 PAGE_NUMBER = Struct("<I")

@@ -21,7 +21,7 @@ from secrets import token_bytes
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
-from kvtier_daemon.codec.frame import KEY_ID_BYTES, NONCE_BYTES, Identity
+from kvtier.frame import KEY_ID_BYTES, NONCE_BYTES, Identity
 from kvtier_kernels import FrameKeys
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 from kvtier.errors import ProfileError
+from kvtier.frame import CACHEGEN, ECSQ
 from kvtier.layout import KvSpec, space_id
 from kvtier_daemon.codec import block_parts, grid
 from kvtier_daemon.codec.arranged import Arranged, order_of
-from kvtier_daemon.codec.base import CACHEGEN, ECSQ, Codec
+from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.calibrated import Calibrated, knows
 from kvtier_daemon.codec.profile import CACHEGEN_LEVELS, ECSQ_LEVELS, Name, Profile, ProfilePart
 from kvtier_daemon.codec.table import CODECS

@@ -51,9 +51,8 @@ class CountedLookup(msgspec.Struct, gc=False):
     block_tokens: int = 0
     log_entry: Lookup | None = None
     awaits_until: float = 0.0  # for blocks that others are writing; 0: it has not seen any
-    awaited: int = (
-        0  # blocks that count as hits of memory, and that others were writing at the last answer
-    )
+    # Blocks that count as hits of memory, and that others were writing at the last answer.
+    awaited: int = 0
     awaited_first: int = 0  # the place of the first one
 
 

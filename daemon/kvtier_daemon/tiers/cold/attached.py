@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from kvtier.errors import KvtierError, TierError
+from kvtier.frame import pages
 from kvtier.layout import KvSpec
 from kvtier.units import format_bytes
-from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.access_log import AccessLog
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, space_key
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES, DirectoryDisk, anonymous

@@ -17,22 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvtier_daemon.catalog import Catalog
-from kvtier_daemon.catalog.blocks import DeferredPolicy
-from kvtier_daemon.catalog.compressed import COOL_SHARE
-from kvtier_daemon.catalog.spaces import IDENTITY
-from kvtier_daemon.codec.base import ELEMENTS, R32
-from kvtier_daemon.codec.choice import Average
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     DIGEST_BYTES,
+    ELEMENTS,
     ENTRY,
     HEADER,
     NAMES,
     NAMES_AT,
+    R32,
     RAW_DIGEST_AT,
     pages,
     stamp,
 )
+from kvtier_daemon.catalog import Catalog
+from kvtier_daemon.catalog.blocks import DeferredPolicy
+from kvtier_daemon.catalog.compressed import COOL_SHARE
+from kvtier_daemon.catalog.spaces import IDENTITY
+from kvtier_daemon.codec.choice import Average
 from kvtier_daemon.planning import DiskLink
 from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
 from kvtier_daemon.tiers.cold.encoder import THREADS_MOST, threads_here
@@ -144,9 +145,8 @@ class Compressor:
         self._blank = blank
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._ahead = (
-            1.0  # how much more than usual is compressed ahead: requests take many slots at once
-        )
+        # How much more than usual is compressed ahead: requests take many slots at once.
+        self._ahead = 1.0
         self._hasty_at = self._check_at = self._plan_at = 0.0
         # By the store's number of a space and the group: until when such blocks are not tried, and how many
         # were not worth it since one was.

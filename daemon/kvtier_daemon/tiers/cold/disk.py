@@ -19,9 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
-from kvtier_daemon.codec.base import ELEMENTS
+from kvtier.frame import ELEMENTS, PAGE
 from kvtier_daemon.codec.choice import LATELY_S, Average, Rates
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.planning import DiskLink
 from kvtier_kernels import Disk, Mapping
 

@@ -10,7 +10,7 @@ import secrets
 from functools import partial
 from pathlib import Path
 
-from kvtier_daemon.codec.frame import PAGE
+from kvtier.frame import PAGE
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 from kvtier_daemon.tiers.cold.segment_store import NO_ROOM
 from kvtier_daemon.tiers.cold.tier import ColdTier

@@ -19,12 +19,12 @@ from itertools import accumulate
 from typing import TypeVar
 
 from kvtier.errors import FrameError
+from kvtier.frame import ENCRYPTED, RAW, pages, stamp
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.arranged import Arranged
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.choice import Choice, Rates
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import ENCRYPTED, RAW, pages, stamp
 from kvtier_daemon.codec.grid import grids
 from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES

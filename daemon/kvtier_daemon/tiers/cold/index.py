@@ -59,9 +59,8 @@ OF_THE_SYSTEM: Final = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb
 META: Final = struct.Struct(
     "<40xI92xQ"
 )  # of a first page: bytes of a page, and the last page's number
-UNKNOWN_FORMAT: Final = (
-    "LMDB data format"  # of the file, and still an error without a class of its own
-)
+# Of the file, and still an error without a class of its own.
+UNKNOWN_FORMAT: Final = "LMDB data format"
 
 Change: TypeAlias = dict[tuple[bytes, bytes], bytes | None]
 Entry: TypeAlias = tuple[bytes, bytes, bytes | None]

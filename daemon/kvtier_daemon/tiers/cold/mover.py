@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from kvtier.frame import ENCRYPTED, RAW
 from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, SLOT
 from kvtier_daemon.catalog import Catalog, KnownSpace
@@ -26,7 +27,6 @@ from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS,
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.promotion import Promotion, Survey
 from kvtier_daemon.codec.choice import Choice
-from kvtier_daemon.codec.frame import ENCRYPTED, RAW
 from kvtier_daemon.codec.losses import NUMBERS as LOSSY
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from kvtier import frame
 from kvtier.errors import FrameError
+from kvtier.frame import pages
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.frames import PLACE_BYTES, FramedBlocks, StoredFrame
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier import frame
 from kvtier.errors import FrameError, TierError
+from kvtier.frame import PAGE, Frame, pages
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import PAGE, Frame, pages
 from kvtier_daemon.tiers.cold.directory_lock import distrust
 from kvtier_daemon.tiers.cold.segment import (
     ENTRY,

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from kvtier import frame
 from kvtier.errors import FrameError
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.frames import StoredFrame
 from kvtier_daemon.catalog.segment_frames import Framed
-from kvtier_daemon.codec import frame
 from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 from kvtier_daemon.tiers.cold.frames import DAMAGED, Incoming

@@ -49,8 +49,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvtier.errors import FrameError
-from kvtier.layout import KvSpec
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     DIGEST_BYTES,
     ENCRYPTED,
     HAS_PARENT,
@@ -61,6 +60,7 @@ from kvtier_daemon.codec.frame import (
     Identity,
     pages,
 )
+from kvtier.layout import KvSpec
 from kvtier_kernels import xxh3_128
 
 VERSION = 2  # of head, tombstones, table and trailer

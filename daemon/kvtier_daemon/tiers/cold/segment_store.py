@@ -19,19 +19,19 @@ from itertools import islice
 from pathlib import Path
 
 from kvtier.errors import TierError
-from kvtier.frame import ONCE
-from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
-from kvtier_daemon.codec.block_parts import entries
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     ENCRYPTED,
     GENERATION_AT,
     LOSSY,
+    ONCE,
     PAGE,
     RAW,
     Template,
     pages,
     stamp,
 )
+from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
+from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
 from kvtier_daemon.tiers.cold.disk import Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.eraser import erase

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier.frame import ELEMENTS, ENCRYPTED, PAGE, RAW
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec.base import ELEMENTS
-from kvtier_daemon.codec.frame import ENCRYPTED, PAGE, RAW
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_daemon.planning import DiskLink
 from kvtier_daemon.planning.read_order import ReadSchedule

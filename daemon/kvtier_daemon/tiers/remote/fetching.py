@@ -14,13 +14,13 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from kvtier.errors import FrameError, Refused
+from kvtier.frame import Identity
 from kvtier.key import KEY_BYTES
 from kvtier.wire import GRANTED, PRESENT
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import Arriving
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.planning import PATIENCE_S, WHY, DiskLink, Planner
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook

@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from kvtier import frame
 from kvtier.errors import FrameError
+from kvtier.frame import ELEMENTS, ENCRYPTED, HEADER, RAW, Entry, Identity, Template
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec import frame, framing
-from kvtier_daemon.codec.base import ELEMENTS, Codec
+from kvtier_daemon.codec import framing
+from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Entry, Identity, Template
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import copy, decode_frame, seal_frame, xxh3_128
 

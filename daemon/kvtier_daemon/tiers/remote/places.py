@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtier.frame import Identity
 from kvtier.layout import Group
 from kvtier_daemon.catalog import KnownSpace
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.tiers.remote.known import place_mask
 from kvtier_daemon.tiers.remote.objects import Headers
 

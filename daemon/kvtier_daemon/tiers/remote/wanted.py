@@ -28,10 +28,10 @@ from typing import Final
 import msgspec
 
 from kvtier.errors import FrameError
+from kvtier.frame import RAW, Entry, Identity
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier_daemon.catalog import KnownSpace
-from kvtier_daemon.codec.frame import RAW, Entry, Identity
 from kvtier_daemon.tiers.remote.known import each_of
 from kvtier_daemon.tiers.remote.objects import Headers
 

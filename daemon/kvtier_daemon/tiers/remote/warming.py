@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from kvtier import frame
 from kvtier.errors import FrameError, Refused
+from kvtier.frame import ENCRYPTED, HEADER, RAW, Identity
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import PRESENT
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import ARRIVING
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Identity
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
