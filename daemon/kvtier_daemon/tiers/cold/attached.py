@@ -266,7 +266,6 @@ class AttachedDirectory:
                 store.seal()
 
     def close_files(self) -> None:
-        """Close the segment files. May wait for the disk."""
         for store in self.stores.values():
             self.table.close_files(store)
 
@@ -303,8 +302,7 @@ class DiskMemory:
             disk.worker.register(mapping, number in self._fixed)
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """Allocate at least this much memory outside the arena; return its number and size. It is never
-        freed, so the size is doubled at each call."""
+        """Allocate at least this much memory outside the arena, for ever; return its number and size."""
         nbytes = max(LEAST_ALLOCATED, 1 << (pages(nbytes) - 1).bit_length())
         return self.register(anonymous(nbytes), fixed=False), nbytes
 
@@ -362,11 +360,9 @@ class RecoveryProgress:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the blocks of all directories are known."""
         return self.complete.is_set()
 
     def call_when_ended(self, name: Hashable, then: Callable[[], None]) -> None:
-        """Call `then` once when no directory is being scanned."""
         self._calls[name] = then
 
     def cancel_calls(self, name: Hashable) -> None:
@@ -395,8 +391,7 @@ class AttachedDirectories:
         self._checks_at = time.monotonic() + LOCATION_S
 
     def add(self, directory: ColdDirectory) -> AttachedDirectory:
-        """Start a disk and a store for each tenant in this directory. Raises TierError, and never closes the
-        directory."""
+        """Start a disk and a store for each tenant in this directory. Raises TierError."""
         for one in self.attached:
             # A copy may hold blocks that were forgotten in the other one.
             if one.directory.name == directory.name:
@@ -448,8 +443,7 @@ class AttachedDirectories:
 
     @property
     def unknown(self) -> str:
-        """Why some blocks on the disks may be unknown, or an empty text: directories and files that could not
-        be read."""
+        """Why some blocks on the disks may be unknown, or an empty text."""
         given_up = [one.disk.failure for one in self.attached if one.disk.reads.given_up]
         if given_up or self.missing:
             return "; ".join([*self.missing.values(), *given_up])
@@ -466,8 +460,7 @@ class AttachedDirectories:
         return any(one.disk.writes.given_up and not one.disk.lost for one in self.attached)
 
     def run_periodic(self) -> None:
-        """Do periodic work: check the disks and the locations of the directories, and write tombstones that
-        failed."""
+        """Check the disks and the locations of the directories, and write tombstones that failed."""
         for one in self.attached:
             one.disk.check()
             for store in one.stores.values():
@@ -489,8 +482,7 @@ class AttachedDirectories:
     # --- attaching and detaching -------------------------------------------------------------
 
     async def recover(self, restored: Restored) -> None:
-        """Find the blocks in the files of all directories. A directory that fails or hangs does not delay the
-        others."""
+        """Find the blocks in the files of all directories, each independently of the others."""
         scanned = list(self.attached)
         await asyncio.gather(*(one.recover(restored) for one in scanned))
         self._recovered(len(scanned))
@@ -561,7 +553,6 @@ class AttachedDirectories:
         one.directory.access_log = AccessLog(one.directory.index)
 
     async def closed(self, directory: ColdDirectory) -> None:
-        """Wait until a detached directory is closed."""
         await asyncio.shield(self.closing[directory])
         del self.closing[directory]
 

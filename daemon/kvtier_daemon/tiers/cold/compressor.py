@@ -195,7 +195,6 @@ class Compressor:
         self.frames.drop(away)
 
     def _plan(self) -> list[Outgoing]:
-        """Return the blocks to compress next."""
         catalog, order = self._catalog, self.frames.order
         store, demotions, now = catalog.blocks.store, catalog.demotions, self._loop.time()
         if now < self._plan_at or store.counts()["bytes"]["ready"] < PRESSURE * self._quota_bytes:

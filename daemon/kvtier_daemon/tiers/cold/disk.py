@@ -158,8 +158,7 @@ class StoppedWorker:
 
 
 class Operations:
-    """The operations of one worker that have not ended, and their callbacks. `failed` is called if a callback
-    raises an exception."""
+    """The operations of a worker that have not ended. `failed` is called if a callback raises."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, failed: Callable[[], None]) -> None:
         self.is_stopped = False  # new operations are cancelled
@@ -205,15 +204,13 @@ class Operations:
             self._idle.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the last operation ends."""
         self._idle.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
 
 class FileThread:
-    """The thread that opens, creates and removes the files of one directory. Its calls count as writes of
-    `lane`."""
+    """Opens, creates and removes the files of one directory. Its calls count as writes of `lane`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str, lane: DiskLane) -> None:
         self._loop = loop
@@ -249,8 +246,7 @@ class FileThread:
 
 
 class DirectoryDisk:
-    """The worker of one directory. Callbacks are called in the loop. Operations have a token, which
-    `Operations` maps to their callback."""
+    """The worker of one directory. Callbacks are called in the loop."""
 
     def __init__(
         self,
@@ -309,7 +305,6 @@ class DirectoryDisk:
             await self.operations.wait(POLL_S)
 
     def check(self) -> None:
-        """Detect lanes that hang."""
         self.reads.check()
         self.writes.check()
 
@@ -358,8 +353,7 @@ class DirectoryDisk:
     def read_staged(
         self, fd: int, at: int, nbytes: int, callback: StagedCallback, urgent: bool
     ) -> None:
-        """Read bytes for a codec into memory of the worker, which pauses reads of frames while much of it is
-        in use. Keep no view of it."""
+        """Read bytes for a codec into memory of the worker, of which there is little. Keep no view of it."""
         token = self.operations.add(self.reads, callback, True)
         self.worker.read_bytes(token, fd, at, nbytes, urgent, READ_MS, staged=True)
 
@@ -376,8 +370,7 @@ class DirectoryDisk:
     def write(
         self, fd: int, ops: bytes | bytearray, headers: bytes | bytearray, callback: Callback
     ) -> None:
-        """Write to this file, then sync it, without a deadline: the slots are in use until both have ended.
-        `callback` gets the first error."""
+        """Write to this file, then sync it, without a deadline. `callback` gets the first error."""
         self.worker.write(ops, headers)
         self.worker.sync(self.operations.add(self.writes, callback, True), fd)
 
@@ -408,14 +401,12 @@ class DirectoryDisk:
         return self._end(timeout_s)
 
     def _disconnect(self) -> None:
-        """Detach from the loop."""
         self.is_over = True
         self.files.cancel()
         self._loop.remove_reader(self._event_fd)
 
     def _end(self, timeout_s: float) -> bool:
-        """Stop the worker and wait for its threads. Frees a stopped worker at once, with its kernel
-        resources."""
+        """Stop the worker, wait for its threads, and free it at once, with its kernel resources."""
         until = self._clock() + timeout_s
         left = self.worker.stop(timeout_s)
         if self._event_fd >= 0:
@@ -429,7 +420,6 @@ class DirectoryDisk:
 
 
 def anonymous(nbytes: int) -> Mapping:
-    """Return new memory that blocks can be read into."""
     fd = os.memfd_create("kvtier-own", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)

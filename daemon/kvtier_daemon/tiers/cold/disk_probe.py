@@ -1,5 +1,4 @@
-"""The watchdog's probe of disks: an unnamed file of one page, which the worker of the directory writes, syncs
-and reads."""
+"""The watchdog's probe of disks: the directory's worker writes, syncs and reads an unnamed page."""
 
 from __future__ import annotations
 

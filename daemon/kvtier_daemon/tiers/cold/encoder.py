@@ -130,7 +130,6 @@ class EncodeBuffer:
         return True
 
     def give(self, extent: int, offset: int, nbytes: int) -> None:
-        """Return memory that is no longer used."""
         if not nbytes:
             return
         holes = self._holes[extent]
@@ -304,8 +303,7 @@ class Encoder(CodingThreads):
     def pieces(
         self, blocks: Sequence[Outgoing], choice: Choice, encrypted: bool = False
     ) -> Iterator[list[Outgoing]]:
-        """Divide the blocks into lists that are encoded at once. Blocks that are written raw do not count,
-        unless they are encrypted."""
+        """Divide the blocks into lists that are encoded at once. Raw ones do not count, unless encrypted."""
         piece: list[Outgoing] = []
         nbytes = 0
         for block in blocks:

@@ -1,5 +1,4 @@
-"""Writes blocks to the disks in the order of their saves, so that the head of a chain is on disk before the
-blocks below it, and that memory can evict blocks at once."""
+"""Writes blocks to the disks in the order of their saves, so the head of a chain comes first."""
 
 from __future__ import annotations
 
@@ -64,19 +63,16 @@ class WaitingWriters:
         self._pausing: deque[asyncio.Future[None]] = deque()
 
     def wake(self) -> None:
-        """Wake one writer, because there may be blocks to write. A writer that is busy checks again after its
-        write."""
+        """Wake one writer: there may be blocks to write."""
         if waiting := self._idle or self._pausing:
             waiting.popleft().set_result(None)
 
     def wake_idle(self) -> None:
-        """Wake one writer without work."""
         if self._idle:
             self._idle.popleft().set_result(None)
 
     async def wait(self, timeout_s: float | None) -> None:
-        """Wait until there may be blocks to write. No `await` may lie between the check and this call, so
-        that no wake-up is missed."""
+        """Wait until there may be blocks to write. No `await` may lie between the check and this call."""
         waiting = self._idle if timeout_s is None else self._pausing
         woken = asyncio.get_running_loop().create_future()
         waiting.append(woken)
@@ -237,7 +233,6 @@ class Flusher:
         self.waiting.wake()
 
     async def run(self) -> None:
-        """Write until the task is cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(WRITES_AT_ONCE):
@@ -265,7 +260,6 @@ class Flusher:
                 await self.waiting.wait(PAUSE_S)
 
     def _plan(self) -> Demotion | None:
-        """Return the blocks to write next, or None."""
         left = self.gate()
         if not self._cold.writer.is_on or (left <= 0 and not self.drain.is_on):
             return None

@@ -190,7 +190,6 @@ class CompressedFrames:
     # --- reads -------------------------------------------------------------------------------
 
     def hold(self, frames: Sequence[CompressedFrame]) -> None:
-        """Keep these frames until `release`."""
         for frame in frames:
             frame.reads += 1
             self._busy.add(frame.id)

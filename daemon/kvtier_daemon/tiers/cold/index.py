@@ -135,8 +135,7 @@ class ChangeQueue:
     # --- the thread --------------------------------------------------------------------------
 
     def _take(self, is_behind: bool) -> tuple[list[Entry], list[int], bool]:
-        """Return queued changes and tokens, and whether more will follow. Waits for them, but not for long if
-        the thread `is_behind` with earlier ones."""
+        """Return queued changes and tokens, and whether more will follow. Waits briefly if it `is_behind`."""
         changes: list[Entry] = []
         tokens: list[int] = []
         with contextlib.suppress(queue.Empty):
@@ -185,8 +184,7 @@ class Index(ChangeQueue):
         self._start(self._write)
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the sound entries of a table in the order of their keys, and drop the damaged ones. Waits
-        for the disk."""
+        """Return the sound entries of a table by key, and drop the damaged ones. Waits for the disk."""
         with self._env.begin() as reading, reading.cursor(self._tables[table]) as cursor:
             sound, damaged = split(table, cursor)
         for key in damaged:
@@ -245,7 +243,6 @@ class Index(ChangeQueue):
         return ""
 
     def _commit(self, changes: Change) -> str:
-        """Write the batch in one transaction; return the failure, or an empty text."""
         nbytes = sum(len(key) + len(value or b"") for (_, key), value in changes.items())
         try:
             only_drops = all(value is None for value in changes.values())
@@ -263,8 +260,7 @@ class Index(ChangeQueue):
         return ""
 
     def _grow(self, wanted: int, only_drops: bool) -> None:
-        """Make room for `wanted` more bytes before they are written. A drop needs room too: some is reserved
-        for it."""
+        """Make room for `wanted` more bytes before a write. Some is reserved for drops, which need it too."""
         limit = self._limit_bytes - (0 if only_drops else RESERVE_BYTES)
         info, page = self._env.info(), self._env.stat()["psize"]
         used, size = (info["last_pgno"] + 1) * page, info["map_size"]
@@ -338,8 +334,7 @@ def _check(folder: Path, map_bytes: int) -> None:
 
 
 def _run_check(folder: Path, map_bytes: int) -> NoReturn:
-    """Check the file in the child, and end the child. The parent may have threads, so the child uses nothing
-    but LMDB."""
+    """Check the file in the child, and end it. The parent may have threads, so it uses only LMDB."""
     result = NO_ANSWER
     try:
         gc.disable()
@@ -391,8 +386,7 @@ def _check_result(folder: Path, map_bytes: int) -> int:
 
 
 def _outgrown(text: bytes, size: int) -> bool:
-    """Whether one of the first two pages claims pages beyond the end of the file: LMDB would map them, and
-    fail as if there were too little memory."""
+    """Whether one of the first two pages claims pages beyond the end: LMDB would map them, and fail."""
     if len(text) < META.size:
         return False
     page = META.unpack_from(text)[0]

@@ -79,13 +79,11 @@ class Child:
                     return rows
 
     def kill(self) -> None:
-        """Kill the process without waiting for its end, which may need a disk; pending requests fail at
-        once."""
+        """Kill the process without waiting for its end; pending requests fail at once."""
         self._channel.shut()
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the process, and close the socket to it."""
         self._process.kill()
         self.end()
 
@@ -133,8 +131,7 @@ class IndexProcess(ChangeQueue):
         self._queue.put((table, key, value))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Write the last changes, and close. False if that takes too long or fails; then nothing in this
-        process waits for the disk."""
+        """Write the last changes, and close. False if that takes too long or fails."""
         self._closing = True
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -217,8 +214,7 @@ class IndexProcess(ChangeQueue):
 
 
 def lock(child: Child, directory: Path, device: int | None) -> tuple[int, int, bytes]:
-    """Let the process lock this directory as `claim` does; return descriptors of the lock and of the
-    directory, and its name. Raises TierError, and InUseError if another daemon has the lock."""
+    """Let the process lock this directory as `claim` does, with its results and exceptions."""
     try:
         answer, fds = child.ask(LockIndex(str(directory), os.getpid(), device))
     except EOFError as error:

@@ -117,8 +117,7 @@ class DirectoryOpener:
             await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def open(self, path: Path) -> ColdDirectory | None:
-        """Open this directory, or wait for its opening in progress; None if that is cancelled. Raises
-        TierError and OSError."""
+        """Open this directory, or wait for its opening; None if cancelled. Raises TierError and OSError."""
         opening = self._openings.get(path)
         if opening is None:
             opening = self._openings[path] = asyncio.create_task(self._open(path))
@@ -153,7 +152,6 @@ class DirectoryOpener:
         self._unwritten[directory.path] = directory.unwritten
 
     def cancel(self) -> None:
-        """Stop to open directories."""
         for opening in self._openings.values():
             opening.cancel()
             opening.add_done_callback(_close_opened)
@@ -263,8 +261,7 @@ class DirectoryKeeper:
 
 @dataclass(frozen=True, slots=True)
 class AccessNotes:
-    """Notes the first uses of blocks in the access logs of the directories. A failure for one tenant does not
-    affect the others."""
+    """Notes the first uses of blocks in the access logs, for each tenant independently."""
 
     tier: ColdTier
     tenants: Mapping[str, Tenant]
@@ -360,8 +357,7 @@ class ColdLifecycle:
         self._ended = False
 
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the directories in threads, for at most `OPEN_S`; `start` continues with the others. Starts no
-        transfers. Raises TierError if the configuration is wrong."""
+        """Open the directories in threads, for at most `OPEN_S`; `start` continues. Raises TierError."""
         if self._settings.config.cold is None:
             return
         tier = await self._open_tier(is_start=True)
@@ -410,7 +406,6 @@ class ColdLifecycle:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier's files are open."""
         return self._switching is not None and self._switching.cold_is_open
 
     def state(self, tier: str) -> str:
@@ -605,7 +600,6 @@ class ColdLifecycle:
 
 
 def _close_opened(opening: asyncio.Future[ColdDirectory]) -> None:
-    """Close the result of an opening that was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0)
 

@@ -200,7 +200,6 @@ class Promoter:
         )  # fmt: skip
 
     def _frames_of(self, ids: bytes) -> dict[int, CompressedFrame]:
-        """The frames in memory of these blocks."""
         if self._compressed is None:
             return {}
         return self._compressed.find(self._catalog.blocks.store, ids)
@@ -268,7 +267,6 @@ class Promoter:
             )  # fmt: skip
 
     def _coding(self, space: KnownSpace, number: int, codec: int, block_bytes: int) -> Decoding:
-        """Return how this block is decoded."""
         encrypted, is_lossy = codec & ENCRYPTED, codec & ~ENCRYPTED in LOSSY
         if not (encrypted or is_lossy):
             return Decoding(codec, space.spec, block_bytes)
@@ -425,7 +423,6 @@ class Mover:
         self.writes.tend()
 
     async def run(self) -> None:
-        """Write and reclaim until the task is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.writes.run(), name=f"write {self._tenant}")
             tasks.create_task(self.reclaimer.run(), name=f"reclaim {self._tenant}")

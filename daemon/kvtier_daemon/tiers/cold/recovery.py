@@ -220,5 +220,4 @@ def entries_of(found: Recovered) -> int:
 
 
 def free_bytes(found: Recovered) -> int:
-    """Return the bytes that may still be written."""
     return found.nbytes - found.end - pages(len(found.rows)) - PAGE

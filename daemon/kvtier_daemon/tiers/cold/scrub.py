@@ -87,7 +87,6 @@ class Scrubber:
         return {**self.counts, "last_round_s": self.last_round_s, "rate": self.rate}
 
     async def run(self) -> None:
-        """Scrub until the task is cancelled."""
         while True:
             if self.rate:
                 await self.round()
@@ -191,7 +190,6 @@ def _is_unchanged(segment: Segment, head: Head) -> bool:
 
 
 def _is_header_of(header: bytes, epoch: int, one: Framed) -> bool:
-    """Whether this is the header of this frame."""
     try:
         found = frame.decode(header, epoch)
     except FrameError:
