@@ -48,9 +48,8 @@ class Tenant:
     reshards: bool = False  # keys are those of the family of a space, if it has one
     direct_reads: bool = False  # its clients may read the files of its tier below memory
     forget_count: SharedCounter | None = None  # that clients see which read these files
-    accepted: tuple[
-        bytes, ...
-    ] = ()  # other secrets: the store of several hosts may have blocks under them
+    # Other secrets: the store of several hosts may have blocks under them.
+    accepted: tuple[bytes, ...] = ()
 
     def add(self, extent: Extent) -> int:
         """Add this extent for the life of the daemon; return its number among the tenant's."""

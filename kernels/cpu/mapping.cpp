@@ -168,7 +168,7 @@ Slots::Slots(nb::handle mappings, nb::handle slots) {
         throw nb::type_error("mappings: must be a list of Mapping or None");
     }
     list_ = nb::borrow(mappings);
-    packed_.take(slots, Access::kRead, Shape::kContiguous, "slots");
+    packed_.take(slots, Access::kRead, "slots");
     if (packed_.size() % sizeof(Slot) != 0) {
         throw nb::value_error("slots: packed slots have 24 bytes each");
     }

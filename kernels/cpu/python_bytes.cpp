@@ -102,8 +102,8 @@ HeldMemory::~HeldMemory() {
     if (held_) PyBuffer_Release(&buffer_);
 }
 
-void HeldMemory::take(nb::handle object, Access access, Shape shape, const char* what,
-                      size_t index) {
+void HeldMemory::take(nb::handle object, Access access, const char* what, size_t index,
+                      Shape shape) {
     const auto name = [&] { return std::string(what) + " " + std::to_string(index); };
     PyObject* const from = object.ptr();
     if (!PyObject_CheckBuffer(from)) return take_tensor(object, access, shape, name());

@@ -30,13 +30,15 @@ enum class Shape { kContiguous, kDense };  // dense: the axes in any order, with
 class HeldMemory {
  public:
     HeldMemory() = default;
+    HeldMemory(nb::handle object, Access access, const char* what) { take(object, access, what); }
     HeldMemory(const HeldMemory&) = delete;
     HeldMemory& operator=(const HeldMemory&) = delete;
     ~HeldMemory();
 
     // Throws TypeError if the object has no accessible memory, ValueError if the memory does not
     // have the requested form. `what` names the object in the message.
-    void take(nb::handle object, Access access, Shape shape, const char* what, size_t index = 0);
+    void take(nb::handle object, Access access, const char* what, size_t index = 0,
+              Shape shape = Shape::kContiguous);
 
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }

@@ -84,9 +84,8 @@ class RankState:
     device: DeviceSide | None
     pieces: list[Pieces]
     shard: int
-    shard_bytes: list[
-        int
-    ]  # of a block, by group; the pages of a smaller pipeline stage are shorter
+    # Of a block, by group; the pages of a smaller pipeline stage are shorter.
+    shard_bytes: list[int]
     tasks: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     idle: bool = False  # this step computes nothing
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -223,18 +223,16 @@ class BlockTable:
         self.spares_unwritten = True  # evict blocks that are on disk first
         self.writes_go_on = False  # the last blocks to write were written, or have no place yet
         self.planned_writes = 0  # blocks of writes to the disk that have not ended
-        self._writing: set[int] = (
-            set()
-        )  # those of them that only their write holds: the policy knows them
+        # Those of them that only their write holds: the policy knows them.
+        self._writing: set[int] = set()
         self.reads = ReadBlocks()
         self.residency = Residency(store, policy)
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
         # For clients that read frames: changes when blocks that may be on disk are forgotten, and
         # when blocks lose their frames.
         self.forgets: array[int] | memoryview[int] = array("Q", (0,))
-        self._erasures: dict[
-            int, Callable[[], None]
-        ] = {}  # of purged blocks that still have a slot
+        # Of purged blocks that still have a slot.
+        self._erasures: dict[int, Callable[[], None]] = {}
 
     def lease(self, batches: list[bytes]) -> None:
         """Hold the blocks of all batches, or of none. A batch must not contain a block twice."""

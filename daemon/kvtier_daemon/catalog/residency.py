@@ -124,9 +124,8 @@ class Residency:
         # If a lease holds them, others are tried the next time.
         for one in first:
             del self._leave_first[one]
-        clean = self._store.clean(
-            array("I", first).tobytes(), in_memory=True
-        )  # never the only copy
+        # Never the only copy.
+        clean = self._store.clean(array("I", first).tobytes(), in_memory=True)
         self._leave_first.update(dict.fromkeys(array("I", clean)))
         return clean
 

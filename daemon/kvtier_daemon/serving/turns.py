@@ -64,9 +64,8 @@ class Share:
         self.room_for: deque[TurnTaker] = deque()  # sessions that wait for such memory
         self.unsent_bytes = 0
         self.is_unread = False  # above the limit: no further requests are answered
-        self.unanswered: deque[TurnTaker] = (
-            deque()
-        )  # sessions that wait until fewer bytes are unsent
+        # Sessions that wait until fewer bytes are unsent.
+        self.unanswered: deque[TurnTaker] = deque()
 
     def report(self) -> dict[str, float]:
         return {

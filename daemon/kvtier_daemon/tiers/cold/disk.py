@@ -37,9 +37,8 @@ HEADER_TAIL = struct.Struct("<QQ")
 FRAME_TAIL = struct.Struct("<16sQIHHI68s")
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 5000
-STAGED_BYTES = (
-    128 << 20
-)  # of encoded blocks: on their way to all disks, and on their way from all disks
+# Of encoded blocks: on their way to all disks, and on their way from all disks.
+STAGED_BYTES = 128 << 20
 HANGS_S = 5.0  # without a completion while operations are pending
 FAULTS_TO_OFF = 5
 TURN_S = 0.001  # for callbacks in one iteration of the loop

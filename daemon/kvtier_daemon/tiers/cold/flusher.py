@@ -39,9 +39,8 @@ log = logging.getLogger(__name__)
 
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITES_AT_ONCE = 2
-CLEAN_SHARE = (
-    1 / 4
-)  # of the warm tier: the coldest blocks, which are written even if the budget is low
+# Of the warm tier: the coldest blocks, which are written even if the budget is low.
+CLEAN_SHARE = 1 / 4
 FULL_SHARE = 3 / 4  # of the disks: some segments are always empty, or are being reused
 PAUSE_S = 0.05
 SWEEP_S = 10.0  # after a search of all blocks, until the next one
@@ -185,9 +184,8 @@ class Flusher:
         self._reclaimer = reclaimer
         self.reconfigure(through=through, admission=admission)
         catalog.blocks.why_unwritten = SLOW_DISK
-        self.is_disk_short: Callable[[], bool] = lambda: (
-            False
-        )  # for reads; then nothing is written ahead
+        # For reads; then nothing is written ahead.
+        self.is_disk_short: Callable[[], bool] = lambda: False
         self.waiting = WaitingWriters()
         self.drain = Drain(catalog, self.waiting)
         self._saved = bytearray()  # ids of blocks to write, in the order of their commits

@@ -56,9 +56,8 @@ NO_ANSWER: Final = 254
 DEATHS: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 # An error without a class of its own also comes from the system: it says nothing about the file.
 OF_THE_SYSTEM: Final = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
-META: Final = struct.Struct(
-    "<40xI92xQ"
-)  # of a first page: bytes of a page, and the last page's number
+# Of a first page: bytes of a page, and the last page's number.
+META: Final = struct.Struct("<40xI92xQ")
 # Of the file, and still an error without a class of its own.
 UNKNOWN_FORMAT: Final = "LMDB data format"
 

@@ -100,9 +100,8 @@ class SegmentFiles:
 
         def remove() -> None:
             with contextlib.suppress(OSError):
-                os.ftruncate(
-                    fd, 0
-                )  # a client may have a descriptor, and would keep the disk's space
+                # A client may have a descriptor, and would keep the disk's space.
+                os.ftruncate(fd, 0)
             os.close(fd)
             self._unlink(Path(segment.path))
 

@@ -38,9 +38,8 @@ from kvtier_daemon.tiers.remote.messages import (
     short_reason,
 )
 
-MEMORY_BYTES: Final = (
-    2 << 30
-)  # that the process may allocate; above this it ends, and is started again
+# That the process may allocate; above this it ends, and is started again.
+MEMORY_BYTES: Final = 2 << 30
 
 
 class ObjectStore(Protocol):
