@@ -1,5 +1,4 @@
-"""One connection to the daemon: sends frames, receives replies and descriptors. Every blocking call has a
-deadline."""
+"""One connection to the daemon: frames, replies and descriptors. Every blocking call has a deadline."""
 
 from __future__ import annotations
 

@@ -661,8 +661,7 @@ def _copy_and_release(
     space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
     threads: int | None, chosen: Selection | None,
 ) -> int:  # fmt: skip
-    """Copy the blocks of a lease into the targets from `at` on, and release it. Return how many blocks can be
-    used."""
+    """Copy a lease's blocks into the targets from `at` on, and release it; how many can be used."""
     if not lease.ready:
         return 0
     blocks = good = 0
@@ -677,8 +676,7 @@ def _copy(
     space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
     threads: int | None, chosen: Selection | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Copy the blocks of a lease into the targets from `at` on. Return how many blocks can be used, and how
-    many were copied."""
+    """Copy a lease's blocks into the targets from `at` on; how many can be used, and were copied."""
     if not lease.ready:
         return 0, 0
     part = lease.part(*place)

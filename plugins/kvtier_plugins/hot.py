@@ -73,8 +73,7 @@ class HotSide:
         log.warning(text, str(error))
 
     def follow(self) -> None:
-        """Map the memory that was added, and unmap what is gone, once no copy uses it. May wait for the
-        device."""
+        """Map memory that was added, and unmap what is gone and no copy uses. May wait for the device."""
         with self._following:
             self._map_arrived()
         self._unmap()

@@ -384,8 +384,7 @@ class DeviceSide:
 def open_device(
     pages: Pages, arrays: Sequence[Any], options: Options, blocks: int
 ) -> DeviceSide | None:
-    """The device of these tensors, or None if they are in the host's memory. `blocks`: the number of blocks.
-    Raises Unsupported."""
+    """The device of these tensors, which have `blocks` blocks; None for host memory. Raises Unsupported."""
     if not arrays or arrays[0].device.type == "cpu":
         return None
     import torch

@@ -86,8 +86,7 @@ class AwaitedWrites:
         return True
 
     def _wait(self, request: Request, waiting: Waiting) -> bool:
-        """Wait for the last block that is being written. Return False if no block is, or one is
-        missing."""
+        """Wait for the last block that is being written; return False if none is, or one is missing."""
         while waiting.places:
             group, shard = waiting.places[-1]
             codes = self._codes(waiting.index, group, shard, waiting.keys)

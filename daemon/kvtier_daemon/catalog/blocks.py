@@ -168,8 +168,7 @@ def _portions(blocks: int, arguments: tuple[Any, ...]) -> Iterator[tuple[int, tu
 
 
 class ReadBlocks:
-    """Counts the blocks that were read from a tier below and then used by a client: not those of compressed
-    memory."""
+    """Counts the blocks that were read from disk, not from compressed memory, and then used by a client."""
 
     def __init__(self) -> None:
         self.loaded = 0

@@ -39,8 +39,7 @@ class Promotion:
 
 @dataclass(slots=True, frozen=True)
 class Survey:
-    """The frames that a promotion would read, the ids of their blocks, and those of blocks that are being
-    read already."""
+    """The frames that a promotion would read, their blocks' ids, and those of blocks already being read."""
 
     frames: bytes
     joined: bytes

@@ -23,8 +23,7 @@ LIMIT_AXIS = 4096  # a place is computed for each element of an axis
 
 @dataclass(frozen=True, slots=True)
 class PageOrder:
-    """The places of each part's heads, tokens and dims in a page: 4 bytes each, as the kernel expects
-    them."""
+    """The places of each part's heads, tokens and dims in a page, 4 bytes each, as the kernel wants them."""
 
     heads: bytes
     tokens: bytes

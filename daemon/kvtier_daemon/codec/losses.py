@@ -86,8 +86,7 @@ class Losses:
         return next((name for model, name in self._by_model if fits(spec.model, model)), "")
 
     def find(self, spec: KvSpec) -> Loss | str:
-        """Return the loss of such a space, or the reason why it is lossless; an empty reason if no loss is
-        configured."""
+        """Return the loss of such a space, or why it is lossless; an empty reason if none is configured."""
         configured = self.configured(spec)
         if configured not in NAMES:
             return ""
@@ -119,8 +118,7 @@ class Losses:
         return any(identity == space_id(spec, tenant, name) for name in names)
 
     def of(self, identity: bytes, spec: KvSpec, tenant: str) -> Loss | None:
-        """Return the loss of the space with this identity. None if it is lossless, or if its loss is of an
-        earlier configuration."""
+        """Return the loss of the space with this identity; None without one in the present configuration."""
         loss = self.find(spec)
         if isinstance(loss, Loss) and identity == space_id(spec, tenant, loss.name):
             return loss

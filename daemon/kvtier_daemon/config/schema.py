@@ -336,8 +336,7 @@ _TenantShare = tuple[str, dict[str, Any], str | int]
 
 
 def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
-    """Return each tenant's name, other values and share. Without tenants there is `default`, for every
-    user."""
+    """Return each tenant's name, other values and share; without tenants, `default` for every user."""
     names = dict.fromkeys(path[1] for path in parsed if path[0] == "tenants" and len(path) > 1)
     if not names:
         return [("default", {"uids": (EVERYONE,)}, "100%")]

@@ -40,8 +40,7 @@ class DeferredAnswers:
         self._sending = 0  # the request that is being answered
 
     def defers(self, reads: PendingReads, load: wire.Load) -> bool:
-        """Whether the answer is deferred until the reads of this request end. Sends an earlier pending answer
-        of it."""
+        """Whether the answer waits for the end of this request's reads. Sends an earlier pending answer."""
         number = load.request
         self._send(number)
         if load.wait_ms < 1 or not self._has_room(load):

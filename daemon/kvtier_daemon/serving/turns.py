@@ -157,8 +157,7 @@ class Turns:
                 share.unanswered.popleft().answer_again()
 
     def may_receive(self, share: Share, nbytes: int) -> bool:
-        """Reserve this much memory for the rest of a request until `received`. False if there is not
-        enough."""
+        """Reserve memory for the rest of a request until `received`. False if there is not enough."""
         if share.receiving_bytes + nbytes > share.receiving_most:
             return False
         share.receiving_bytes += nbytes

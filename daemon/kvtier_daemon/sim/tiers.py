@@ -250,8 +250,7 @@ class Simulation:
         return True
 
     def _prefetch(self, index: int, cold: list[int], announced: bool = False) -> None:
-        """Read blocks for which no request waits: those that were requested before and not loaded, or that a
-        client announced."""
+        """Read blocks that were requested before and not loaded, or that a client announced."""
         if not announced:
             limit = prefetch_limit(self._frame_bytes, len(self._reading))
             again = self._recomputed.note(_keys(cold))

@@ -75,8 +75,7 @@ class TierReads(Protocol):
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
     ) -> Outlook:  # fmt: skip
         """Start to read the blocks of this prefix that memory lacks, if the planner expects that to be faster
-        than computing. Return how many of the `coming` blocks to expect, in how many milliseconds, and the
-        reason."""
+        than computing. Return how many of the `coming` blocks to expect, in how many ms, and why."""
 
     def recomputes(
         self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int

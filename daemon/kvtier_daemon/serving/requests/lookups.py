@@ -57,8 +57,7 @@ class CountedLookup(msgspec.Struct, gc=False):
 
 
 class HeldLease(msgspec.Struct, gc=False):
-    """A lease whose use is recorded at its release. `number`: its request has one, and waits for more
-    blocks."""
+    """A lease whose use is recorded at its release. `number`: its request has one and waits for more."""
 
     began: float
     number: int = 0
@@ -154,8 +153,7 @@ class CountedLookups:
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
         coming: int, awaited: int,
     ) -> None:  # fmt: skip
-        """Count what became of the blocks that others were writing: they are in memory, are still awaited or
-        read, or are missed."""
+        """Count what became of the blocks that others were writing: in memory, awaited, read, or missed."""
         lookup = self.of[request.request]
         ready = min(lookup.awaited, max(0, found.ready - lookup.awaited_first))
         first = lookup.awaited_first + ready

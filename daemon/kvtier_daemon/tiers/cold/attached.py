@@ -58,8 +58,7 @@ class StoreOptions:
     readers: Mapping[str, int | None] = field(default_factory=dict)  # groups, by tenant
 
     def segments_of(self, path: Path, segments_bytes: int) -> dict[str, int]:
-        """Return the number of segments that each tenant may have in a directory. Raises TierError if it is
-        below three."""
+        """Return each tenant's number of segments in a directory. Raises TierError if it is below three."""
         most = {
             tenant: int(segments_bytes * share) // self.segment_bytes
             for tenant, share in self.shares.items()
@@ -77,9 +76,8 @@ def open_directory(
     path: Path, size_bytes: int, child: Child | None = None, device: int | None = None,
     unwritten: Change | None = None, state: Path | None = None,
 ) -> ColdDirectory:  # fmt: skip
-    """Open a directory as `ColdDirectory` does; log a warning if its file system is smaller than that. With
-    the `state` folder of the daemon, remove the segments of an older copy. Waits for the disk. Raises
-    TierError."""
+    """Open a directory as `ColdDirectory` does, and warn if its file system is too small. With the daemon's
+    `state` folder, remove the segments of an older copy. Waits for the disk. Raises TierError."""
     try:
         directory = ColdDirectory(path, size_bytes, child, device, unwritten)
     except RuntimeError as error:
@@ -566,8 +564,7 @@ class AttachedDirectories:
         return all(ended)
 
     async def close(self, timeout_s: float) -> bool:
-        """Close the files of disks that are stopped, and the indexes. False if an index is not closed in
-        time."""
+        """Close the files of stopped disks, and the indexes. False if an index is not closed in time."""
         for one in self.attached:
             if one.is_stopped:
                 one.close_files()

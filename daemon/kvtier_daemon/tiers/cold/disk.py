@@ -335,9 +335,8 @@ class DirectoryDisk:
         self, fd: int, at: int, sizes: tuple[int, int, int], extent: int, offset: int, digest: bytes,
         element: int, recipe: int, urgent: bool, callback: Callback, keys: int = 0, identity: bytes = b"",
     ) -> bytes:  # fmt: skip
-        """Return an operation for `worker.read_frames`; the sizes are those of the header, the payload and
-        the block. `recipe` is the number of its recipe from 1, or 0; `keys` that of the keys of an encrypted
-        frame."""
+        """Return an operation for `worker.read_frames`; the sizes are those of header, payload and block.
+        `recipe` is the number of its recipe from 1, or 0; `keys` that of an encrypted frame's keys."""
         token = self.operations.add(self.reads, callback, True)
         header_bytes, nbytes, block_bytes = sizes
         return OPERATION.pack(

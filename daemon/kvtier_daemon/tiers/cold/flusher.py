@@ -54,8 +54,7 @@ COPY_S = 3.0  # longest time that writes wait for the copies of the reclaimer
 
 
 class WaitingWriters:
-    """The writers of one tenant that wait: without work (`idle`), or because they could not write
-    (`pausing`)."""
+    """The writers of one tenant that wait: without work (`idle`), or for a place (`pausing`)."""
 
     def __init__(self) -> None:
         self._idle: deque[asyncio.Future[None]] = deque()
@@ -123,8 +122,7 @@ class Drain:
 
     @property
     def left_blocks(self) -> int:
-        """About how many blocks are yet to be written, without those that were saved since the drain
-        began."""
+        """About how many blocks are yet to be written, without those saved since the drain began."""
         if not self.is_on or self.is_done:
             return 0
         return max(1, min(self._left, self._demotions.in_memory_alone))
@@ -305,8 +303,7 @@ class Flusher:
 
     def _sweep(self) -> Demotion | None:
         """Return blocks that are only in memory, although they left the queue of saved blocks: their write
-        failed, or their frame is gone. None if memory is larger than the disks: each write would make other
-        frames go."""
+        failed, or their frame is gone. None if memory is larger than the disks: others would go."""
         now, demotions = self._clock(), self._catalog.demotions
         disk_bytes = self._cold.writer.capacity_bytes(self._tenant)
         if self._quota_bytes > FULL_SHARE * disk_bytes:

@@ -224,8 +224,7 @@ class Index(ChangeQueue):
             self._answer(tokens, failed, kept)
 
     def _commit_all(self, kept: Change) -> str:
-        """Write the kept changes, and keep those that cannot be written; return the failure, or an empty
-        text."""
+        """Write the kept changes, and keep those that cannot be written; return the failure, or ""."""
         parts = [list(kept)]
         if self.failure:  # perhaps there is no room: drops make some
             parts = [

@@ -387,8 +387,7 @@ class ColdLifecycle:
                 self._moving.cancel()
 
     async def close(self) -> bool:
-        """Write the last notes to the indexes and close the files; False if a disk hangs, now or when the
-        tier was switched."""
+        """Write the last notes and close the files; False if a disk hangs, now or when it was switched."""
         if self._switching is None:
             return True
         release = await self._switching.settled(END_S)
@@ -578,8 +577,7 @@ class ColdLifecycle:
             pass
 
     async def _move(self, tier: ColdTier) -> None:
-        """Recover blocks, then move them, until the task is cancelled. A failure disables the cold tier,
-        never the warm tier."""
+        """Recover blocks, then move them, until cancelled. A failure disables only the cold tier."""
         cold, keeper, scrub = self._settings.config.cold, self.keeper, self.scrub
         assert cold is not None and keeper is not None and scrub is not None
         try:
@@ -642,8 +640,7 @@ class _WriteOptions(TypedDict):
 
 
 def _write_options(config: Config, cold: ColdConfig, tenant: Tenant) -> _WriteOptions:
-    """Return how blocks of this tenant are written: the options of a new mover, and of
-    `Mover.reconfigure`."""
+    """Return the options of writes of this tenant, for a new mover and for `Mover.reconfigure`."""
     return {
         "through": cold.write == "through",
         "daily_bytes": int(cold.daily_bytes * tenant.quota_bytes / config.warm.size_bytes),

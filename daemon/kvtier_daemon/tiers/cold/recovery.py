@@ -36,8 +36,7 @@ from kvtier_kernels import xxh3_128
 
 @dataclass(slots=True)
 class Recovered:
-    """The content of a segment file. A file without a head has no usable content, and can be reused at
-    once."""
+    """The content of a segment file. One without a head has no usable content, and can be reused at once."""
 
     path: Path
     nbytes: int

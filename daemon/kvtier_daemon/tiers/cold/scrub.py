@@ -59,8 +59,7 @@ class Pace:
 
 
 class Scrubber:
-    """Scrubs the segments of all tenants. `dirty` gets blocks that are only in memory because their frames
-    were damaged."""
+    """Scrubs the segments of all tenants. `dirty` gets blocks that lost their damaged frames."""
 
     def __init__(
         self, cold: ColdTier, catalogs: Mapping[str, Catalog], dirty: Callable[[str, bytes], None],

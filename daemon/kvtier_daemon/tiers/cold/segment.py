@@ -92,8 +92,7 @@ def digested_page(fields: bytes) -> bytes:
 
 
 def checked_page(page: bytes, layout: struct.Struct, magic: bytes) -> tuple[Any, ...]:
-    """Return the fields after magic, version and flags. Raises FrameError if the page is damaged, or is
-    another kind of page."""
+    """Return the fields after magic, version and flags. Raises FrameError for a damaged or other page."""
     if len(page) != PAGE:
         raise FrameError(f"the page is incomplete: {len(page)} bytes")
     size = layout.size

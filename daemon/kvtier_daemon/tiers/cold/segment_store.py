@@ -350,8 +350,7 @@ class SegmentStore:
         return written
 
     def leaves_next(self) -> list[Segment]:
-        """Return the segments that are reused next, the first one first, if a new file would be one too
-        many."""
+        """Return the segments that are reused next, in order, if a new file would be one too many."""
         may_grow = self.files.has_room and self._clock() >= self._grows_at
         if may_grow or len(self.log) < LEAST_SEGMENTS:
             return []
@@ -388,8 +387,7 @@ class SegmentStore:
         return written
 
     def prepare(self) -> None:
-        """Begin a segment unless one is open, and get one more free segment: a new file, or the oldest
-        segment."""
+        """Begin a segment unless one is open, and get one more: a new file, or the oldest segment."""
         if self.closing or not self.ready or not self.disk.writes.is_on:
             return  # the next write calls it again
         if self._clock() < self._tries_at:
@@ -568,8 +566,7 @@ class SegmentStore:
         return segment
 
     def _write_late_footer(self, segment: Segment, one: Recovered) -> None:
-        """Write the footer that a killed daemon did not write, so that the next start need not walk the
-        frames."""
+        """Write the footer that a killed daemon did not write, so that the next start walks no frames."""
         if free_bytes(one) < described_bytes(sum(map(space_bytes, one.spaces))):
             return
         assert one.head is not None

@@ -145,8 +145,7 @@ class Families:
         return kin is not None and self._clock() >= kin.tell_at
 
     def is_described(self, space: KnownSpace) -> bool:
-        """Whether the objects of this space may be written. Without its description, other hosts could not
-        forget them."""
+        """Whether this space's objects may be written: other hosts could not forget undescribed ones."""
         kin = self.kin(space)
         return kin is None or kin.is_told
 

@@ -426,8 +426,7 @@ class Fetcher:
     def _has(
         self, space: KnownSpace, place: Place, keys: bytes, others: Sequence[bytes], stops: bool
     ) -> bytes:
-        """Return a byte for each block: whether this part of it exists in the store or in memory, or is being
-        read."""
+        """Return a byte for each block: whether this part exists in the store or in memory, or is read."""
         flags = self._flags(place, self._sources(place, keys, others), stops)
         if space.index >= 0 and space.places > 1:
             store = self._tenant.catalog.blocks.store

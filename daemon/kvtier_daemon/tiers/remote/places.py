@@ -33,8 +33,7 @@ class Place:
 
 
 class Places:
-    """`object_bytes` is the size of the largest object. A space with larger ones has no places here: it is
-    not shared."""
+    """`object_bytes` is the size of the largest object. A space with larger ones is not shared."""
 
     def __init__(self, object_bytes: int) -> None:
         self._object_bytes = object_bytes

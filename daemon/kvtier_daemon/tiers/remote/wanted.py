@@ -260,8 +260,7 @@ class RankedBlocks:
 
 
 def lists_of(prefixes: Iterable[WantedPrefix], now_s: float) -> list[WantedList]:
-    """Return a list for each space of these prefixes: a block has the weights of all prefixes that contain
-    it."""
+    """Return a list for each space of these prefixes: a block has the weights of all that contain it."""
     spaces: dict[bytes, RankedBlocks] = {}
     for one in prefixes:
         blocks = spaces.setdefault(one.space.identity, RankedBlocks(one.space.spec))

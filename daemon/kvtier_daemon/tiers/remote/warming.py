@@ -1,5 +1,4 @@
-"""Tells other hosts which blocks this one wants most, and reads those that others want, so that a new host
-starts with hits."""
+"""Tells other hosts which blocks this one wants most, and reads those that others want, at a start."""
 
 from __future__ import annotations
 
@@ -210,8 +209,7 @@ class Warming:
         return list_name(self._tenant.secret, list_identity(space.identity, self._host))
 
     async def purge(self, space: KnownSpace) -> bytes:
-        """Want no block of this space. Return the keys of those that were wanted, and of those in this host's
-        list."""
+        """Want no block of this space. Return the keys that were wanted, and those in this host's list."""
         wanted, secret = self._wanted.forget(space), self._tenant.secret
         of = list_identity(space.identity, self._host)
         try:
@@ -255,8 +253,7 @@ class Warming:
         return losses.of(space.identity, space.spec, self._tenant.name) is not None
 
     async def _lists(self) -> list[WantedList]:
-        """Read the lists of other hosts, and merge them; those that are damaged, old or of others are left
-        out."""
+        """Read the lists of other hosts, and merge them, without those that are damaged, old or others'."""
         secret, both = self._tenant.secret, MergedLists()
         self.lists = self.ignored = self.blocks = 0
         names = set((await self.objects.names(folder_of(secret), MOST_NAMES))[0])
