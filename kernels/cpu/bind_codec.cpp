@@ -36,8 +36,7 @@ struct Ends {
     HeldMemory from, to;
 };
 
-// Encodes consecutive parts of a block: `bytes_of` returns the length of a part, `fill` sets its
-// other fields.
+// Encodes consecutive parts of a block of `bytes_of` bytes each; `fill` sets their other fields.
 template <typename Said, typename BytesOf, typename Fill>
 std::vector<Number> encode_all(Codec by, Element is, const Ends& ends,
                                const std::vector<Said>& said, BytesOf bytes_of, Fill fill) {

@@ -1,5 +1,4 @@
-// Copies blocks into slots and out of them: whole buffers, or the pieces of an engine's paged
-// cache.
+// Copies blocks into and out of slots: whole buffers, or pieces of an engine's paged cache.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -24,8 +23,7 @@ namespace {
 constexpr size_t kMostThreads = 256;
 constexpr int kMostNice = 19;
 
-// Smaller pieces are copied with ordinary stores: the partial lines at their ends are a large
-// share.
+// Smaller pieces are copied with ordinary stores: partial lines are a large share of them.
 constexpr size_t kStreamPieceLeast = 512;
 
 size_t checked_threads(long threads) {
@@ -34,9 +32,8 @@ size_t checked_threads(long threads) {
 }
 
 // Copies n blocks of `bytes` each. pieces(i, sink) calls sink(dst, src, n, next) for the pieces of
-// block i in order; next is where the source continues, or null. If digests is not null, it
-// receives one digest per block. One thread copies a whole block, unless there are too few blocks
-// and no digest requires an order.
+// block i in order; next is where the source continues, or null. `digests`, if not null, gets one
+// digest per block. One thread copies a whole block, unless there are few blocks and no digests.
 template <typename Pieces>
 void copy_blocks(size_t n, uint64_t bytes, size_t threads, int nice, uint8_t* digests,
                  const Pieces& pieces) {

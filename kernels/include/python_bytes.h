@@ -25,8 +25,7 @@ template <typename... Parts>
 enum class Access { kRead, kWrite, kWriteIfAllowed };
 enum class Shape { kContiguous, kDense };  // dense: the axes in any order, without gaps
 
-// The memory of an object, through the buffer protocol or DLPack. Must be released with the GIL
-// held.
+// The memory of an object, by the buffer protocol or DLPack. Release it with the GIL held.
 class HeldMemory {
  public:
     HeldMemory() = default;
