@@ -120,8 +120,7 @@ class Tenant:
         return self.losses.stored(space.identity, space.spec, self.name)
 
     def family_of(self, space: KnownSpace) -> bytes:
-        """The family of this space; none if its blocks cannot be resharded, such as those with a loss, or if
-        the tenant's blocks are not."""
+        """The family of this space; None if blocks of it, or of this tenant, cannot be resharded."""
         if not self.reshards:
             return b""
         if space.family is None:

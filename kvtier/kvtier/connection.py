@@ -228,8 +228,7 @@ class Connection:
         return replies
 
     def _receive(self, flags: int) -> bool:
-        """Receive and decode what has arrived, at once (DONT_WAIT) or within FIRST_WAIT_S. Returns whether
-        anything had arrived."""
+        """Receive and decode what has arrived, at once or within FIRST_WAIT_S; whether anything had."""
         self._check_usable()
         try:
             count, control, flags, _ = self._sock.recvmsg_into(

@@ -629,8 +629,7 @@ def _load_parts(
     space: Space, given: Keys | Sequence[bytes], targets: Sequence[Any] | Any, deadline_ms: int,
     place: tuple[int, int], threads: int | None, wait_ms: int, chosen: Selection,
 ) -> int:  # fmt: skip
-    """Read the blocks that are only on disk, and load those between them through the daemon's memory: also
-    those that only the daemon can read."""
+    """Read the blocks that are only on disk, and load the others through the daemon's memory."""
     from kvtier.direct_parts import batches  # imported here because few clients need it
 
     keys, done, clock = Keys.of(given), 0, space.link.connection.clock

@@ -312,8 +312,7 @@ class Unpin(Message, tag=20):
 
 
 class Explain(Message, tag=21):
-    """Explain where these keys, or the keys of the lookup with that number, are; with neither, return the
-    last lookups."""
+    """Explain these keys, those of the lookup with that number, or, with neither, the last lookups."""
 
     lookup: int = 0
     keys: bytes = b""
@@ -484,8 +483,7 @@ class Resident(Message, tag=96):
 
 
 class DirectReadCodec(Message, tag=114):
-    """Get the calibration of a group and shard, if its frames need one to be decoded. Answered with a
-    DirectReadCalibrated."""
+    """Get the calibration of a group and shard, if any. Answered with a DirectReadCalibrated."""
 
     space: int
     group: int
@@ -828,8 +826,7 @@ class Framer:
         self._pending += data
 
     def push_and_take(self, data: memoryview) -> bytes | memoryview | None:
-        """Call `push` and `take`. If nothing is pending and the data is one short frame, returns a view
-        without a copy."""
+        """`push` and `take`. If the data is one short frame alone, returns a view without a copy."""
         if not self._pending and len(data) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(data)
             is_short = length <= LIMIT_REQUEST_BYTES and length <= self.limit
@@ -900,8 +897,7 @@ _SHARDS = {kind: types.index(list) for kind, types in _PLAIN.items() if list in 
 
 
 def schema_digest() -> bytes:
-    """Return a digest of what both sides must agree on: the tag, fields and types of every message, and the
-    limits."""
+    """Return a digest of what both sides must agree on: the messages' tags, fields, types, limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (

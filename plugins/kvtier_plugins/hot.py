@@ -262,8 +262,7 @@ class HotSide:
         copies.end(True)
 
     def fill(self, reader: Reader, slots: bytes, nbytes: int) -> None:
-        """Copy blocks that were loaded from these slots of the arena, of `nbytes` each, to this GPU. For a
-        thread that may wait."""
+        """Copy blocks that were loaded from these slots of the arena to this GPU. May wait."""
         copies = self.reserve(slots, again=True)
         if copies is None:
             return

@@ -242,8 +242,7 @@ class PageStore:
         return held
 
     def load_held(self, held: HeldPages, indices: Mapping[str, Any], count: int) -> bool:
-        """Copy the first `count` of these pages to the places in each pool, and release them. Return whether
-        they are all there."""
+        """Copy these pages' first `count` to the places in each pool; release them. Whether all came."""
         done, shard, space = 0, self._cache.shard, held.space
         try:
             numbers = {

@@ -244,8 +244,7 @@ class DeviceSide:
             raise DeviceCopyError(str(error)) from error
 
     def hold_for_saves(self) -> None:
-        """Let all later work of the engine's stream wait for the copies that `gather` has started. If the
-        device fails, wait for them here."""
+        """Let the engine's stream wait for the copies of `gather`; if the device fails, wait here."""
         lane = self._lanes["save"]
         try:
             lane.hold(self._engine_stream())
@@ -272,8 +271,7 @@ class DeviceSide:
     # --- loads within a step, by layers -----------------------------------------------------------
 
     def divide(self, layers: Sequence[tuple[str, int]], least_bytes: int) -> None:
-        """Copy later loads within a step by parts of at least this many bytes, if they are of the only group,
-        which has these layers."""
+        """Copy later loads within a step, of the only group, by parts of at least this many bytes."""
         (pieces,) = self._pieces
         try:
             self._layers = LayerParts(self._copier, pieces, layers, least_bytes)

@@ -183,8 +183,7 @@ class Model:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Convert exceptions of other libraries into one line: checkpoints may be damaged and devices full, and
-    each library has its own exceptions for that."""
+    """Make one line of other libraries' exceptions: damaged checkpoints, full devices and so on."""
     try:
         yield
     except ConfigError:

@@ -53,8 +53,7 @@ class AwaitedWrites:
         return len(self._waiting)
 
     def count(self, space: KnownSpace, keys: bytes, first: int) -> int:
-        """Return how many blocks of this prefix from `first` on are in memory or being written, in all their
-        parts."""
+        """How many blocks of this prefix from `first` on are in memory or being written, in all parts."""
         rest = keys[first * KEY_BYTES : (first + AWAITED_BLOCKS) * KEY_BYTES]
         count = len(rest) // KEY_BYTES
         for group, shard in _places(space) if count and space.index >= 0 else ():

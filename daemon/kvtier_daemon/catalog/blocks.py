@@ -274,14 +274,12 @@ class BlockTable:
         self.evicted[why] += len(ids) // ID_BYTES
 
     def hold_for_write(self, victims: bytes) -> None:
-        """Hold blocks that the policy selected while they are written to the disk. They keep their places in
-        its order."""
+        """Hold victims while they are written to the disk. They keep their places in the order."""
         self.store.lease(victims)
         self._writing.update(array("I", victims))
 
     def end_write(self, ids: bytes) -> None:
-        """End such holds. Blocks that were read meanwhile return to the policy as recent, in eviction order:
-        the tails of chains first."""
+        """End such holds. Blocks that were read meanwhile return to the policy, tails of chains first."""
         evictable, freed = self.store.unlease(ids)
         read = array("I", (one for one in array("I", evictable) if one not in self._writing))
         self._writing.difference_update(array("I", ids))
@@ -290,8 +288,7 @@ class BlockTable:
         self.gone(freed, "forgotten")
 
     def commit(self, ids: bytes, checksums: bytes, is_new: bool = True) -> None:
-        """The slots of these blocks are written: make them READY. `is_new` is set for one group and shard of
-        each key, so that a save counts once."""
+        """These slots are written: make the blocks READY. `is_new`: for one group and shard of each key."""
         self.store.commit(ids, checksums)
         if self.changes.watched:
             self.changes.add(CAME, MEMORY, self.changes.name(ids))

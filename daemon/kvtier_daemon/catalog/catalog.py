@@ -342,8 +342,7 @@ class Catalog:
     # --- hints, and the end of blocks ----------------------------------------------------------
 
     def hint(self, space: KnownSpace, keys: bytes, importance: float) -> int:
-        """Tell the policy, and admission to the disk, the importance of these blocks, from 0 (evict first) to
-        1."""
+        """Tell policy and admission how important these blocks are, from 0 (evict first) to 1."""
         ids = self.blocks.resident(space, keys)
         self.blocks.admission.hint(keys, importance)
         self._policy.hinted(ids, importance, self.blocks.store.names(ids))
@@ -352,8 +351,7 @@ class Catalog:
         return len(ids) // ID_BYTES
 
     def forget(self, space: KnownSpace, keys: bytes) -> int:
-        """Forget these blocks in memory and on disk: no match finds them from now on. Blocks that are being
-        read stay until the read ends."""
+        """Forget these blocks in memory and on disk; those that are being read stay until the read ends."""
         ids = self.blocks.resident(space, keys)
         self.forget_ids(ids)
         return len(ids) // ID_BYTES

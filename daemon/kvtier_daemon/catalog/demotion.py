@@ -112,8 +112,7 @@ class Demotions:
         return Demotion(ids, tuple(self.described(ids, store.slots(ids), store.lossy(ids))))
 
     def described(self, ids: bytes, slots: bytes = b"", lossy: bytes = b"") -> list[WritePlan]:
-        """The content of these blocks' frame headers. The ids must still be in use. `lossy` has the ids of
-        blocks from lossy frames."""
+        """The content of these blocks' headers; the ids are in use. `lossy`: those from lossy frames."""
         store = self._blocks.store
         digests, has_digest = store.checksums(ids)
         lossy_ids = frozenset(array("I", lossy))

@@ -134,8 +134,7 @@ class ReadLeases:
         return tuple(told)
 
     def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
-        """These parts of a lease with the checksums of their blocks. Raises Refused if a reply cannot have as
-        many, and then ends no lease."""
+        """These parts of a lease with checksums. Raises Refused, without an effect, if they do not fit."""
         slots = sum(len(part.slots) for part in parts) // SLOT_BYTES
         if slots > (most := told_slots(verify=True)):
             raise bad_request(

@@ -132,8 +132,7 @@ class SegmentFrames:
         return FramedBlocks(kept, *store.frames(kept))
 
     def rescued(self, ids: bytes, before: bytes, frames: bytes) -> int:
-        """The frames `before` are copied to `frames`. Return how many of these blocks have gone, or got
-        another frame, in between."""
+        """The frames `before` are copied to `frames`; how many blocks have gone or got another frame."""
         late = self._blocks.store.moved(ids, before, frames)
         note_dead_frames(self._blocks, ids, late, frames)
         return len(late) // ID_BYTES

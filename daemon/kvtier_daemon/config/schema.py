@@ -65,8 +65,7 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The remote tier, which several hosts share: a bucket of an S3-compatible object store (`bucket`), or a
-    Mooncake Store (`url`)."""
+    """The remote tier that hosts share: an S3 bucket (`bucket`) or a Mooncake Store (`url`)."""
 
     bucket: Annotated[str, values.BUCKET] = ""
     url: Annotated[str, values.POOL] = ""

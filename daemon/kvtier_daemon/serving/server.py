@@ -152,8 +152,7 @@ class Server:
         return self.turns.shares[tenant.name if tenant else ""]
 
     def refusal(self, peer: Peer, resumes: bytes) -> str:
-        """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients, but
-        not the sessions that it continues."""
+        """The reason to refuse this client at its Hello, or "". Ghosts count, but not those it continues."""
         connected = [*(each for each in self.sessions if each.greeted), *self.ghosts]
         connected = [each for each in connected if not (resumes and each.token == resumes)]
         if len(connected) >= self._max_clients:

@@ -37,8 +37,7 @@ class Work:
 
 
 class TurnTaker(HasTurn, Protocol):
-    """A session that waits for its tenant's turn, for memory, or until its tenant's clients receive
-    answers."""
+    """A session that waits for its turn, for memory, or for clients to receive answers."""
 
     def receive_rest(self) -> bool: ...
     def answer_again(self) -> None: ...

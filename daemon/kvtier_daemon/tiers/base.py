@@ -133,8 +133,7 @@ class DirectFile(Protocol):
 
 
 class GrantedFrame(NamedTuple):
-    """The frame of a block. `at`: the place of its key in the request; `epoch`: the present use of the file;
-    `digest`: of the payload."""
+    """The frame of a block. `at`: its key's place in the request; `epoch`: the use of the file."""
 
     at: int
     file: DirectFile

@@ -277,8 +277,7 @@ class DiskMemory:
         self._fixed: set[int] = set()  # numbers of extents that are registered with the kernel
 
     def register(self, mapping: MappedExtent, fixed: bool = True) -> int:
-        """Register an extent with all disks; return its number. A `fixed` extent is registered with the
-        kernel until the tier is closed."""
+        """Register an extent with all disks, with the kernel for good if it is `fixed`; its number."""
         number = len(self.mappings) + 1  # 0 is the disk's own page
         for one in self._attached:
             if one.disk.worker.register(mapping, fixed) != number:

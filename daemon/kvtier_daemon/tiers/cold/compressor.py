@@ -88,8 +88,7 @@ class FrameThreads(CodingThreads):
         return self._submit(self._encoders, work)
 
     def read(self, blocks: Sequence[Incoming], done: AllRead) -> None:
-        """Decode the frames of these blocks into their slots; `done` gets some blocks at a time, each with an
-        errno or 0."""
+        """Decode these frames into their slots; `done` gets some at a time, each with an errno or 0."""
         each = max(1, min(CHUNK, -(-len(blocks) // self.decoders)))
         for at in range(0, len(blocks), each):
             some = blocks[at : at + each]

@@ -147,8 +147,7 @@ class ColdDirectory:
         return hmac.digest(secret, OWNER_DOMAIN + self.name + tenant.encode(), "sha256")
 
     def refuse_older(self, state: Path) -> None:
-        """Remove all segments if this directory is an older copy of itself, by the state folder. Waits for
-        the disk. Raises TierError."""
+        """Remove all segments of an older copy of the directory. Waits for the disk. Raises TierError."""
         opened = opened_path(self._folder_fd)
         try:
             self.forgets = ForgetCount(self.path, opened, self.name, state)

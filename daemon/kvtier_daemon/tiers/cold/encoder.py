@@ -54,8 +54,7 @@ def decoders_here(encrypted: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The result of one codec on one block: the size of the payload, and the times. `decode_s` is None unless
-    decoding was measured."""
+    """What a codec made of a block: the payload's size, and the times; `decode_s` only if measured."""
 
     codec: int
     nbytes: int

@@ -102,8 +102,7 @@ class Drain:
             self._reset(True)
 
     def begin_last(self, limit_bytes: int) -> None:
-        """Write what is only in memory before a stop, the blocks that would be evicted last first, up to this
-        many bytes, and nothing else."""
+        """Write up to this many bytes that are only in memory, last victims first, and nothing else."""
         self._reset(True)
         self._swept = self.is_last = True
         self._order.frombytes(self._demotions.last_to_keep(limit_bytes))

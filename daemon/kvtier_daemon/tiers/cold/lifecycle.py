@@ -292,8 +292,7 @@ class AccessNotes:
 
 
 class ExtentMaps:
-    """Maps the tenants' extents for the disks, in their order. After a failure no more extents are mapped:
-    they would get wrong numbers."""
+    """Maps the tenants' extents for the disks, in order; none after a failure (wrong numbers)."""
 
     def __init__(self, tier: ColdTier, movers: Mapping[str, Mover]) -> None:
         self._tier = tier

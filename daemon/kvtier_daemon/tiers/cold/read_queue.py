@@ -347,8 +347,7 @@ class ReadQueue:
     def _have_read_all(
         self, tenant: str, disk: ReadSource, blocks: Sequence[Incoming], codes: Sequence[int]
     ) -> None:
-        """These reads have ended, each with an errno or 0. Blocks that the same requests waited for are
-        handled at once."""
+        """These reads have ended, each with an errno or 0. A request's blocks are handled at once."""
         self.pump(disk)
         self.pending.notify()
         alike: dict[tuple[Done, int, bool, tuple[Request, ...]], list[Incoming]] = {}

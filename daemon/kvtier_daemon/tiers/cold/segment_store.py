@@ -158,8 +158,7 @@ class SegmentTable:
 
 
 class SegmentTombstones:
-    """Writes the tombstones of a store's segments. `unused` is called with a segment whenever a write to it
-    has ended."""
+    """Writes a store's tombstones. `unused` gets a segment when a write to it has ended."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, disk: DirectoryDisk, unused: Callable[[Segment], None],

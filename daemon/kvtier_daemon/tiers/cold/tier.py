@@ -209,8 +209,7 @@ class FrameReader:
 
 
 class BlockWriter:
-    """Writes blocks to the directories in turn. `accepts` is False while an operator drains the tier, and
-    after the end of the tier."""
+    """Writes blocks to the directories in turn. `accepts` is False in a drain and after the end."""
 
     def __init__(
         self, attached: Sequence[AttachedDirectory], table: SegmentTable, schedule: ReadSchedule,

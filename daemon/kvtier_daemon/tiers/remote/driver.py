@@ -131,8 +131,7 @@ class Pending:
 
 
 class StoreProcess:
-    """The process, and the buffer that it shares with the daemon. Each process has a buffer of its own, so
-    that a late one changes nothing."""
+    """The process, and the buffer that it alone shares with the daemon: a late one changes nothing."""
 
     def __init__(self, buffer_bytes: int) -> None:
         fd = os.memfd_create("kvtier-remote", os.MFD_CLOEXEC)

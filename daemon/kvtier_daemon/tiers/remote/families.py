@@ -130,8 +130,7 @@ class Families:
         log.warning("remote: blocks of %s are not resharded: %s", spec.model, why)
 
     def siblings_of(self, space: KnownSpace, missed: bytes) -> Sequence[Sibling]:
-        """Return the spaces of whose objects blocks of this one can be made. `missed` has keys for which new
-        ones are asked at once."""
+        """The spaces whose objects give blocks of this one. New ones are asked for `missed` keys at once."""
         if not self._tenant.reshards or (kin := self.kin(space)) is None or kin.forgets:
             return ()
         kin.missed = missed or kin.missed

@@ -572,8 +572,7 @@ class Fetcher:
     def _made(
         self, sibling: Sibling, group: int, number: int, parts: Sequence[tuple[WantedParts, Arriving]]
     ) -> list[ArrivingPart]:  # fmt: skip
-        """Return the reads of the objects of which these parts of one block are made; none if one of them is
-        already read for other parts."""
+        """The reads of the objects of which these parts of a block are made; none if one is already read."""
         into, objects = sibling.target.identity, list[ArrivingPart]()
         slots = [(block, one.place.shard, self._slot(block, one.place)) for one, block in parts]
         wanted, at = parts[0][0], number - parts[0][0].begin

@@ -142,8 +142,7 @@ def _code(space: bytes, host: bytes, secret: bytes, text: bytes) -> bytes:
 
 
 def decode_list(of: Identity, secret: bytes, text: bytes, now_s: float) -> WantedList:
-    """Return the list of this space and host. Raises FrameError if it is not one that a host of this fleet
-    wrote, or an old one."""
+    """Return the list of this space and host. Raises FrameError if it is old or not the fleet's."""
     body, code = text[:-CODE_BYTES], text[-CODE_BYTES:]
     if not hmac.compare_digest(code, _code(of.space, of.key, secret, body)):
         raise FrameError("no host of this fleet wrote the list")
