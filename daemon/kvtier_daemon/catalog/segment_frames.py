@@ -35,7 +35,6 @@ USED, ONLY_THERE, USED_BEFORE = 1, 2, 4  # flags of `Store.in_segment`
 ALONE = bytes(bool(flag & ONLY_THERE) for flag in range(256))
 USED_ALONE = bytes(flag > ONLY_THERE and bool(flag & ONLY_THERE) for flag in range(256))
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
-ALONE = bytes(flag & ONLY_THERE for flag in range(256))
 
 
 @dataclass(slots=True, frozen=True)

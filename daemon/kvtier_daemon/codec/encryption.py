@@ -27,7 +27,6 @@ from kvtier_kernels import FrameKeys
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FILE_KEY_BYTES = 32
 SALT = b"kvtier frames 1"
 
 

@@ -15,7 +15,7 @@ is only in other memory, and of its header a copy is read, so that the process s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from kvtier import frame
 from kvtier.errors import FrameError
@@ -154,6 +154,3 @@ def decode(
     if not is_good:
         raise FrameError("the payload is damaged")
     return one.raw_digest
-
-
-HeadersOf = Mapping[tuple[int, int], Headers]
