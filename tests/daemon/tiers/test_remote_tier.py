@@ -408,8 +408,8 @@ def test_a_slow_or_late_store_is_measured_by_reads_that_no_request_waits_for(
 ) -> None:
     """Nothing is promised from an assumption. A store whose reads were late is used again when they are in
     time, and one that was slow when it was measured again."""
-    for judge in (probing, planner):
-        monkeypatch.setattr(judge, "LATE_S", 60.0)  # the machine may be busy
+    for module in (probing, planner):
+        monkeypatch.setattr(module, "LATE_S", 60.0)  # the machine may be busy
     tier = ServedShared(tmp_path, faulty.config + 'write = "all"\n', 16 * BLOCK_BYTES)
     fetcher, requests = tier.shared.fetcher, 0
     link, names = fetcher._queue.link, [Identity(key=bytes([at]) * 32) for at in range(1, 6)]
