@@ -27,7 +27,8 @@ def watchdog_s(environ: Mapping[str, str] | None = None) -> float:
 
 
 class LogFormatter(logging.Formatter):
-    """Formats a record for a terminal or a file; for the journal with its priority and no time."""
+    """Formats a record for a terminal or a file; for the journal, which adds the time by itself, with the
+    priority in front of each line."""
 
     def __init__(self, journal: bool) -> None:
         self._journal = journal

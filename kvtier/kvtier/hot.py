@@ -95,7 +95,8 @@ class HotClient:
         self._tables[number] = None
 
     def reserve(self, slots: bytes, again: bool) -> CopySlots | None:
-        """Get slots for copies of the blocks in these slots, if any. `again`: loaded, not saved."""
+        """Get slots for copies of the blocks in these slots of the arena; None if no block gets one. `again`:
+        they were loaded, not saved."""
         taken: list[CopySlots] = []
 
         def take(reply: wire.Reserved, _: BothMappings) -> None:

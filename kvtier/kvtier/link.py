@@ -82,7 +82,8 @@ class OpenedSpace(Protocol):
     spec: KvSpec
 
     def reopened(self, opened: wire.Opened) -> Iterable[wire.Message]:
-        """The space has this number now; return what else the daemon must know. Raises Refused."""
+        """The space has this number now; return what else the daemon must know of it. Raises Refused if it is
+        not the same space."""
 
 
 class SlotUser(Protocol):

@@ -25,7 +25,8 @@ OWN_CACHE = (
 
 
 class Attachment:
-    """What `attach` returns, a context manager. `counts`: tokens, blocks, and calls without kvtier."""
+    """What `attach` returns. `counts`: tokens, blocks, and calls without kvtier by their reason. Use it as a
+    context manager, or call `detach`."""
 
     def __init__(self, model: Any, store: Store) -> None:
         self._model = model

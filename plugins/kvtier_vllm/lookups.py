@@ -263,7 +263,8 @@ class WaitingQueue:
         self._work = None
 
     def next_call_s(self, prompt: Prompt, prompts: Iterable[Prompt]) -> float:
-        """When the scheduler asks for this request again if held back; infinite if others may precede it."""
+        """The expected time until the scheduler asks for this request again, if it is held back now; infinite
+        if other requests may take its place."""
         work = self._work or self._count_work(prompts)
         own = prompt.request.request_id in self._waiting
         others = work.waiting - own

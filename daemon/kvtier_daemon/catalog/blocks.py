@@ -288,7 +288,8 @@ class BlockTable:
         self.gone(freed, "forgotten")
 
     def commit(self, ids: bytes, checksums: bytes, is_new: bool = True) -> None:
-        """These slots are written: make the blocks READY. `is_new`: for one group and shard of each key."""
+        """The slots of these blocks are written: make them READY. `is_new` is set for one group and shard of
+        each key, so that a save counts once."""
         self.store.commit(ids, checksums)
         if self.changes.watched:
             self.changes.add(CAME, MEMORY, self.changes.name(ids))

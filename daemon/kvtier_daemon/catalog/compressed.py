@@ -131,7 +131,8 @@ class CompressedOrder:
         return len(self._slots)
 
     def next_to_compress(self, most: int) -> bytes:
-        """Of the `most` blocks that leave their slots next, those without a frame that may shrink."""
+        """Of the `most` blocks that leave their slots next, those without a frame, in this order, except
+        those that do not shrink."""
         cool = array("I", self._slots.victims(most))
         self.cool = frozenset(cool)
         done, unfit = self.framed, self.unfit

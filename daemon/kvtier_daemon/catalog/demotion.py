@@ -85,7 +85,8 @@ class Demotions:
             ask *= 2
 
     def plan_write_through(self, ids: bytes, limit_blocks: int | None = None) -> Demotion:
-        """Select those of these blocks that are only in memory, not being written, and never expire."""
+        """Select the blocks of these that are only in memory and not being written, in this order. Never
+        selects blocks that expire."""
         new = self._lasting(self._blocks.store.dirty(ids))
         # An id may be given twice: its first block was evicted, and another one has it now.
         fresh = dict.fromkeys(one for one in array("I", new) if one not in self._writing)

@@ -333,7 +333,8 @@ class Planner:
     # --- requests that end early ---------------------------------------------------------------
 
     def cancel(self, name: Hashable, most: int = 1 << 31) -> list[Hashable]:
-        """Cancel the request; return the blocks that need not be read. `continue_cancel` handles the rest."""
+        """Cancel the request; return the blocks that need not be read. Handles at most this many reads;
+        `continue_cancel` handles the rest."""
         self._declined.pop(name, None)
         request = self._requests.pop(name, None)
         if request is not None:

@@ -450,7 +450,7 @@ class LowerTier(Protocol):
         """Whether threads wait for I/O and cannot be stopped."""
 
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the tier, if it is configured, and set each `Tenant.tier`. Raises TierError."""
+        """Open the tier, if configured, and set each `Tenant.tier`. TierError: the configuration is wrong."""
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start to move blocks in these tasks."""

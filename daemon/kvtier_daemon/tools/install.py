@@ -255,7 +255,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _config(file: Path, socket: str, state: Path) -> Config | None:
-    """Return the existing configuration, if any, without `socket` and `state`, which the unit sets."""
+    """Return the existing configuration, if any. Raises ConfigError if it contradicts the unit."""
     if not file.exists():
         return None
     loaded = load(file, environ={}, uid=0)

@@ -64,7 +64,8 @@ class HotRequests:
         return wire.Done(request.id)
 
     def announce(self, tenant: Tenant) -> None:
-        """Send the memory of the joined GPU, if the client lacks it, before its next answer."""
+        """Send the memory of the joined GPU if the client does not have it, before the next answer, because a
+        client that asks nothing reads nothing."""
         extent = self._server.hot.extent(tenant.name, self.gpu)
         number = extent.number if extent is not None else None
         if number == self._announced:

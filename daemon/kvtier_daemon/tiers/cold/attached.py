@@ -264,6 +264,7 @@ class AttachedDirectory:
                 store.seal()
 
     def close_files(self) -> None:
+        """Close the segment files. May wait for the disk."""
         for store in self.stores.values():
             self.table.close_files(store)
 
@@ -277,7 +278,8 @@ class DiskMemory:
         self._fixed: set[int] = set()  # numbers of extents that are registered with the kernel
 
     def register(self, mapping: MappedExtent, fixed: bool = True) -> int:
-        """Register an extent with all disks, with the kernel for good if it is `fixed`; its number."""
+        """Register an extent with all disks; return its number. A `fixed` extent is registered with the
+        kernel until the tier is closed."""
         number = len(self.mappings) + 1  # 0 is the disk's own page
         for one in self._attached:
             if one.disk.worker.register(mapping, fixed) != number:
@@ -299,7 +301,8 @@ class DiskMemory:
             disk.worker.register(mapping, number in self._fixed)
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """Allocate at least this much memory outside the arena, for ever; return its number and size."""
+        """Allocate at least this much memory outside the arena; return its number and size. It is never
+        freed, so the size is doubled at each call."""
         nbytes = max(LEAST_ALLOCATED, 1 << (pages(nbytes) - 1).bit_length())
         return self.register(anonymous(nbytes), fixed=False), nbytes
 
@@ -388,7 +391,8 @@ class AttachedDirectories:
         self._checks_at = time.monotonic() + LOCATION_S
 
     def add(self, directory: ColdDirectory) -> AttachedDirectory:
-        """Start a disk and a store for each tenant in this directory. Raises TierError."""
+        """Start a disk and a store for each tenant in this directory. Raises TierError, and never closes the
+        directory."""
         for one in self.attached:
             # A copy may hold blocks that were forgotten in the other one.
             if one.directory.name == directory.name:

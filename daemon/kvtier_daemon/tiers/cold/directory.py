@@ -120,6 +120,7 @@ class ColdDirectory:
         return left
 
     def tenants(self) -> list[str]:
+        """Return the tenants that have a folder here."""
         folder = self.opened(self.path / SEGMENTS)
         if not folder.is_dir():
             return []
@@ -147,7 +148,7 @@ class ColdDirectory:
         return hmac.digest(secret, OWNER_DOMAIN + self.name + tenant.encode(), "sha256")
 
     def refuse_older(self, state: Path) -> None:
-        """Remove all segments of an older copy of the directory. Waits for the disk. Raises TierError."""
+        """Remove all segments if this is an older copy of itself. Waits for the disk. Raises TierError."""
         opened = opened_path(self._folder_fd)
         try:
             self.forgets = ForgetCount(self.path, opened, self.name, state)
@@ -169,6 +170,7 @@ class ColdDirectory:
         self.forgets.advance(0)
 
     def read_index(self) -> None:
+        """Load the access log. Waits for the disk."""
         self.access_log.load()
 
     def make(self, path: Path, nbytes: int) -> int:

@@ -245,7 +245,8 @@ class FileThread:
 
 
 class DirectoryDisk:
-    """The worker of one directory. Callbacks are called in the loop."""
+    """The worker of one directory. Callbacks are called in the loop. Operations have a token, which
+    `Operations` maps to their callback."""
 
     def __init__(
         self,
@@ -351,7 +352,8 @@ class DirectoryDisk:
     def read_staged(
         self, fd: int, at: int, nbytes: int, callback: StagedCallback, urgent: bool
     ) -> None:
-        """Read bytes for a codec into memory of the worker, of which there is little. Keep no view of it."""
+        """Read bytes for a codec into memory of the worker, which pauses reads of frames while much of it is
+        in use. Keep no view of it."""
         token = self.operations.add(self.reads, callback, True)
         self.worker.read_bytes(token, fd, at, nbytes, urgent, READ_MS, staged=True)
 
@@ -368,7 +370,8 @@ class DirectoryDisk:
     def write(
         self, fd: int, ops: bytes | bytearray, headers: bytes | bytearray, callback: Callback
     ) -> None:
-        """Write to this file, then sync it, without a deadline. `callback` gets the first error."""
+        """Write to this file, then sync it, without a deadline: the slots are in use until both have ended.
+        `callback` gets the first error."""
         self.worker.write(ops, headers)
         self.worker.sync(self.operations.add(self.writes, callback, True), fd)
 

@@ -1,4 +1,5 @@
-"""Writes blocks to the disks in the order of their saves, so the head of a chain comes first."""
+"""Writes blocks to the disks in the order of their saves, so that the head of a chain is on disk before the
+blocks below it, and that memory can evict blocks at once."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class WaitingWriters:
         self._pausing: deque[asyncio.Future[None]] = deque()
 
     def wake(self) -> None:
-        """Wake one writer: there may be blocks to write."""
+        """Wake one writer, because there may be blocks to write. A writer that is busy checks again after its
+        write."""
         if waiting := self._idle or self._pausing:
             waiting.popleft().set_result(None)
 
@@ -70,7 +72,8 @@ class WaitingWriters:
             self._idle.popleft().set_result(None)
 
     async def wait(self, timeout_s: float | None) -> None:
-        """Wait until there may be blocks to write. No `await` may lie between the check and this call."""
+        """Wait until there may be blocks to write. No `await` may lie between the check and this call, so
+        that no wake-up is missed."""
         waiting = self._idle if timeout_s is None else self._pausing
         woken = asyncio.get_running_loop().create_future()
         waiting.append(woken)
@@ -302,7 +305,8 @@ class Flusher:
 
     def _sweep(self) -> Demotion | None:
         """Return blocks that are only in memory, although they left the queue of saved blocks: their write
-        failed, or their frame is gone. None if memory is larger than the disks: others would go."""
+        failed, or their frame is gone. None if memory is larger than the disks: each write would make other
+        frames go."""
         now, demotions = self._clock(), self._catalog.demotions
         disk_bytes = self._cold.writer.capacity_bytes(self._tenant)
         if self._quota_bytes > FULL_SHARE * disk_bytes:

@@ -134,7 +134,8 @@ class ChangeQueue:
     # --- the thread --------------------------------------------------------------------------
 
     def _take(self, is_behind: bool) -> tuple[list[Entry], list[int], bool]:
-        """Return queued changes and tokens, and whether more will follow. Waits briefly if it `is_behind`."""
+        """Return queued changes and tokens, and whether more will follow. Waits for them, but not for long if
+        the thread `is_behind` with earlier ones."""
         changes: list[Entry] = []
         tokens: list[int] = []
         with contextlib.suppress(queue.Empty):
@@ -332,7 +333,7 @@ def _check(folder: Path, map_bytes: int) -> None:
 
 
 def _run_check(folder: Path, map_bytes: int) -> NoReturn:
-    """Check the file in the child, and end it. The parent may have threads, so it uses only LMDB."""
+    """Check the file in the child, which uses only LMDB: the parent may have threads. Ends the child."""
     result = NO_ANSWER
     try:
         gc.disable()
@@ -384,7 +385,8 @@ def _check_result(folder: Path, map_bytes: int) -> int:
 
 
 def _outgrown(text: bytes, size: int) -> bool:
-    """Whether one of the first two pages claims pages beyond the end: LMDB would map them, and fail."""
+    """Whether one of the first two pages claims pages beyond the end of the file: LMDB would map them, and
+    fail as if there were too little memory."""
     if len(text) < META.size:
         return False
     page = META.unpack_from(text)[0]

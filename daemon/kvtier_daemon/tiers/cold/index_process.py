@@ -79,7 +79,8 @@ class Child:
                     return rows
 
     def kill(self) -> None:
-        """Kill the process without waiting for its end; pending requests fail at once."""
+        """Kill the process without waiting for its end, which may need a disk; pending requests fail at
+        once."""
         self._channel.shut()
         self._process.kill()
 
@@ -131,7 +132,8 @@ class IndexProcess(ChangeQueue):
         self._queue.put((table, key, value))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Write the last changes, and close. False if that takes too long or fails."""
+        """Write the last changes, and close. False if that takes too long or fails; then nothing in this
+        process waits for the disk."""
         self._closing = True
         self._queue.put(None)
         self._thread.join(timeout_s)

@@ -24,7 +24,8 @@ STALLED = f"no block was written for {STALLS_S:.0f} s"
 
 
 class LastWrites:
-    """The last writes of a daemon that serves no clients: a drain without the blocks with a TTL."""
+    """The last writes of a daemon that serves no clients. Like a drain, they ignore the daily budget and the
+    admission. Blocks with a TTL are not written and do not count."""
 
     def __init__(
         self, tier: ColdTier, tenants: Mapping[str, Tenant], movers: Mapping[str, Mover]

@@ -292,7 +292,8 @@ class AccessNotes:
 
 
 class ExtentMaps:
-    """Maps the tenants' extents for the disks, in order; none after a failure (wrong numbers)."""
+    """Maps the tenants' extents for the disks, in their order. After a failure no more extents are mapped:
+    they would get wrong numbers."""
 
     def __init__(self, tier: ColdTier, movers: Mapping[str, Mover]) -> None:
         self._tier = tier
@@ -356,7 +357,8 @@ class ColdLifecycle:
         self._ended = False
 
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the directories in threads, for at most `OPEN_S`; `start` continues. Raises TierError."""
+        """Open the directories in threads, for at most `OPEN_S`; `start` continues with the others. Starts no
+        transfers. Raises TierError if the configuration is wrong."""
         if self._settings.config.cold is None:
             return
         tier = await self._open_tier(is_start=True)

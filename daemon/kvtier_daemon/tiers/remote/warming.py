@@ -1,4 +1,5 @@
-"""Tells other hosts which blocks this one wants most, and reads those that others want, at a start."""
+"""Tells other hosts which blocks this one wants most, and reads those that others want, so that a new host
+starts with hits."""
 
 from __future__ import annotations
 
