@@ -176,7 +176,8 @@ KVTIER_LOOP void group_sizes(const uint8_t* __restrict in, size_t rows, size_t c
     of_groups<kMost>(rows * channels, head, act);
 }
 
-// The bytes of the steps of nvfp4 (a part has a scale) and of mxfp4; steps and inverses, no sizes.
+// The bytes of the steps of nvfp4 (a part has a scale) and of mxfp4, the steps, and their inverses
+// in place of the sizes.
 KVTIER_LOOP void small_steps(unsigned said, float scale, size_t count, float* __restrict sizes,
                              uint8_t* __restrict bytes) {
     if (said == kNvfp4Bits) {

@@ -58,7 +58,8 @@ void PolicySelector::thin() {
     index();
 }
 
-// Evicts after the whole request: blocks that are used together hit together, beyond the room.
+// Evicts after the whole request: blocks that are used together hit together, even if they exceed
+// the room.
 void PolicySelector::trim_all() {
     for (unsigned order = 0; order < orders; ++order)
         if (inside_[order] > room_ + room_ / slack) trim(order, room_ - room_ / slack);

@@ -41,7 +41,8 @@ inline constexpr uint32_t kFdatasync = 1;  // call_flags of kFsync
 
 class Ring {
  public:
-    // Limits of the buffers that can be registered: their number; their bytes are kBufferMost.
+    // Limits of the buffers that can be registered: their number; each has at most kBufferMost
+    // bytes.
     static constexpr uint32_t kBuffers = 8192;
 
     // The entries needed for `depth` operations: an operation may take two, and one more is for the

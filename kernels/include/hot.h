@@ -1,8 +1,9 @@
 // Copies of blocks in the memory of one GPU, beside their slots in memory.
 //
-// Only a block with a slot in memory has a copy, so to evict a copy loses nothing. A lease on the
-// block also holds its copy. While a copy is written, its block is leased, so the record of the
-// block says which slots may be freed, for both kinds of memory.
+// Only a block with a slot in memory has a copy: it goes when the block leaves memory, so to evict
+// a copy loses nothing. A lease on the block also holds its copy. While a copy is written, its
+// block is leased, so the record of the block says which slots may be freed, for both kinds of
+// memory.
 #pragma once
 #include <memory>
 #include <span>

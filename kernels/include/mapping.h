@@ -57,7 +57,8 @@ class Slots {
     // The mapping of an extent. Throws IndexError if it does not exist.
     nb::handle object(size_t i, uint32_t extent);
     Mapping* mapping(size_t i, uint32_t extent);
-    // The memory of slot i. Throws IndexError outside its extent, ValueError if it is read-only.
+    // The memory of slot i. Throws IndexError outside its extent, ValueError if it must be
+    // writable and is not.
     uint8_t* place(size_t i, uint64_t bytes, bool writable);
 
  private:

@@ -8,7 +8,8 @@
 
 namespace kvtier {
 
-// Unique short names in the order of insertion, with notes. A name takes 17 bytes, or 21.
+// Unique short names in the order of their insertion, each with a note. A name takes 17 bytes, 21
+// with notes.
 //
 // No call works on all names: the table grows by one bucket at a time (W. Litwin, "Linear hashing:
 // a new tool for file and table addressing", VLDB 1980).
