@@ -31,11 +31,11 @@ import harness
 import kvtier_kernels as kernels
 from harness import Arm, Row
 from kv import Bert, Floats, Llama, bf16, exponent_bits, synthetic, wide
+from kvtier.frame import ELEMENTS, Entry
 from kvtier.layout import DTYPE_BYTES
 from kvtier_daemon.codec import profile as profiles
-from kvtier_daemon.codec.base import ELEMENTS, Codec
+from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.calibrated import Calibrated
-from kvtier_daemon.codec.frame import Entry
 from kvtier_daemon.codec.grid import Grid, head_of
 from kvtier_daemon.codec.table import BY_NAME
 from models.codecs import decode, encode

@@ -45,9 +45,9 @@ from disks import (
 )
 from harness import Daemon, Row, at_least, at_most, percentile
 from kvtier import Client, KvSpec, Space
+from kvtier.frame import RAW, Entry, Identity, Template
 from kvtier.key import Keys
 from kvtier_daemon.codec.encryption import FrameCipher
-from kvtier_daemon.codec.frame import RAW, Entry, Identity, Template
 from kvtier_daemon.tiers.cold.directory import OTHER_BYTES
 from kvtier_daemon.tiers.cold.index import FIRST_MAP_BYTES
 from kvtier_daemon.tiers.cold.recovery import entries_of, recover

@@ -23,9 +23,9 @@ import harness
 from harness import Arm, Row, interval
 from kv import bf16, synthetic
 from kvtier import KvSpec
+from kvtier.frame import RAW, Template, stamp
 from kvtier_daemon.codec import block_parts, framing
 from kvtier_daemon.codec.base import Codec
-from kvtier_daemon.codec.frame import RAW, Template, stamp
 from kvtier_daemon.codec.grid import grids
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_kernels import Disk, Mapping, decode_frame, xxh3_128

@@ -27,12 +27,12 @@ import harness
 from draw_quality import drawn
 from harness import Row
 from kv import bf16, wide
+from kvtier.frame import RAW, Entry
 from kvtier_daemon.calibration.measuring import SEQUENCE, TRIALS, Trial, calibrate
 from kvtier_daemon.calibration.model import Cached, Model, chunks
 from kvtier_daemon.codec import profile as files
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.calibrated import Calibrated
-from kvtier_daemon.codec.frame import RAW, Entry
 from kvtier_daemon.codec.grid import Grid, head_of
 from kvtier_daemon.codec.table import BY_NAME
 from models.codecs import decode, encode

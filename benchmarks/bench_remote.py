@@ -32,9 +32,9 @@ from harness import Row
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from kvtier import Client, KvSpec
+from kvtier.frame import Identity
 from kvtier.key import Keys
 from kvtier.space import Space
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.tiers.remote.known import KnownObjects
 from kvtier_daemon.tiers.remote.objects import keys_of, object_name
 from kvtier_daemon.tiers.remote.s3 import PAGE_NAMES

@@ -73,8 +73,7 @@ STOP_S = 25.0  # less than the unit's TimeoutStopSec
 
 
 def run(loaded: LoadedConfig, with_process: int | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, or until the process with this number ends. `preflight.require` has
-    checked the configuration before."""
+    """Serve until SIGTERM, SIGINT, or the end of the process with this number, after `preflight.require`."""
     config = loaded.config
     owner = None
     if with_process is not None:
@@ -398,8 +397,7 @@ class App:
             self._kept.keep_owners(_owners(config, self.tenants))
 
     def _renew(self, left: set[str]) -> None:
-        """End the sessions of users whose tenant or role has changed, and give other memory to the tenants
-        that users have left."""
+        """End the sessions of users whose tenant or role changed; replace the memory of tenants they left."""
         assert self._server is not None
         ended = self._server.renew_members()
         for name, tenant in self.tenants.items():
@@ -464,8 +462,7 @@ class App:
             await asyncio.sleep(every_s)
 
     async def _replace_while_hung(self) -> None:
-        """Make another process the service's main one while a disk hangs, because this one may be unable to
-        end."""
+        """Make another process the service's main one while a disk hangs: this one may be unable to end."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TEND_S)
@@ -564,8 +561,7 @@ def _take_over(
     kept: KeptArena, warm: WarmTier, tenants: Mapping[str, Tenant], use: Callable[[Extent], None],
     writers: Writers,
 ) -> dict[str, bytes]:  # fmt: skip
-    """Take over the blocks that an earlier daemon left in memory; return their ids by tenant. `use` gets each
-    extent."""
+    """Take over what an earlier daemon left in memory; return its ids by tenant. `use` gets each extent."""
     started = time.monotonic()
     noted: dict[str, list[tuple[int, int, int]]] = {name: [] for name in tenants}
     for extent in warm.taken_over():

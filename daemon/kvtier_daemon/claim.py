@@ -253,8 +253,7 @@ def is_stopped(owner: int) -> bool:
 
 
 def is_alive(owner: int) -> bool:
-    """Return whether the process exists and has not ended. An ended process may exist while a disk hangs,
-    with its files."""
+    """Whether the process exists and has not ended. It may exist, with its files, while a disk hangs."""
     return _state_of(owner) not in ("", *ENDED)
 
 

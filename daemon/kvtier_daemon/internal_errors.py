@@ -20,8 +20,7 @@ class InternalErrors:
         self._logged: set[tuple[type, str, int]] = set()  # error and place
 
     def tried(self, what: str, step: Callable[[*Args], object], *args: *Args) -> bool:
-        """Call this; return whether it succeeded. An exception is counted, and logged the first time; the
-        daemon continues."""
+        """Call this; return whether it succeeded. An exception is counted, and logged the first time."""
         try:
             step(*args)
         except Exception as error:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier.errors import SpecError
+from kvtier.frame import CACHEGEN, ECSQ
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec, space_id
 from kvtier.read_file import COUNT_ENDED
 from kvtier_daemon.catalog import Catalog, KnownSpace
 from kvtier_daemon.catalog.blocks import DeferredPolicy
-from kvtier_daemon.codec.base import CACHEGEN, ECSQ
 from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.codec.resharding import family_of
@@ -48,9 +48,8 @@ class Tenant:
     reshards: bool = False  # keys are those of the family of a space, if it has one
     direct_reads: bool = False  # its clients may read the files of its tier below memory
     forget_count: SharedCounter | None = None  # that clients see which read these files
-    accepted: tuple[
-        bytes, ...
-    ] = ()  # other secrets: the store of several hosts may have blocks under them
+    # Other secrets: the store of several hosts may have blocks under them.
+    accepted: tuple[bytes, ...] = ()
 
     def add(self, extent: Extent) -> int:
         """Add this extent for the life of the daemon; return its number among the tenant's."""
@@ -121,8 +120,7 @@ class Tenant:
         return self.losses.stored(space.identity, space.spec, self.name)
 
     def family_of(self, space: KnownSpace) -> bytes:
-        """The family of this space; none if its blocks cannot be resharded, such as those with a loss, or if
-        the tenant's blocks are not."""
+        """The family of this space; None if blocks of it, or of this tenant, cannot be resharded."""
         if not self.reshards:
             return b""
         if space.family is None:

@@ -1,6 +1,5 @@
 // Adaptive replacement: blocks used once and blocks used more often; the ghosts of both decide
-// which of them gets more room. The policy has no fixed size: its size is the number of blocks in
-// memory.
+// which of them gets more room. The policy's size is the number of blocks in memory.
 #include <algorithm>
 
 #include "policies.h"
@@ -12,8 +11,7 @@ namespace {
 
 constexpr std::size_t few = 1U << 16;
 
-// As many ghosts as blocks; in large tiers half as many, because a ghost costs as much memory as a
-// block.
+// As many ghosts as blocks; in large tiers half as many: a ghost costs as much memory as a block.
 std::size_t half_of_many(std::size_t blocks) { return std::max(std::min(blocks, few), blocks / 2); }
 
 class Arc final : public Queues {

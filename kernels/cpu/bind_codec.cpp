@@ -31,16 +31,12 @@ using Place = std::tuple<uint32_t, size_t, size_t, size_t>;  // codec, offset, b
 
 // The memory to read and the memory to write.
 struct Ends {
+    Ends(nb::handle source, const char* name, nb::handle into)
+        : from(source, Access::kRead, name), to(into, Access::kWrite, "into") {}
     HeldMemory from, to;
-
-    Ends(nb::handle source, const char* name, nb::handle into) {
-        from.take(source, Access::kRead, Shape::kContiguous, name);
-        to.take(into, Access::kWrite, Shape::kContiguous, "into");
-    }
 };
 
-// Encodes consecutive parts of a block: `bytes_of` returns the length of a part, `fill` sets its
-// other fields.
+// Encodes consecutive parts of a block of `bytes_of` bytes each; `fill` sets their other fields.
 template <typename Said, typename BytesOf, typename Fill>
 std::vector<Number> encode_all(Codec by, Element is, const Ends& ends,
                                const std::vector<Said>& said, BytesOf bytes_of, Fill fill) {
@@ -226,20 +222,19 @@ void planes_of(const uint8_t* in, size_t count, uint8_t* out, bool back) {
     }
 }
 
-void planes(size_t width, nb::handle src, nb::handle dst, bool back) {
+template <bool kBack>
+void planes(size_t width, nb::handle src, nb::handle dst) {
     if (width != 1 && width != 2 && width != 4) throw nb::value_error("width: must be 1, 2 or 4");
-    HeldMemory from, to;
-    from.take(src, Access::kRead, Shape::kContiguous, "src");
-    to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
+    const HeldMemory from(src, Access::kRead, "src"), to(dst, Access::kWrite, "dst");
     if (from.size() != to.size() || from.size() % width != 0) {
         throw nb::value_error(
             "dst: its size differs from the source's, or is no whole number of elements");
     }
     const Unlocked unlocked;
     const size_t count = from.size() / width;
-    if (width == 1) planes_of<1>(from.data(), count, to.data(), back);
-    if (width == 2) planes_of<2>(from.data(), count, to.data(), back);
-    if (width == 4) planes_of<4>(from.data(), count, to.data(), back);
+    if (width == 1) planes_of<1>(from.data(), count, to.data(), kBack);
+    if (width == 2) planes_of<2>(from.data(), count, to.data(), kBack);
+    if (width == 4) planes_of<4>(from.data(), count, to.data(), kBack);
 }
 
 std::vector<uint32_t> numbers_of(const nb::bytes& text, const char* name) {
@@ -265,9 +260,7 @@ void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb:
                    const nb::bytes& dims, nb::handle src, nb::handle dst, bool back) {
     if (width != 2 && width != 4) throw nb::value_error("width: must be 2 or 4");
     const Order order = order_of(parts, heads, tokens, dims);
-    HeldMemory from, to;
-    from.take(src, Access::kRead, Shape::kContiguous, "src");
-    to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
+    const HeldMemory from(src, Access::kRead, "src"), to(dst, Access::kWrite, "dst");
     if (from.size() != to.size() || from.size() % (order.page() * width) != 0) {
         throw nb::value_error(
             "dst: its size differs from the source's, or is no whole number of pages");
@@ -331,12 +324,6 @@ void bind_codec(nb::module_& m) {
           "places"_a, "heads_first"_a, "into"_a);
     m.def("reorder_pages", reorder_pages, "width"_a, "parts"_a, "heads"_a, "tokens"_a, "dims"_a,
           "src"_a, "dst"_a, "back"_a);
-    m.def(
-        "split_planes",
-        [](size_t width, nb::handle src, nb::handle dst) { planes(width, src, dst, false); },
-        "width"_a, "src"_a, "dst"_a);
-    m.def(
-        "join_planes",
-        [](size_t width, nb::handle src, nb::handle dst) { planes(width, src, dst, true); },
-        "width"_a, "src"_a, "dst"_a);
+    m.def("split_planes", planes<false>, "width"_a, "src"_a, "dst"_a);
+    m.def("join_planes", planes<true>, "width"_a, "src"_a, "dst"_a);
 }

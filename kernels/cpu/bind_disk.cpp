@@ -222,8 +222,7 @@ class Disk {
     }
 
     void write(nb::handle packed, nb::handle headers) {
-        HeldMemory held;
-        held.take(headers, Access::kRead, Shape::kContiguous, "headers");
+        const HeldMemory held(headers, Access::kRead, "headers");
         std::list<Operation> batch;
         each(packed, [&](const PackedOperation& from, const std::string& name) {
             Operation& to = batch.emplace_back();
@@ -436,8 +435,7 @@ class Disk {
 
     template <typename Packed = PackedOperation, typename Take>
     void each(nb::handle packed, const Take& take) {
-        HeldMemory held;
-        held.take(packed, Access::kRead, Shape::kContiguous, "ops");
+        const HeldMemory held(packed, Access::kRead, "ops");
         if (held.size() % sizeof(Packed) != 0) {
             const std::string each = std::to_string(sizeof(Packed));
             fail(nb::value_error, "ops: packed operations are ", each, " bytes each");

@@ -29,11 +29,10 @@ using GridTuple = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 
 // The memory of a frame's header, of the source and of the target.
 struct FrameMemory {
-    FrameMemory(nb::handle text, nb::handle source, const char* name, nb::handle target) {
-        header.take(text, Access::kWrite, Shape::kContiguous, "header");
-        from.take(source, Access::kRead, Shape::kContiguous, name);
-        into.take(target, Access::kWrite, Shape::kContiguous, "into");
-    }
+    FrameMemory(nb::handle text, nb::handle source, const char* name, nb::handle target)
+        : header(text, Access::kWrite, "header"),
+          from(source, Access::kRead, name),
+          into(target, Access::kWrite, "into") {}
     HeldMemory header, from, into;
 };
 
@@ -71,8 +70,7 @@ nb::bytes read_parts(const std::vector<FrameTuple>& rows, uint32_t element, size
                      const std::vector<uint64_t>& starts, size_t each, nb::handle into,
                      size_t threads, size_t layer_bytes) {
     const codec::Element is = codec::element_of(element);
-    HeldMemory to;
-    to.take(into, Access::kWrite, Shape::kContiguous, "into");
+    const HeldMemory to(into, Access::kWrite, "into");
     for (const uint64_t start : starts) {
         if (each > block_bytes || start > block_bytes - each) {
             throw nb::index_error("starts: outside of the block");
@@ -138,10 +136,8 @@ void encrypt(const SharedKeys& keys, nb::handle header, nb::handle payload, nb::
 
 std::tuple<int, nb::bytes> decrypt(const SharedKeys& keys, nb::handle header, nb::handle payload,
                                    nb::bytes identity, nb::handle into) {
-    HeldMemory text, from, to;
-    text.take(header, Access::kRead, Shape::kContiguous, "header");
-    from.take(payload, Access::kRead, Shape::kContiguous, "payload");
-    to.take(into, Access::kWrite, Shape::kContiguous, "into");
+    const HeldMemory text(header, Access::kRead, "header");
+    const HeldMemory from(payload, Access::kRead, "payload"), to(into, Access::kWrite, "into");
     const FrameIdentity expected = exactly<kIdentityBytes>(identity, "identity");
     if (to.size() < from.size()) throw nb::value_error("into: smaller than payload");
     NewBytes digest(kDigestBytes);
@@ -167,9 +163,8 @@ void bind_frame(nb::module_& m) {
     m.def(
         "seal_frame",
         [](nb::handle header, nb::handle payload) {
-            HeldMemory text, bytes;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
+            const HeldMemory text(header, Access::kWrite, "header");
+            const HeldMemory bytes(payload, Access::kRead, "payload");
             NewBytes digest(kDigestBytes);
             bool sealed = false;
             {
@@ -208,11 +203,9 @@ void bind_frame(nb::module_& m) {
            const std::optional<nb::bytes>& digest, nb::handle into,
            const codec::SharedRecipe* lossy, const std::vector<size_t>& arrived,
            const SharedKeys* keys, nb::bytes identity) {
-            HeldMemory text, bytes, to;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
             const Access access = keys != nullptr ? Access::kWrite : Access::kRead;
-            bytes.take(payload, access, Shape::kContiguous, "payload");
-            to.take(into, Access::kWrite, Shape::kContiguous, "into");
+            const HeldMemory text(header, Access::kWrite, "header");
+            const HeldMemory bytes(payload, access, "payload"), to(into, Access::kWrite, "into");
             FrameIdentity name{};
             if (keys != nullptr) name = exactly<kIdentityBytes>(identity, "identity");
             const codec::Element is = codec::element_of(element);

@@ -86,6 +86,8 @@ TwoLists two(const std::pair<IdList, IdList>& lists) {
     return {ids_out(lists.first), ids_out(lists.second)};
 }
 
+TwoLists two(const Left& left) { return {ids_out(left.gone), ids_out(left.orphans)}; }
+
 // The store and the buffers that it writes to. Checks all arguments.
 class PyStore {
  public:
@@ -98,7 +100,7 @@ class PyStore {
         tables_.push_back(std::move(held));
         if (!notes.is_none()) {
             held = std::make_unique<HeldMemory>();
-            held->take(notes, Access::kWrite, Shape::kContiguous, "notes");
+            held->take(notes, Access::kWrite, "notes");
             need(held->size() >= nbytes / page_bytes * sizeof(SlotNote) &&
                      reinterpret_cast<std::uintptr_t>(held->data()) % alignof(SlotNote) == 0,
                  "the notes need 128 aligned bytes a page");
@@ -109,8 +111,7 @@ class PyStore {
     }
 
     static std::size_t damaged_notes(nb::handle notes) {
-        HeldMemory held;
-        held.take(notes, Access::kRead, Shape::kContiguous, "notes");
+        const HeldMemory held(notes, Access::kRead, "notes");
         need(reinterpret_cast<std::uintptr_t>(held.data()) % alignof(SlotNote) == 0,
              "the notes are not aligned");
         auto* first = reinterpret_cast<const SlotNote*>(held.data());
@@ -286,10 +287,7 @@ class PyStore {
     TwoLists promoted(nb::bytes ids, nb::bytes checksums) {
         return two(store_.promoted(ids_in(ids), checksums_in(checksums, ids_in(ids))));
     }
-    TwoLists unpromoted(nb::bytes ids) {
-        Left left = store_.unpromoted(ids_in(ids));
-        return {ids_out(left.gone), ids_out(left.orphans)};
-    }
+    TwoLists unpromoted(nb::bytes ids) { return two(store_.unpromoted(ids_in(ids))); }
     ThreeLists spoilt(nb::bytes ids) { return and_died(store_.spoilt(ids_in(ids))); }
     ThreeLists damaged(nb::bytes ids, nb::bytes frames) {
         Ids list = ids_in(ids);
@@ -339,10 +337,7 @@ class PyStore {
 
     nb::bytes take_used(std::size_t limit) { return places_out(store_.take_used(limit)); }
 
-    TwoLists drop_segment(std::uint32_t segment) {
-        Left left = store_.drop_segment(segment);
-        return {ids_out(left.gone), ids_out(left.orphans)};
-    }
+    TwoLists drop_segment(std::uint32_t segment) { return two(store_.drop_segment(segment)); }
 
     std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t tier, std::uint32_t space,
                                                             nb::bytes rows, std::uint32_t segment,
@@ -398,15 +393,7 @@ class PyStore {
     }
 
     nb::bytes names(nb::bytes ids) const {
-        Ids list = ids_in(ids);
-        char* data;
-        nb::bytes out = zeroed(list.size() * 8, data);
-        for (std::size_t i = 0; i < list.size(); ++i) {
-            if (i + 8 < list.size()) store_.prefetch(list[i + 8]);
-            const std::uint64_t name = store_.name_of(list[i]);
-            std::memcpy(data + i * 8, &name, 8);
-        }
-        return out;
+        return of_each(ids_in(ids), [this](Id id) -> std::uint64_t { return store_.name_of(id); });
     }
 
     nb::bytes parents(nb::bytes ids) const {
@@ -532,7 +519,7 @@ class PyStore {
  private:
     static std::uint64_t* generations_in(HeldMemory& held, std::uint64_t nbytes,
                                          nb::handle generations) {
-        held.take(generations, Access::kWrite, Shape::kContiguous, "generations");
+        held.take(generations, Access::kWrite, "generations");
         need(nbytes >= page_bytes && !(nbytes >> 44),
              "an extent has between 4096 bytes and 16 TiB");
         need(held.size() >= nbytes / page_bytes * sizeof(std::uint64_t),
@@ -546,15 +533,22 @@ class PyStore {
         return {ids_out(left.gone), ids_out(left.orphans), places_out(left.died)};
     }
 
-    nb::bytes slots_of(Ids ids) const {
+    // What `of` returns for each of these blocks, whose records it reads.
+    template <class Of>
+    nb::bytes of_each(Ids ids, Of of) const {
+        using One = std::invoke_result_t<Of, Id>;
         char* data;
-        nb::bytes out = zeroed(ids.size() * sizeof(SlotAddress), data);
+        nb::bytes out = zeroed(ids.size() * sizeof(One), data);
         for (std::size_t i = 0; i < ids.size(); ++i) {
             if (i + 8 < ids.size()) store_.prefetch(ids[i + 8]);
-            SlotAddress slot = store_.slot(ids[i]);
-            std::memcpy(data + i * sizeof(slot), &slot, sizeof(slot));
+            const One one = of(ids[i]);
+            std::memcpy(data + i * sizeof(One), &one, sizeof(One));
         }
         return out;
+    }
+
+    nb::bytes slots_of(Ids ids) const {
+        return of_each(ids, [this](Id id) { return store_.slot(id); });
     }
 
     Store store_;

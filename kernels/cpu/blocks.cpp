@@ -1,5 +1,4 @@
-// Copies blocks into slots and out of them: whole buffers, or the pieces of an engine's paged
-// cache.
+// Copies blocks into and out of slots: whole buffers, or pieces of an engine's paged cache.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -24,8 +23,7 @@ namespace {
 constexpr size_t kMostThreads = 256;
 constexpr int kMostNice = 19;
 
-// Smaller pieces are copied with ordinary stores: the partial lines at their ends are a large
-// share.
+// Smaller pieces are copied with ordinary stores: partial lines are a large share of them.
 constexpr size_t kStreamPieceLeast = 512;
 
 size_t checked_threads(long threads) {
@@ -34,9 +32,8 @@ size_t checked_threads(long threads) {
 }
 
 // Copies n blocks of `bytes` each. pieces(i, sink) calls sink(dst, src, n, next) for the pieces of
-// block i in order; next is where the source continues, or null. If digests is not null, it
-// receives one digest per block. One thread copies a whole block, unless there are too few blocks
-// and no digest requires an order.
+// block i in order; next is where the source continues, or null. `digests`, if not null, gets one
+// digest per block. One thread copies a whole block, unless there are few blocks and no digests.
 template <typename Pieces>
 void copy_blocks(size_t n, uint64_t bytes, size_t threads, int nice, uint8_t* digests,
                  const Pieces& pieces) {
@@ -105,7 +102,7 @@ class Buffers {
         several_ = PyList_Check(from) || PyTuple_Check(from);
         if (!several_) {
             held_ = std::make_unique<HeldMemory[]>(1);
-            held_[0].take(given, access, Shape::kContiguous, what);
+            held_[0].take(given, access, what);
             check(held_[0].size(), (first + count) * bytes, exact, std::string(what) + "s",
                   "bytes");
             start_ = held_[0].data() + first * bytes;
@@ -120,7 +117,7 @@ class Buffers {
         for (size_t i = 0; i < count; i++) {
             const size_t number = first + i;
             held_[i].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(number)), access,
-                          Shape::kContiguous, what, number);
+                          what, number);
             check(held_[i].size(), bytes, true, std::string(what) + " " + std::to_string(number),
                   "bytes");
         }
@@ -317,7 +314,7 @@ EnginePieces::EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offs
     pieces_.reserve(n);
     for (size_t j = 0; j < n; j++) {
         held_[j].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(j)),
-                      Access::kWriteIfAllowed, Shape::kDense, "array", j);
+                      Access::kWriteIfAllowed, "array", j, Shape::kDense);
         const auto offset = static_cast<uint64_t>(offsets[j]);
         const auto stride = static_cast<uint64_t>(strides[j]);
         const auto bytes = static_cast<uint64_t>(piece_bytes[j]);
@@ -337,8 +334,9 @@ EnginePieces::EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offs
     }
 }
 
+template <bool kInwards>
 nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings,
-                      nb::handle packed, long threads, bool checksum, int nice, bool inwards) {
+                      nb::handle packed, long threads, bool checksum, int nice) {
     const size_t most = checked_threads(threads);
     if (nice < 0 || nice > kMostNice) throw nb::value_error("nice: must be 0 to 19");
     const std::vector<uint32_t> ids = read_u32(block_ids, "block_ids", true);
@@ -352,8 +350,8 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
                  pieces.blocks());
         }
     }
-    if (!inwards && !pieces.writable()) throw nb::value_error("pieces: an array is read-only");
-    const std::vector<uint8_t*> at = places(slots, pieces.block_bytes(), inwards);
+    if (!kInwards && !pieces.writable()) throw nb::value_error("pieces: an array is read-only");
+    const std::vector<uint8_t*> at = places(slots, pieces.block_bytes(), kInwards);
     NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
     {
         const Unlocked unlocked;
@@ -363,7 +361,7 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
                         const uint32_t after = ids[i + 1 < ids.size() ? i + 1 : i];
                         pieces.each(ids[i], after,
                                     [&](uint8_t* piece, size_t bytes, uint8_t* next) {
-                                        if (inwards) {
+                                        if constexpr (kInwards) {
                                             sink(slot, piece, bytes, next);
                                         } else {
                                             sink(piece, slot, bytes, nullptr);
@@ -377,9 +375,8 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
 
 // Two buffers of the same size, held for a copy.
 struct Pair {
-    Pair(nb::handle dst, nb::handle src) {
-        to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
-        from.take(src, Access::kRead, Shape::kContiguous, "src");
+    Pair(nb::handle dst, nb::handle src)
+        : to(dst, Access::kWrite, "dst"), from(src, Access::kRead, "src") {
         if (to.size() != from.size()) {
             fail(nb::value_error, "dst has ", to.size(), " bytes, src ", from.size());
         }
@@ -414,9 +411,7 @@ uint8_t* first_run(const HeldMemory& held, uint64_t count, uint64_t bytes, uint6
 
 void copy_runs(nb::handle dst, nb::handle src, uint64_t count, uint64_t bytes, uint64_t dst_at,
                uint64_t dst_step, uint64_t src_at, uint64_t src_step) {
-    HeldMemory into, out_of;
-    into.take(dst, Access::kWrite, Shape::kContiguous, "dst");
-    out_of.take(src, Access::kRead, Shape::kContiguous, "src");
+    const HeldMemory into(dst, Access::kWrite, "dst"), out_of(src, Access::kRead, "src");
     uint8_t* to = first_run(into, count, bytes, dst_at, dst_step, "dst");
     const uint8_t* from = first_run(out_of, count, bytes, src_at, src_step, "src");
     const Unlocked unlocked;
@@ -426,8 +421,7 @@ void copy_runs(nb::handle dst, nb::handle src, uint64_t count, uint64_t bytes, u
 }
 
 nb::bytes digest_of(nb::handle data, uint64_t seed) {
-    HeldMemory held;
-    held.take(data, Access::kRead, Shape::kContiguous, "data");
+    const HeldMemory held(data, Access::kRead, "data");
     NewBytes digest(kDigestBytes);
     {
         const Unlocked unlocked;
@@ -449,8 +443,7 @@ void bind_blocks(nb::module_& m) {
         .def(
             "write",
             [](const Buffers& buffers, size_t number, nb::handle data) {
-                HeldMemory from;
-                from.take(data, Access::kRead, Shape::kContiguous, "data");
+                const HeldMemory from(data, Access::kRead, "data");
                 if (!buffers.writable()) throw nb::value_error("targets: a buffer is read-only");
                 if (number >= buffers.count()) {
                     fail(nb::index_error, "buffer ", number, " of ", buffers.count());
@@ -488,22 +481,12 @@ void bind_blocks(nb::module_& m) {
         .def_prop_ro("block_bytes", &EnginePieces::block_bytes)
         .def_prop_ro("blocks", &EnginePieces::blocks)
         .def_prop_ro("writable", &EnginePieces::writable);
-    m.def(
-        "gather",
-        [](const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings, nb::handle slots,
-           long threads, bool checksum, int nice) {
-            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, nice, true);
-        },
-        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false,
-        "nice"_a = 0);
-    m.def(
-        "scatter",
-        [](const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings, nb::handle slots,
-           long threads, bool checksum, int nice) {
-            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, nice, false);
-        },
-        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false,
-        "nice"_a = 0);
+    const auto def_copy_pieces = [&m](const char* name, auto copy) {
+        m.def(name, copy, "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1,
+              "checksum"_a = false, "nice"_a = 0);
+    };
+    def_copy_pieces("gather", &copy_pieces<true>);
+    def_copy_pieces("scatter", &copy_pieces<false>);
     m.def("copy_runs", &copy_runs, "dst"_a, "src"_a, "count"_a, "nbytes"_a, "dst_at"_a,
           "dst_step"_a, "src_at"_a, "src_step"_a);
     m.def("copy", &copy, "dst"_a, "src"_a, "checksum"_a = false, "threads"_a = 1);

@@ -51,8 +51,7 @@ KVTIER_LOOP float valued(uint8_t code, float base, float step) {
     return value_of(code, base, step);
 }
 
-// Calls `act` for each i < count. With a constant count, the compiler needs no loop for remaining
-// elements.
+// Calls `act` for each i < count. A constant count needs no loop for remaining elements.
 template <size_t kMost, typename Act>
 KVTIER_LOOP void of_count(size_t count, Act act) {
     if (count == kMost) {
@@ -519,8 +518,7 @@ KVTIER_LINES KVTIER_LOOP __m512i small_code(__m512i bits, __m512 inverse) {
     return _mm512_castps_si512(_mm512_add_ps(least, _mm512_set1_ps(8388608.0F)));
 }
 
-// Packed units of such codes. kMost: as above; the inverses of channels are in the order of
-// `apart`.
+// Packed units of such codes. kMost: as above; inverses of channels have the order of `apart`.
 template <size_t kMost>
 KVTIER_LINES void small_units_bf16(const uint8_t* in, size_t units, size_t channels,
                                    const float* inverse, uint8_t* packed) {

@@ -162,10 +162,9 @@ size_t take_and_stream(Accumulators& acc, uint8_t* dst, const uint8_t* src, size
 const StripeKernels kStripesAvx512 = {take<Wide512>, take_and_stream<Wide512>};
 const StripeKernels kStripesAvx2 = {take<Wide256>, take_and_stream<Wide256>};
 
-// One line at a time. Within one contiguous range on Zen 5, groups of 2 to 16 lines are 3 to 17
-// percent slower, a prefetch with each line, 512 bytes to 8 KiB ahead, is 4 to 32 percent slower,
-// and touching the next pages makes no measurable difference. Between pieces a prefetch helps: see
-// kAhead.
+// One line at a time. Within a contiguous range on Zen 5, groups of 2 to 16 lines are 3 to 17
+// percent slower, a prefetch with each line, 512 bytes to 8 KiB ahead, 4 to 32 percent, and
+// touching the next pages makes no difference. Between pieces a prefetch helps: see kAhead.
 KVTIER_AVX512 void lines_avx512(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* ahead) {
     for (; n != 0; n--, dst += kLine, src += kLine) {
         if (ahead != nullptr) fetch(ahead), ahead += kLine;

@@ -1,5 +1,4 @@
-// The part of the disk workers that all threads share: queues by urgency, syncs after their writes,
-// deadlines, completions.
+// What all disk threads share: queues by urgency, syncs after their writes, deadlines, completions.
 #include "disk.h"
 
 #include <sys/mman.h>
@@ -494,8 +493,7 @@ void DiskQueue::read_begins() {
     reads_in_kernel_++;
 }
 
-// Ignores periods with few concurrent reads, for example while frames wait for decoders: the disk
-// would seem too slow.
+// Ignores periods with few concurrent reads (frames wait for decoders): the disk would seem slow.
 void DiskQueue::read_ends(const Operation& operation) {
     const auto now = Clock::now();
     add_read_time(now);

@@ -1,5 +1,4 @@
-// The threads that submit operations to the kernel: one thread with a ring for many operations, or
-// one thread for each.
+// The threads that submit operations to the kernel: one with a ring, or one for each operation.
 #include <sys/eventfd.h>
 #include <unistd.h>
 

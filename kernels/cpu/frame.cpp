@@ -1,5 +1,4 @@
-// Seals frames with one pass over the payload where its own digest is known; encodes blocks into
-// frames, and decodes them.
+// Seals frames, with one pass over a payload whose digest is known; encodes and decodes blocks.
 #include "frame.h"
 
 #include <unistd.h>
@@ -166,8 +165,7 @@ constexpr size_t kTogether = size_t{256} << 10;
 
 size_t width_of(codec::Element element) { return element == codec::Element::kFp32 ? 4 : 2; }
 
-// Groups the parts into runs. Returns false if parts of a layer are missing, so that there is no
-// page.
+// Groups the parts into runs. Returns false if parts of a layer are missing: there is no page.
 template <typename Part>
 bool runs_of(const codec::Order* order, codec::Element element, std::span<const Part> parts,
              std::vector<FrameRun>& runs) {
@@ -218,8 +216,7 @@ bool decode_to(codec::Element element, std::span<codec::Decoded> parts, uint8_t*
     return codec::decode(element, parts) == parts.size();
 }
 
-// Decodes a run of a block, and passes on its original bytes, piece by piece. Returns false if a
-// part is damaged.
+// Decodes a run of a block, and passes on its original bytes by pieces. False if it is damaged.
 template <typename Emit>
 bool decode_run(const codec::Order* order, codec::Element element, std::span<codec::Decoded> parts,
                 size_t bytes, const Emit& emit) {
@@ -249,8 +246,7 @@ struct Encoding {
     DigestedCopy was, back;
     std::vector<codec::Decoded> again{};
 
-    // Returns the encoded bytes of the run; nothing if it does not decode, which is a bug of an
-    // encoder.
+    // Returns the run's encoded bytes; nothing if it does not decode, which is an encoder's bug.
     std::optional<size_t> add(std::span<codec::Encoded> parts, size_t bytes, uint8_t* into) {
         was.add(nullptr, parts.front().raw, bytes);  // this also brings it into the caches
         if (order != nullptr) {

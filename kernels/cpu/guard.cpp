@@ -16,8 +16,7 @@ std::mutex changing;
 struct sigaction previous;
 bool installed = false;
 
-// Replaces the whole mapping at once: one mapping per page could exceed the kernel's limit on
-// mappings.
+// Replaces the whole mapping at once: one mapping per page could exceed the kernel's limit.
 bool replace(Guard& guard, uintptr_t end) {
     void* const at =
         mmap(reinterpret_cast<void*>(guard.begin), end - guard.begin, PROT_READ | PROT_WRITE,

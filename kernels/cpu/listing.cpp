@@ -1,5 +1,4 @@
-// Lists the blocks in a store, a range of records per call: for operators, who can wait longer than
-// engines.
+// Lists the blocks of a store, a range of records per call: for operators, who can wait.
 #include <algorithm>
 #include <unordered_map>
 

@@ -32,8 +32,7 @@ class Lru final : public Policy {
         std::uint32_t prev,
             next;  // towards the cold end, towards the hot end; 0 if not in the list
     };
-    // Item 1 is both ends of the list; block `id` is item id + 2. `aside` is the `next` of a held
-    // block.
+    // Item 1 is both ends of the list; block `id` is item id + 2. `aside`: `next` of a held block.
     static constexpr std::uint32_t ends = 1, first = 2, aside = 0xFFFFFFFF;
 
     bool knows(std::uint64_t at) const { return links_.reaches(at) && links_[at].next != 0; }

@@ -35,9 +35,8 @@ constexpr uint64_t kPopulateStep = uint64_t{64} << 20;
 
 PyTypeObject* mapping_type = nullptr;
 
-// The range that the next memoryview of a mapping exposes. The exporter of a view is the mapping
-// itself, so a view costs one call and keeps the mapping alive. Python offers no way to pass the
-// range.
+// The range that the next memoryview of a mapping exposes. The mapping itself exports the view,
+// which costs one call and keeps it alive. Python offers no way to pass the range.
 struct Window {
     uint8_t* data;
     Py_ssize_t size;
@@ -168,7 +167,7 @@ Slots::Slots(nb::handle mappings, nb::handle slots) {
         throw nb::type_error("mappings: must be a list of Mapping or None");
     }
     list_ = nb::borrow(mappings);
-    packed_.take(slots, Access::kRead, Shape::kContiguous, "slots");
+    packed_.take(slots, Access::kRead, "slots");
     if (packed_.size() % sizeof(Slot) != 0) {
         throw nb::value_error("slots: packed slots have 24 bytes each");
     }

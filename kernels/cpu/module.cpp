@@ -18,8 +18,7 @@ void bind_replay(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "kvtier's native parts: copies, names, mappings, disks and the catalog's store.";
-    // A process that ends with an open client, even after a signal, is no leak: no warnings on
-    // stderr.
+    // A process that ends with an open client, even after a signal, is no leak: no warnings.
     nb::set_leak_warnings(false);
     bind_cpu(m);
     bind_mapping(m);

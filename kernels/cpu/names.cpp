@@ -19,8 +19,7 @@ constexpr uint8_t kTokensTag = 0;
 constexpr size_t kHashLeast = 16, kHashMost = 64;
 
 struct Fixed {
-    Fixed(nb::handle object, const char* what) {
-        held.take(object, Access::kRead, Shape::kContiguous, what);
+    Fixed(nb::handle object, const char* what) : held(object, Access::kRead, what) {
         if (held.size() != kKey) {
             fail(nb::value_error, what, ": 32 bytes, not ", held.size());
         }
@@ -65,8 +64,7 @@ nb::bytes chain_keys(nb::handle secret, nb::handle parent, nb::handle tokens, lo
                      nb::handle extras) {
     if (block_tokens < 1) throw nb::value_error("block_tokens: must be at least 1");
     const Fixed secret_bytes(secret, "secret"), parent_bytes(parent, "parent");
-    HeldMemory extra_bytes;
-    extra_bytes.take(extras, Access::kRead, Shape::kContiguous, "extras");
+    const HeldMemory extra_bytes(extras, Access::kRead, "extras");
     const std::vector<uint32_t> numbers = read_u32(tokens, "tokens", false);
     const auto each = static_cast<size_t>(block_tokens);
     const size_t blocks = numbers.size() / each;
@@ -84,8 +82,7 @@ nb::bytes chain_keys(nb::handle secret, nb::handle parent, nb::handle tokens, lo
 nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes,
                        nb::handle extras) {
     const Fixed secret_bytes(secret, "secret"), parent_bytes(parent, "parent");
-    HeldMemory extra_bytes;
-    extra_bytes.take(extras, Access::kRead, Shape::kContiguous, "extras");
+    const HeldMemory extra_bytes(extras, Access::kRead, "extras");
     const nb::object items = nb::steal(PySequence_Tuple(hashes.ptr()));
     if (!items.is_valid()) nb::raise_python_error();
     const auto count = static_cast<size_t>(PyTuple_GET_SIZE(items.ptr()));
@@ -107,8 +104,7 @@ nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes
 }
 
 nb::bytes digest_of(nb::handle data, nb::object key) {
-    HeldMemory held;
-    held.take(data, Access::kRead, Shape::kContiguous, "data");
+    const HeldMemory held(data, Access::kRead, "data");
     uint32_t words[8];
     uint32_t flag = 0;
     std::memcpy(words, blake3::kIv, sizeof(words));

@@ -102,8 +102,8 @@ HeldMemory::~HeldMemory() {
     if (held_) PyBuffer_Release(&buffer_);
 }
 
-void HeldMemory::take(nb::handle object, Access access, Shape shape, const char* what,
-                      size_t index) {
+void HeldMemory::take(nb::handle object, Access access, const char* what, size_t index,
+                      Shape shape) {
     const auto name = [&] { return std::string(what) + " " + std::to_string(index); };
     PyObject* const from = object.ptr();
     if (!PyObject_CheckBuffer(from)) return take_tensor(object, access, shape, name());
@@ -179,8 +179,7 @@ std::vector<uint32_t> read_u32(nb::handle object, const char* what, bool packed_
         const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(from));
         numbers.resize(count);
         for (size_t i = 0; i < count; i++) {
-            // Checked in each iteration: an item's __index__ may run Python code that shrinks the
-            // list.
+            // Checked each time: an item's __index__ may run Python code that shrinks the list.
             if (static_cast<size_t>(PySequence_Fast_GET_SIZE(from)) != count) not_integers(what);
             numbers[i] =
                 read_one(PySequence_Fast_GET_ITEM(from, static_cast<Py_ssize_t>(i)), what, i);

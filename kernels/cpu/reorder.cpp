@@ -409,10 +409,9 @@ uint64_t places_of(const Part& part, const Powers& powers) {
     return Powers::times(Powers::times(heads, tokens), powers.sum(part.dim_at, part.dims));
 }
 
-// True if the sum for all parts equals that of a page with one element in each position. The
-// probability of an equal sum for another layout is one in 2^27, and no real layout has one.
-// Checking each position took seconds for a large page, and a client can send such a layout to a
-// daemon that serves others.
+// True if the sum for all parts equals that of a page with one element in each position. The odds
+// of an equal sum for another layout are one in 2^27, and no real one has it. Checking each
+// position took seconds for a large page, and a client can send such a layout to a shared daemon.
 bool is_page(uint64_t places, size_t size, const Powers& powers) {
     return Powers::times(places, Powers::kBase - 1) ==
            (powers(size) + Powers::kPrime - 1) % Powers::kPrime;

@@ -111,8 +111,7 @@ std::uint32_t Replay::play(std::size_t request) {
     return hits;
 }
 
-// As the catalog: blocks without any importance are evicted first, the end of a chain before its
-// head.
+// As the catalog: blocks without importance are evicted first, a chain's end before its head.
 void Replay::hint(std::size_t request) {
     if (trace_.hint(request) > 1) return;  // an announcement: one tier reads nothing
     for (std::uint32_t node : trace_.nodes(request)) {

@@ -109,8 +109,7 @@ std::uint64_t Slabs::slots_in(const Region& region, std::uint64_t pitch) const {
     return std::min(max_slots, (region.end - region.start) * page_bytes / pitch);
 }
 
-// Calls visit(block, slot) for each live block in the region and each slot of the new layout that
-// it overlaps.
+// Calls visit(block, slot) for each live block of the region and each new slot that it overlaps.
 template <class Visit>
 void Slabs::each_overlap(const Region& region, std::uint64_t pitch, std::uint64_t slots,
                          Visit visit) const {

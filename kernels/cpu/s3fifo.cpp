@@ -61,8 +61,7 @@ void S3Fifo::on_left(const Block& block) {
     ghosts_.trim(in_memory());
 }
 
-// Simulates the evictions one by one: blocks that are passed over move to another queue, or to the
-// end of theirs.
+// Simulates the evictions one by one: blocks that are passed over move to an end of a queue.
 std::vector<Id> S3Fifo::victims(std::size_t n) const {
     n = std::min(n, size());
     std::vector<Id> named;

@@ -1,5 +1,4 @@
-// Free runs and slabs: carves slabs, gives and takes slots, changes generations. Reshaping is in
-// reshape.cpp.
+// Free runs and slabs: carves slabs, gives and takes slots, changes generations. See reshape.cpp.
 #include "slabs.h"
 
 #include <algorithm>
@@ -132,8 +131,7 @@ void Slabs::drop_slab(std::uint32_t number) {
     spare_.push_back(number);
 }
 
-// Adds the slab to the slabs of its class with free slots; the one that got a free slot last comes
-// first.
+// Adds the slab to those of its class with free slots; the last one to get a slot comes first.
 void Slabs::link(std::uint32_t number) {
     Slab& slab = *slabs_[number];
     Class& size_class = classes_[slab.size_class];
@@ -160,8 +158,7 @@ void Slabs::push_free(std::uint32_t number, std::uint32_t slot) {
     if (slab.free++ == 0) link(number);
 }
 
-// Makes one slab out of the shortest free run that holds a whole one, or else out of the longest
-// run.
+// Makes a slab of the shortest free run that holds a whole one, or else of the longest run.
 void Slabs::carve(std::uint32_t size_class) {
     const Class& wanted = classes_[size_class];
     auto found = sizes_.lower_bound({wanted.slab_pages, 0, 0});

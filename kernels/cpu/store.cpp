@@ -1,5 +1,4 @@
-// The store's calls: queries, plans, and the events of blocks. Those of the tiers below memory are
-// in tiers.cpp.
+// The store's calls: queries, plans, events of blocks. Those of lower tiers are in tiers.cpp.
 #include "store.h"
 
 #include <algorithm>
@@ -832,8 +831,7 @@ IdList Store::evict(Ids ids) {
     return orphans;
 }
 
-// A block that is being read, from a tier below or by a lease holder, keeps its slot until that
-// ends.
+// A block that is being read, from a tier below or by a lease holder, keeps its slot until then.
 Left Store::forget(Ids ids) {
     std::vector<State> was = change(ids, [](const Record& record) {
         switch (record.is()) {

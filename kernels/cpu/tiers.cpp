@@ -1,5 +1,4 @@
-// The store's calls about the tiers below memory: records and drops frames, promotes blocks,
-// restores segments.
+// The store's calls about lower tiers: records and drops frames, promotes, restores segments.
 #include <algorithm>
 #include <stdexcept>
 #include <unordered_map>
@@ -66,8 +65,7 @@ void Store::note_frame(Id id, const Frame& frame, const char* digest) {
         record.summed = 1;
     }
     IdList& listed = segments_[frame.segment];
-    // Grows by a quarter instead of doubling, because there is an entry for each block with a
-    // frame.
+    // Grows by a quarter, not twofold: there is an entry for each block with a frame.
     if (listed.size() == listed.capacity()) listed.reserve(listed.size() + listed.size() / 4 + 16);
     listed.push_back(id);
 }
@@ -140,8 +138,7 @@ IdList Store::lossy(Ids ids) const {
 }
 
 // The number of known keys before each block. Blocks share most of their path to the root, in any
-// order: a walk stops at a requested node whose depth is known, and then sets the depths of the
-// requested nodes that it passed.
+// order: a walk stops at a requested node of known depth, then sets those that it passed.
 std::vector<std::uint32_t> Store::depths(Ids ids) const {
     constexpr std::uint32_t unknown = none;
     std::unordered_map<Id, std::uint32_t> asked;
@@ -182,8 +179,7 @@ std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint6
         std::uint64_t bytes = places_[record.place].block_bytes;
         seen += bytes;
         if (!record.evictable() || record.framed) continue;
-        // Takes the first block even above the limit: otherwise a large block could never be
-        // written.
+        // Takes the first block even above the limit: else a large block could never be written.
         if (limit == 0 || (taken != 0 && taken + bytes > limit)) return {std::move(without), true};
         taken += bytes;
         without.push_back(ids[i]);
@@ -213,8 +209,7 @@ std::size_t Store::promote(Ids ids) {
     return n;
 }
 
-// Ends the reads; removes blocks that were forgotten during their read. Returns the previous
-// states.
+// Ends the reads; removes blocks that were forgotten meanwhile. Returns the previous states.
 std::vector<State> Store::end_reads(Ids ids, State to, State without_frame) {
     return change(ids, [=](const Record& record) {
         if (!record.filling) return State::unused;

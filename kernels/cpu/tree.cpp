@@ -31,10 +31,9 @@ void Store::begin() {
     }
 }
 
-// Removes a ghost without children, and then its parent if that became one. Above the limit of
-// ghosts it also removes ghosts with one child, and that child is loose. There are fewer ghosts
-// with several children than blocks, so the number of ghosts, and of nodes that a call climbs, is
-// bounded.
+// Removes a ghost without children, and then its parent if that became one. Above the limit also
+// ghosts with one child, which is loose then. Fewer ghosts than blocks have several children, so
+// the number of ghosts, and of nodes that a call climbs, is bounded.
 void Store::drop_idle(Id node) {
     for (;;) {
         Record& record = records_[node];
@@ -68,8 +67,7 @@ void Store::drop_idle(Id node) {
 }
 
 // Links a parentless ghost, or a loose node, below its parent; `none` makes it a root. A client may
-// give wrong parents: a link that would create a cycle is not made, and neither is one whose check
-// would take too long.
+// give wrong parents: no link is made that is a cycle, or whose check would take too long.
 void Store::set_parent(Id node, Id parent) {
     Record& record = records_[node];
     if (record.parent != none || !(record.ghost() || record.loose)) return;

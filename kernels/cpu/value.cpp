@@ -1,9 +1,8 @@
 // The worth of a block: its expected hits per second of its space, at the best horizon.
 //
-// For watched blocks, counts at which age they were used again. This gives each kind the
-// probability of a use at every age; with few observations, those of related kinds count more.
-// Floating-point operations have the order of the model (tests/models/policies/value.py), so that
-// the results are equal.
+// For watched blocks, counts at which age they were used again: for each kind, the probability of a
+// use at every age; with few observations, those of related kinds count more. Floating-point
+// operations have the order of the model (tests/models/policies/value.py), for equal results.
 #include "value.h"
 
 #include <algorithm>
@@ -279,8 +278,7 @@ void Value::next_request() {
     drawn_level_ = last_level + 1;
 }
 
-// A level that stands for several uses rises randomly, with the same random number for a whole
-// request.
+// A level that stands for several uses rises randomly; one random number for a whole request.
 unsigned Value::more(unsigned level) {
     if (level != drawn_level_) {
         drawn_level_ = level;
@@ -397,8 +395,7 @@ void Value::refit() {
     Table worth{};
     std::vector<double> order;
     std::array<Row, both> near{};
-    // The prior of a family is derived from an earlier family, scaled up: more uses make another
-    // one likelier.
+    // The prior of a family is that of an earlier one, scaled up: more uses make another likelier.
     for (unsigned family = 0; family < both; ++family) {
         Row relatives = family < 2 ? all : near[family - 2];
         if (family >= 2)
@@ -407,8 +404,7 @@ void Value::refit() {
         near[family] = chances(family_hit[family], family_end[family], relatives, constants_.few,
                                run_of(family_blocks[family], family_squares[family]));
     }
-    // The kinds of a family without observations have the same worth: only the first one is
-    // computed.
+    // The kinds of a family without observations have equal worth: only the first is computed.
     std::array<unsigned, kinds> same_as{};
     std::array<unsigned, both> unseen;
     unseen.fill(kinds);
@@ -460,8 +456,7 @@ void Value::refit() {
 
 // ---- use counts of evicted blocks ----
 
-// The least of four counters, which contain the level plus one: 0 is unknown. All are halved when
-// many names were new.
+// The least of four counters: the level plus one, 0 is unknown. Many new names halve all of them.
 unsigned Value::known(Name name) const {
     unsigned least = last_level + 1;
     std::uint64_t hash = name;

@@ -128,8 +128,7 @@ void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count, const
         position_ = kernels_.take_and_stream(acc_, dst + at, src + at, 0, last, position_,
                                              kXxh3Secret, next);
     } else {
-        // The last stripe has no whole line of its own: its first part completes one, its rest is a
-        // tail.
+        // The last stripe has no whole line: its first part completes one, its rest is a tail.
         std::memcpy(dst, src, lead);
         position_ = kernels_.take_and_stream(acc_, dst, src, lead, count - 1, position_,
                                              kXxh3Secret, nullptr);

@@ -69,9 +69,8 @@ KVTIER_DEVICE typename Shape<kIs>::Bits element_at(const Part& part, const Shape
     return load<typename Shape<kIs>::Bits>(at<const uint8_t>(part.raw) + i * kBytes<kIs>);
 }
 
-// Writes the rests of some rows. A lane processes elements that share no byte with those of other
-// lanes: two per row, or, if there are planes of one bit, eight consecutive ones, four rows at a
-// time.
+// Writes the rests of some rows. A lane processes elements that share no byte with other lanes':
+// two per row, or, with planes of one bit, eight consecutive ones, four rows at a time.
 template <Element kIs>
 KVTIER_DEVICE void put_rests(const Part& part, const Shape<kIs>& shape, uint32_t first,
                              uint32_t rows, uint32_t top, uint8_t* out) {

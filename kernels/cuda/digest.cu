@@ -53,8 +53,7 @@ __device__ __attribute__((noinline)) void digest_short(const Range& range, uint8
                        digest);
 }
 
-// The keys of a run's words, and what its words add to the accumulators: each lane holds the sum of
-// its number modulo 8.
+// The keys of a run's words, and what they add to the accumulators: each lane's sum modulo 8.
 class Keys {
  public:
     KVTIER_DEVICE Keys() {
@@ -65,8 +64,7 @@ class Keys {
         });
     }
 
-    // Of up to 16 stripes. `kInside`: 16 whole stripes and eight bytes more on both sides are in
-    // the range.
+    // Of up to 16 stripes. `kInside`: 16 whole stripes, and eight bytes on both sides, are inside.
     template <bool kInside>
     KVTIER_DEVICE Each<uint64_t> added(const Range& range, uint64_t address, uint32_t stripes) {
         Each<uint64_t> words[kSteps];

@@ -1,7 +1,6 @@
-// Warps, as the codecs' kernels use them: an operation of each lane, then an operation over all
-// lanes. On a device a lane is a thread; on the host, for the tests, a loop runs the 32 lanes.
-// Memory that a lane writes is visible to all lanes in the next step. All use of threads is in this
-// file.
+// Warps, as the codecs' kernels use them: an operation of each lane, then one over all lanes. On a
+// device a lane is a thread; on the host, for the tests, a loop runs the 32 lanes. What a lane
+// writes is visible to all lanes in the next step. All use of threads is in this file.
 #pragma once
 
 #include <cstddef>

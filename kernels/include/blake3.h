@@ -56,8 +56,7 @@ void compress_avx512(uint32_t cv[8], const uint8_t block[kBlock], uint32_t block
                      uint64_t counter, uint32_t flags);
 #endif
 
-// Writes the digest of `size` bytes; `key` is the eight words of a key, or kIv, which means
-// unkeyed.
+// Writes the digest of `size` bytes; `key`: the eight words of a key, or kIv for unkeyed.
 void hash(Compress compress, const uint32_t key[8], uint32_t key_flag, const uint8_t* data,
           size_t size, uint8_t* digest);
 

@@ -1,6 +1,5 @@
-// The common part of the policies that never evict a block before those that follow it: the chains
-// of blocks, and lists of the blocks that no other block follows. 12 bytes per block, and 16 more
-// per block in a list.
+// The common part of the policies that never evict a block before those that follow it: chains, and
+// lists of blocks without followers. 12 bytes per block, and 16 more per block in a list.
 #pragma once
 #include <cstring>
 

@@ -49,8 +49,7 @@ class Chunks {
         return (i >> shift) < chunks_.size() && chunks_[i >> shift] != nullptr;
     }
 
-    // Makes item i exist, all zeroes. The first chunk has small pages, so a small store stays
-    // small.
+    // Makes item i exist, all zeroes. The first chunk has small pages: a small store stays small.
     void reach(std::size_t i) {
         std::size_t at = i >> shift;
         if (at >= chunks_.size()) chunks_.resize(at + 1, nullptr);

@@ -1,5 +1,4 @@
-// Copies that bypass the caches: the arena is far larger than they are, and the engine needs them
-// for its own data.
+// Copies that bypass the caches, which are far smaller than the arena and needed by the engine.
 #pragma once
 
 #include <cstddef>
@@ -20,9 +19,8 @@ inline constexpr size_t kStreamLeast = 512 * 1024;
 // to 0.75-0.81 of the speed of one contiguous range.
 inline constexpr size_t kAhead = 4096;
 
-// Copies by streaming stores; the partial lines at both ends of dst by ordinary stores. The caller
-// issues the fence. `next` is where the source continues after these bytes; null if it ends here,
-// or if it is one range.
+// Copies by streaming stores; partial lines at both ends of dst by ordinary ones. The caller issues
+// the fence. `next`: where the source continues after these bytes, or null.
 void stream_copy(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next = nullptr);
 
 // Makes streamed lines visible before all later stores.

@@ -95,8 +95,7 @@ class Pages {
     uint64_t size_ = 0;
 };
 
-// A pool of used pages, because new pages cost a fault each. Keeps at most `most` bytes.
-// Thread-safe.
+// A pool of used pages, at most `most` bytes: new pages cost a fault each. Thread-safe.
 class PagePool {
  public:
     explicit PagePool(uint64_t most) : most_(most) {}
@@ -193,8 +192,7 @@ struct Operation {
     int rest(uint64_t most);
     // The results of two calls, for the header and for the whole payload, combined into one.
     int64_t combined_result() const;
-    // Records the result of a call, a negative errno or a number of bytes. Returns true if that was
-    // the last call.
+    // Records the result of a call, a negative errno or a number of bytes. True if it was the last.
     bool advance(int64_t result);
     // Checks or computes the digest.
     void finish();
@@ -202,8 +200,7 @@ struct Operation {
     std::optional<size_t> next_piece();
     // Records the result of a piece. Returns true if the read has ended.
     bool advance_piece(size_t which, int64_t result);
-    // Decodes an encoded frame as far as its first `until` bytes allow. Returns true if that was
-    // the end.
+    // Decodes an encoded frame as far as its first `until` bytes allow. True if that was the end.
     bool decode(uint64_t until);
 };
 
@@ -223,8 +220,7 @@ struct Completion {
 // that submits or queries holds the GIL; workers never need it.
 class DiskQueue {
  public:
-    // Owns the descriptor. `staged_most` limits the memory for encoded frames; one frame may exceed
-    // it.
+    // Owns the descriptor. `staged_most`: memory for encoded frames; one frame may exceed it.
     DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t staged_most);
     DiskQueue(const DiskQueue&) = delete;
     DiskQueue& operator=(const DiskQueue&) = delete;
@@ -248,8 +244,7 @@ class DiskQueue {
     std::vector<Completion> done();
     // Takes back the staging memory of a completion for reuse.
     void unstage(Pages pages, uint64_t nbytes);
-    // Clears the record of a failed write to this descriptor. Returns false while an operation on
-    // it is in progress.
+    // Clears the record of a failed write to this descriptor. False while an operation uses it.
     bool forget(int fd);
 
     // Bytes of blocks that were read while the kernel had several reads at a time, and the time for

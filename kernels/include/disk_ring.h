@@ -1,6 +1,5 @@
-// One io_uring for one thread, through the kernel's own interface. The constants are copied from
-// the kernel's header, where they never change: installed C libraries are often older than the
-// kernel.
+// One io_uring for one thread, through the kernel's own interface. Its constants, which never
+// change, are copied: installed C libraries are often older than the kernel.
 #pragma once
 
 #include <sys/uio.h>
@@ -60,8 +59,7 @@ class Ring {
     int error() const { return error_; }
     const std::string& why() const { return why_; }
 
-    // All functions below are for one thread; it calls `begin` first, with a table if it registers
-    // buffers.
+    // The functions below are for one thread; `begin` comes first, with a table of buffers if any.
     void begin(bool has_table = true);
 
     // Registers a range as buffer `index`; returns the errno, or 0.
@@ -77,8 +75,7 @@ class Ring {
     // How many added entries the kernel has not taken.
     uint32_t added() const { return tail_ - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE); }
 
-    // Calls take(user_data, result) for each completion that is available, and returns their
-    // number.
+    // Calls take(user_data, result) for each available completion, and returns their number.
     template <typename Take>
     size_t completions(const Take& take) {
         uint32_t head = *cq_head_;

@@ -1,5 +1,4 @@
-// Frames as kvtier_daemon/codec/frame.py describes them: fills in the parts of a header that depend
-// on the payload.
+// Frames as kvtier/frame.py describes them: the parts of a header that depend on the payload.
 #pragma once
 
 #include <array>
@@ -63,8 +62,7 @@ class FrameDecryption {
     int error() const { return error_; }
     // Decrypts the next bytes of the payload. They are not verified before `finish`.
     void add(const uint8_t* from, uint8_t* to, size_t nbytes) { gcm_->add(from, to, nbytes); }
-    // After the whole payload: returns whether it and the header are what was encrypted, and writes
-    // the block's digest.
+    // After the whole payload: whether it and the header are what was encrypted; writes the digest.
     bool finish(uint8_t* raw_digest);
 
  private:
@@ -109,20 +107,18 @@ struct FrameRun {
 class FrameDecoder {
  public:
     // `digest` is the payload's. If it is null, the frame was never on a disk: it may be in planes,
-    // and the digest of the decoded block alone decides. `block` has room for everything that the
-    // frame decodes to. `lossy` is the recipe of the only lossy codec that the frame may have, or
-    // null. With `keys` the frame must be an encrypted one of this identity; its payload is then
-    // overwritten.
+    // and the digest of the decoded block alone decides. `block` has room for all of the decoded
+    // frame. `lossy` is the recipe of the only lossy codec that it may have, or null. With `keys`
+    // it must be an encrypted frame of this identity; its payload is then overwritten.
     FrameDecoder(const codec::Recipe* lossy, codec::Element element, uint8_t* header,
                  size_t header_bytes, uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
                  uint8_t* block, size_t block_bytes, const FrameKeys* keys = nullptr,
                  const FrameIdentity* identity = nullptr);
 
     // Reports that the header and `arrived` bytes of the payload have arrived, and decodes what is
-    // complete. Returns false if the frame is damaged, belongs to another block, or has another
-    // lossy codec than the given one; then the content of the block is undefined, and the caller
-    // must not call again. Also returns false until the whole payload has arrived. Restores the
-    // header.
+    // complete. Returns false if the frame is damaged, another block's, or of another lossy codec;
+    // then the content of the block is undefined, and the caller must not call again. Also false
+    // until the whole payload has arrived. Restores the header.
     bool take(size_t arrived);
     // Why `take` returned false: ENOKEY if the key of the frame is missing, otherwise EBADMSG.
     int error() const { return error_; }

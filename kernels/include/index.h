@@ -33,8 +33,7 @@ class Index {
         }
     }
 
-    // For software pipelining: prefetches the bucket, and later the records that it names under
-    // this hash.
+    // For software pipelining: prefetches the bucket, and later the records under this hash.
     void prefetch(std::uint64_t hash) const { __builtin_prefetch(&buckets_[home(hash)]); }
     void prefetch_records(std::uint64_t hash) const {
         const Bucket& bucket = buckets_[home(hash)];

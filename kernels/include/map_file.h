@@ -10,9 +10,8 @@ namespace kvtier {
 
 inline constexpr uint64_t kHugePage = uint64_t{2} << 20;
 
-// Maps the first `size` bytes of a file, shared, at a multiple of the huge page size: at other
-// addresses the kernel must map a huge page in small pieces. Returns MAP_FAILED and sets errno on
-// failure.
+// Maps the first `size` bytes of a file, shared, at a multiple of the huge page size: elsewhere the
+// kernel must map a huge page in small pieces. On failure MAP_FAILED, and errno.
 inline void* map_file(int fd, uint64_t size, int protection) {
     if (size < kHugePage) return mmap(nullptr, size, protection, MAP_SHARED, fd, 0);
     const uint64_t room = size + kHugePage;

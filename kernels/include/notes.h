@@ -1,5 +1,4 @@
-// The last note about blocks that may no longer exist, by 64 bits of their keys, in memory of fixed
-// size.
+// The last note about blocks that may no longer exist, by 64 bits of a key, in fixed memory.
 #pragma once
 #include <cstdint>
 #include <cstring>

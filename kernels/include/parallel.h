@@ -1,5 +1,4 @@
-// Short-lived threads for the work of one call. There is no pool, so a fork copies no half-working
-// state.
+// Short-lived threads for the work of one call: without a pool, a fork copies no working state.
 #pragma once
 
 #include <sys/resource.h>

@@ -1,5 +1,4 @@
-// The interface of an eviction policy. The catalog, or the simulator, reports events of blocks by
-// their ids.
+// The interface of an eviction policy, which gets the events of blocks by their ids.
 //
 // A policy knows a block from the time it is READY until it is in no tier. A batch is a part of a
 // chain, head first; a policy evicts the tail before the head. Unknown ids are ignored.

@@ -1,5 +1,4 @@
-// Selects the order of eviction with the most hits: simulates a small cache for each order, over a
-// sample of all names.
+// Selects the order with the most hits in a simulation of small caches, over a sample of names.
 //
 // A sample of single blocks is sufficient: each order keeps a block at least as long as the next
 // sampled block behind it in its chain, so that each block in a cache can be reached. At most about

@@ -25,18 +25,19 @@ template <typename... Parts>
 enum class Access { kRead, kWrite, kWriteIfAllowed };
 enum class Shape { kContiguous, kDense };  // dense: the axes in any order, without gaps
 
-// The memory of an object, through the buffer protocol or DLPack. Must be released with the GIL
-// held.
+// The memory of an object, by the buffer protocol or DLPack. Release it with the GIL held.
 class HeldMemory {
  public:
     HeldMemory() = default;
+    HeldMemory(nb::handle object, Access access, const char* what) { take(object, access, what); }
     HeldMemory(const HeldMemory&) = delete;
     HeldMemory& operator=(const HeldMemory&) = delete;
     ~HeldMemory();
 
     // Throws TypeError if the object has no accessible memory, ValueError if the memory does not
     // have the requested form. `what` names the object in the message.
-    void take(nb::handle object, Access access, Shape shape, const char* what, size_t index = 0);
+    void take(nb::handle object, Access access, const char* what, size_t index = 0,
+              Shape shape = Shape::kContiguous);
 
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }

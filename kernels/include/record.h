@@ -74,15 +74,13 @@ struct alignas(64) Record {
     void become(State next) { state = static_cast<std::uint32_t>(next); }
     bool in_memory() const { return is() == State::ready && tier == memory; }
     bool evictable() const { return in_memory() && leases == 0; }
-    // Checks the place, not the state: a block of a batch becomes ABSENT before it leaves its
-    // place.
+    // Checks the place, not the state: a block of a batch is ABSENT before it leaves its place.
     bool ghost() const { return slab == no_slab && tier == memory && more == none; }
 };
 static_assert(sizeof(Record) == 64);
 
-// The checksum of the block's bytes; for a block with a frame, that of the frame's payload, which
-// is the same for a raw frame. A block in memory with an encoded frame has a second one, of its
-// bytes.
+// The checksum of the block's bytes; of a block with a frame, that of the payload, equal for a raw
+// frame. A block in memory with an encoded frame has a second one, of its bytes.
 struct Checksum {
     std::array<char, checksum_bytes> bytes;
 };

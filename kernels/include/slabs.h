@@ -1,12 +1,10 @@
-// Memory of blocks: extents are divided into slabs of equal slots, and a slab can change its pitch
-// in place.
+// Memory of blocks: slabs of equal slots in extents. A slab can change its pitch in place.
 //
 // A slab belongs to a size class (a pitch). To give a slot to another class, a slab of that class
 // is *reshaped*: a new slab of the wanted pitch is laid over the same bytes (and over adjacent free
-// runs and slabs of other classes), while the old blocks stay in place and are still served. A new
-// slot is free when no old block overlaps it. `clearable` returns the old blocks that overlap the
-// next slot, in address order, so that the border between old and new slots stays narrower than one
-// slot.
+// runs and slabs of other classes); the old blocks stay and are still served. A new slot is free
+// when no old block overlaps it. `clearable` returns the old blocks that overlap the next slot, in
+// address order: the border between old and new slots stays narrower than one slot.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -58,8 +56,7 @@ class Slabs {
 
     // `notes` has a note for each page, or is null.
     std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations, SlotNote* notes);
-    // The size class for blocks of this size. It exists until all its users have left and it has no
-    // slab.
+    // The size class of such blocks. It exists until all its users have left and it has no slab.
     std::uint32_t join_class(std::uint64_t block_bytes);
     void leave_class(std::uint32_t size_class) { --classes_[size_class].users; }
     std::size_t living_classes() const {

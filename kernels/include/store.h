@@ -44,8 +44,7 @@ struct Space {
     bool plain = false;  // one full group of one shard: a match reads one record per key
 };
 
-// The blocks of one group and shard that restore a prefix; `first` is the position of the first
-// one.
+// The blocks of a group and shard that restore a prefix; `first` is the first one's position.
 struct Part {
     std::uint32_t group, shard;
     std::size_t first;
@@ -153,8 +152,7 @@ class Store {
     // Plans.
     std::uint64_t room(std::uint32_t space, std::uint32_t group) const;
     Left make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n, Ids victims);
-    // Starts or stops recording the identities of the blocks that make_room evicts, because their
-    // ids become invalid.
+    // Starts or stops recording what make_room evicts by identity: the ids become invalid.
     void note_evicted(bool on);
     std::vector<Name> take_evicted() { return std::exchange(evicted_, {}); }
     // Finds a key that exists only at its turn; then the slots taken before it are given back, with
@@ -367,8 +365,7 @@ class Store {
     std::vector<Place> places_;
     std::vector<std::uint32_t> spare_spaces_;
     std::array<std::vector<std::uint32_t>, 25> spare_places_;  // runs of 2^n of them
-    // The blocks of each segment, in the order in which they got their frames; some have left
-    // since.
+    // The blocks of each segment in the order of their frames; some have left since.
     std::unordered_map<std::uint32_t, IdList> segments_;
     Counts counts_;
     IdList stack_;  // the stack of tree walks, kept for its memory

@@ -1,5 +1,4 @@
-// XXH3 with 128 bits (the published algorithm of xxHash 0.8), divided into steps that a copy can
-// include.
+// XXH3 with 128 bits, as of xxHash 0.8, divided into steps that a copy can include.
 #pragma once
 
 #include <cstddef>
@@ -40,8 +39,7 @@ void xxh3_128(const uint8_t* data, size_t size, uint64_t seed, uint8_t* digest);
 // advance, because XXH3 treats the last stripe differently.
 class DigestedCopy {
  public:
-    // With `streaming`, whole lines of the targets bypass the caches, and the caller issues the
-    // fence.
+    // With `streaming`, whole lines bypass the caches, and the caller issues the fence.
     DigestedCopy(uint64_t total, bool streaming);
 
     // Digests the next n bytes, and copies them from src to dst unless dst is null. `next` as for

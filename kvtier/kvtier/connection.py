@@ -1,5 +1,4 @@
-"""One connection to the daemon: sends frames, receives replies and descriptors. Every blocking call has a
-deadline."""
+"""One connection to the daemon: frames, replies and descriptors. Every blocking call has a deadline."""
 
 from __future__ import annotations
 
@@ -229,8 +228,7 @@ class Connection:
         return replies
 
     def _receive(self, flags: int) -> bool:
-        """Receive and decode what has arrived, at once (DONT_WAIT) or within FIRST_WAIT_S. Returns whether
-        anything had arrived."""
+        """Receive and decode what has arrived, at once or within FIRST_WAIT_S; whether anything had."""
         self._check_usable()
         try:
             count, control, flags, _ = self._sock.recvmsg_into(

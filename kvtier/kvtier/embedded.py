@@ -111,8 +111,7 @@ class EmbeddedDaemon:
 def first_answer(
     connect: Callable[[], T], daemon: subprocess.Popen[bytes], within_s: float
 ) -> T | None:
-    """Call `connect` until the daemon, which starts, answers; None if it ends. Raises Unavailable if it does
-    not answer in time."""
+    """Call `connect` until the starting daemon answers; None if it ends. Raises Unavailable if late."""
     deadline = time.monotonic() + within_s
     while True:
         try:

@@ -39,9 +39,8 @@ class CopySlots:
         link.begin_writing(self)
 
     def end(self, good: bool) -> None:
-        """The copies are complete, or with `good` false nothing writes them. Does not wait for the daemon.
-        If the state of the device is unknown, do not call this: the slots are then held until this process
-        ends."""
+        """The copies are complete, or with `good` false nothing writes them. Does not wait. If the state of
+        the device is unknown, do not call this: the slots are then held until this process ends."""
         lease, self._lease = self._lease, 0
         if lease:
             try:

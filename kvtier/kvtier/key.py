@@ -103,8 +103,7 @@ class Keys(Sequence[Key]):
 
 
 def space_secret(tenant_secret: bytes, space: bytes) -> bytes:
-    """Return the hashing key of a space, or of a family of spaces. With it, a client can name the blocks of
-    these only."""
+    """Return the hashing key of a space or a family of spaces, which names the blocks of these only."""
     return blake3(SPACE_DOMAIN + space, key=tenant_secret)
 
 

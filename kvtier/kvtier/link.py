@@ -64,8 +64,7 @@ os.register_at_fork(after_in_child=_drop_parent_tokens)
 
 @dataclass(slots=True, frozen=True)
 class Caller:
-    """How a client connects. `reconnect_s`: how long a call waits for a daemon that has ended; 0: the client
-    does not connect again."""
+    """How a client connects. `reconnect_s`: how long a call waits for a daemon that ended; 0: never."""
 
     path: str
     clock: Clock
@@ -140,8 +139,7 @@ class NewConnection:
 
 
 class Link:
-    """Serializes the requests of all threads on the connection. Maps new extents before it returns the reply
-    that they arrived with."""
+    """Serializes all threads' requests. Maps new extents before it returns the reply they came with."""
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller

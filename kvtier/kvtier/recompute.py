@@ -49,8 +49,7 @@ class Recompute:
         self._fit = self._solved()
 
     def shared(self, own: int, total: int) -> None:
-        """Add a step in which `own` of `total` tokens belonged to one request: the rest of its time was spent
-        on other requests."""
+        """Add a step in which `own` of `total` tokens belonged to one request; the rest was for others."""
         self._share = SHARE_KEEP * self._share + (1 - SHARE_KEEP) * own / total
 
     def seconds(self, tokens: int, before: int, queued_s: float = 0.0) -> float:
@@ -82,8 +81,7 @@ def predict(fit: tuple[float, float], tokens: int, before: int) -> float:
 
 
 def _weight(seconds: float, expected: float) -> float:
-    """Return 1 for a step close to its expected time; an outlier has no more influence than a step at the
-    limit."""
+    """Return 1 for a step close to its expected time; an outlier counts like a step at the limit."""
     if expected <= 0 or seconds <= 0:
         return 1.0
     off = max(seconds / expected, expected / seconds)

@@ -117,8 +117,7 @@ class Saving(Mapping[Key, memoryview]):
         self._committed = end
 
     def copy(self, sources: Buffers, threads: int, checksum: bool) -> None:
-        """Copy the sources of the granted keys into their slots, and commit them. `sources` has one entry per
-        key."""
+        """Copy the sources of the granted keys into their slots, and commit them. `sources`: one per key."""
         at = None if len(self) == len(sources) else self.granted
         with Checking("copying blocks in"):
             self.checksums = copy_in(self._extents, self.slots, sources, threads, checksum, at)

@@ -629,8 +629,7 @@ def _load_parts(
     space: Space, given: Keys | Sequence[bytes], targets: Sequence[Any] | Any, deadline_ms: int,
     place: tuple[int, int], threads: int | None, wait_ms: int, chosen: Selection,
 ) -> int:  # fmt: skip
-    """Read the blocks that are only on disk, and load those between them through the daemon's memory: also
-    those that only the daemon can read."""
+    """Read the blocks that are only on disk, and load the others through the daemon's memory."""
     from kvtier.direct_parts import batches  # imported here because few clients need it
 
     keys, done, clock = Keys.of(given), 0, space.link.connection.clock
@@ -661,8 +660,7 @@ def _copy_and_release(
     space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
     threads: int | None, chosen: Selection | None,
 ) -> int:  # fmt: skip
-    """Copy the blocks of a lease into the targets from `at` on, and release it. Return how many blocks can be
-    used."""
+    """Copy a lease's blocks into the targets from `at` on, and release it; how many can be used."""
     if not lease.ready:
         return 0
     blocks = good = 0
@@ -677,8 +675,7 @@ def _copy(
     space: Space, lease: Lease, targets: Sequence[Any] | Any, at: int, place: tuple[int, int],
     threads: int | None, chosen: Selection | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Copy the blocks of a lease into the targets from `at` on. Return how many blocks can be used, and how
-    many were copied."""
+    """Copy a lease's blocks into the targets from `at` on; how many can be used, and were copied."""
     if not lease.ready:
         return 0, 0
     part = lease.part(*place)

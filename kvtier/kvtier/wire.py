@@ -28,9 +28,8 @@ LIMIT_REQUEST_BYTES = 64 << 10  # for any other request: larger than any descrip
 LIMIT_HELLO_BYTES = 16 << 10  # for a message before the handshake is complete
 LIMIT_KEYS = 65_536
 LIMIT_OTHERS = 16_384  # keys under other accepted secrets in one request
-LIMIT_RESERVED = (
-    4096  # keys in one Reserve: about 1 ms, and several in memory that is used the first time
-)
+# Keys in one Reserve: about 1 ms, and several in memory that is used the first time.
+LIMIT_RESERVED = 4096
 LIMIT_COPIED = 16_384  # slots in one HotReserve
 LIMIT_CHANGED = 4096  # keys in one Hint or Forget: about 0.7 ms
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: about 10 ms
@@ -39,9 +38,8 @@ LIMIT_TOLD_SLOTS = 160_000  # in one reply: this many fit into a frame
 LIMIT_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its zero byte
 LIMIT_ENDED = 64  # tokens in one Hello
 LIMIT_SHARDS_TOLD = 4096  # shards in a Load or Adopt: more are refused while decoding
-LIMIT_SHARDS_JOINED = (
-    64  # in one HotJoin: those of all clients of an engine are visited when one ends
-)
+# In one HotJoin: those of all clients of an engine are visited when one ends.
+LIMIT_SHARDS_JOINED = 64
 LIMIT_GPU_NAME = 64
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size
@@ -314,8 +312,7 @@ class Unpin(Message, tag=20):
 
 
 class Explain(Message, tag=21):
-    """Explain where these keys, or the keys of the lookup with that number, are; with neither, return the
-    last lookups."""
+    """Explain these keys, those of the lookup with that number, or, with neither, the last lookups."""
 
     lookup: int = 0
     keys: bytes = b""
@@ -486,8 +483,7 @@ class Resident(Message, tag=96):
 
 
 class DirectReadCodec(Message, tag=114):
-    """Get the calibration of a group and shard, if its frames need one to be decoded. Answered with a
-    DirectReadCalibrated."""
+    """Get the calibration of a group and shard, if any. Answered with a DirectReadCalibrated."""
 
     space: int
     group: int
@@ -830,8 +826,7 @@ class Framer:
         self._pending += data
 
     def push_and_take(self, data: memoryview) -> bytes | memoryview | None:
-        """Call `push` and `take`. If nothing is pending and the data is one short frame, returns a view
-        without a copy."""
+        """`push` and `take`. If the data is one short frame alone, returns a view without a copy."""
         if not self._pending and len(data) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(data)
             is_short = length <= LIMIT_REQUEST_BYTES and length <= self.limit
@@ -902,8 +897,7 @@ _SHARDS = {kind: types.index(list) for kind, types in _PLAIN.items() if list in 
 
 
 def schema_digest() -> bytes:
-    """Return a digest of what both sides must agree on: the tag, fields and types of every message, and the
-    limits."""
+    """Return a digest of what both sides must agree on: the messages' tags, fields, types, limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__ if kind not in OPTIONAL]
     limits = (

@@ -74,8 +74,7 @@ class Tasks:
 
 
 class ObjectSpaces:
-    """The spaces of all kinds of objects, each with its connection. `counts`: objects by what became
-    of them."""
+    """The spaces of all kinds of objects, each with its connection. `counts`: objects by outcome."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self.params = params

@@ -67,8 +67,7 @@ class DirectLoads:
             self._session = None
 
     def load(self, keys: Keys, pages: Sequence[int], after: Event | None) -> str:
-        """Fill these pages, after this event; return why that failed, or an empty text. When this returns, no
-        copy is in progress."""
+        """Fill these pages, after this event; return why that failed, or "". Then no copy is in progress."""
         session = self._session
         if session is None or after is None:
             return "no_daemon"

@@ -54,8 +54,7 @@ class DirectThread:
         return self._reader is not None and not self._is_off
 
     def open(self, space: Space) -> None:
-        """Prepare the device for blocks of this space, in the thread. Compiles kernels, which takes
-        seconds."""
+        """Prepare the device for this space, in the thread. Compiles kernels, which takes seconds."""
         self._do(lambda: self._open(space))
 
     def batches(self, space: Space, keys: Keys, within_s: float) -> Iterator[list[ArrivedBlock]]:
@@ -76,8 +75,7 @@ class DirectThread:
             yield answer
 
     def close(self) -> bool:
-        """Free everything; return false if a read is still in progress. Then its memory stays allocated until
-        the process ends."""
+        """Free everything; false if a read is still in progress: its memory stays until the process ends."""
         self._is_off = True
         self._do(self._free)
         self._tasks.put(None)

@@ -24,12 +24,12 @@ log = logging.getLogger("kvtier")
 SLOT = np.dtype([("extent", "<u4"), ("reserved", "<u4"), ("offset", "<u8"), ("generation", "<u8")])
 
 
-def _chosen(slots: bytes, positions: Sequence[int]) -> bytes:
+def slots_at(slots: bytes, positions: Sequence[int]) -> bytes:
     size = wire.SLOT_BYTES
     return b"".join(slots[at * size : (at + 1) * size] for at in positions)
 
 
-def _pages(block_ids: Sequence[int], positions: Sequence[int], parts: int) -> list[int]:
+def pages_at(block_ids: Sequence[int], positions: Sequence[int], parts: int) -> list[int]:
     if parts == 1:
         return [block_ids[at] for at in positions]
     return [block for at in positions for block in block_ids[at * parts : (at + 1) * parts]]
@@ -73,8 +73,7 @@ class HotSide:
         log.warning(text, str(error))
 
     def follow(self) -> None:
-        """Map the memory that was added, and unmap what is gone, once no copy uses it. May wait for the
-        device."""
+        """Map memory that was added, and unmap what is gone and no copy uses. May wait for the device."""
         with self._following:
             self._map_arrived()
         self._unmap()
@@ -192,10 +191,10 @@ class HotSide:
         here = self.known(hot)
         if not here:
             return slots, list(pages), b""
-        used = _chosen(hot, here)
-        self._start(lane, pieces, used, _pages(pages, here, parts), parts, False, after)
+        used = slots_at(hot, here)
+        self._start(lane, pieces, used, pages_at(pages, here, parts), parts, False, after)
         left = sorted(set(range(len(slots) // wire.SLOT_BYTES)) - set(here))
-        return _chosen(slots, left), _pages(pages, left, parts), used
+        return slots_at(slots, left), pages_at(pages, left, parts), used
 
     def fresh(self, used: bytes) -> bool:
         """Whether no slot of these copies was reused until now."""
@@ -232,7 +231,7 @@ class HotSide:
     ) -> None:
         """Start to copy pages, `parts` for each slot that `reserve` was called with. When the lane has
         finished, call `done`, then `copies.end`."""
-        theirs = _pages(pages, copies.granted, parts)
+        theirs = pages_at(pages, copies.granted, parts)
         self._start(lane, pieces, copies.slots, theirs, parts, True, after)
 
     def save(
@@ -263,12 +262,11 @@ class HotSide:
         copies.end(True)
 
     def fill(self, reader: Reader, slots: bytes, nbytes: int) -> None:
-        """Copy blocks that were loaded from these slots of the arena, of `nbytes` each, to this GPU. For a
-        thread that may wait."""
+        """Copy blocks that were loaded from these slots of the arena to this GPU. May wait."""
         copies = self.reserve(slots, again=True)
         if copies is None:
             return
-        theirs = np.frombuffer(_chosen(slots, copies.granted), SLOT)
+        theirs = np.frombuffer(slots_at(slots, copies.granted), SLOT)
         try:
             addresses = self._addresses(copies.slots, 1, nbytes)
             extents = reader.mappings

@@ -47,9 +47,8 @@ class LayerParts:
     def start(
         self, lane: CopyLane, copies: Sequence[tuple[Sequence[int], Extents, bytes]], after: Event
     ) -> bool:
-        """Start to copy slots into pages by parts: blocks, extents and slots. False if that is not possible
-        or not worth it; then nothing is started. The first load is not divided: which layers wait is not
-        known yet."""
+        """Start to copy slots into pages by parts: blocks, extents and slots. False if that is impossible or
+        not worth it, and nothing is started. The first load is not divided: which layers wait is unknown."""
         nbytes = sum(len(ids) for ids, _, _ in copies) * self._block_bytes
         fitting = [parts for parts in self._ways if nbytes >= parts * self._least_bytes]
         if not fitting or not self._called.issuperset(self._numbers):

@@ -87,9 +87,8 @@ class HostPages:
 
 @dataclass(slots=True)
 class HeldPages:
-    """The leading pages of `keys` that are in memory, `ready` of them, held by leases until `until`, in
-    monotonic seconds. `coming`: as many more are being read from disk. `waited_s`: how long the disk was
-    waited for."""
+    """The `ready` leading pages of `keys` that are in memory, held by leases until `until`, in monotonic
+    seconds. `coming`: as many more are being read from disk. `waited_s`: how long the disk was waited for."""
 
     keys: Sequence[str]
     space: Space | None
@@ -138,8 +137,7 @@ class PageOptions(Protocol):
 
 
 def keys_alone(space: Space, hashes: Sequence[tuple[bytes, bytes]]) -> Keys:
-    """Keys of blocks that an engine names by a hash of their tokens and of all before, and a salt. Each
-    stands alone."""
+    """Keys of blocks that an engine names by a hash of all their tokens, and a salt. Each stands alone."""
     each = [
         space.keys_of_hashes([one for one, _ in some], salt, alone=True)
         for salt, some in itertools.groupby(hashes, key=lambda pair: pair[1])
@@ -244,8 +242,7 @@ class PageStore:
         return held
 
     def load_held(self, held: HeldPages, indices: Mapping[str, Any], count: int) -> bool:
-        """Copy the first `count` of these pages to the places in each pool, and release them. Return whether
-        they are all there."""
+        """Copy these pages' first `count` to the places in each pool; release them. Whether all came."""
         done, shard, space = 0, self._cache.shard, held.space
         try:
             numbers = {

@@ -18,10 +18,8 @@ from kvtier_sglang.pages import ServedPool
 
 KV = "kv"
 INDEXER = "indexer"
-GROUPS = (
-    KV,
-    INDEXER,
-)  # the pools that can be kept: each page of a prompt has a page in each of them
+# The pools that can be kept: each page of a prompt has a page in each of them.
+GROUPS = (KV, INDEXER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ PARAMETER, LINKER_PARAMETER = "kvtier", "linker_extra_config"
 
 
 class StorageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`socket`: as for `kvtier.Client`. `patience_ms`: the longest time that a load waits for
-    pages from disk. `copy_threads`: of a load of 8 MiB or more. `weights`: a name of the weights, if kvtier
-    cannot identify them. `verify`: compare loaded pages with the checksums of
-    their saves."""
+    """`socket`: as for `kvtier.Client`. `patience_ms`: the longest wait of a load for pages on disk.
+    `copy_threads`: of a load of 8 MiB or more. `weights`: a name of the weights, if kvtier cannot identify
+    them. `verify`: compare loaded pages with the checksums of their saves."""
 
     socket: str | None = None
     patience_ms: int = 1000

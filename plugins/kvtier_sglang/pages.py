@@ -91,8 +91,7 @@ def find_pages(pool: Any) -> PoolPages:
 
 
 def described(pool: Any, places: PagePlaces) -> tuple[int, int, str, str]:
-    """The tokens of a page, the layers, the type of the values, and the digest of the order of their
-    bytes."""
+    """The tokens of a page, the layers, the type of the values, and the digest of their order."""
     size = int(getattr(pool, "page_size", 1))
     shape = {key: str(getattr(pool, key)) for key in SHAPE if hasattr(pool, key)}
     text = json.dumps([type(pool).__name__, size, places.sizes, shape])

@@ -42,8 +42,7 @@ def model_facts() -> ModelFacts:
 
 
 class ServedPages:
-    """The pages of a rank. What cannot be kept is logged once; then nothing is stored, and the server works
-    without kvtier."""
+    """The pages of a rank. What cannot be kept is logged once, and the server works without kvtier."""
 
     def __init__(self) -> None:
         self._store: PageStore | None = None

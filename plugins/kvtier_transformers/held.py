@@ -25,8 +25,7 @@ class Run:
     def __init__(
         self, first: int, blocks: int, lease: Lease, layer_bytes: int, warm: int | None = None
     ) -> None:
-        """Of the lease, the first `blocks`. `warm`: how many of these were in memory before, if their use
-        counts."""
+        """Of the lease, the first `blocks`; `warm` of these were in memory before, if their use counts."""
         self.blocks = blocks
         self._first, self._lease = first, lease
         self._layer_bytes, self._warm = layer_bytes, warm

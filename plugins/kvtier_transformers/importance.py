@@ -31,9 +31,8 @@ class Importance:
         self._pads = pads
         self._queries = queries or QUERIES[how]
         self._mass: torch.Tensor | None = None  # [rows, tokens]
-        self._equal: torch.Tensor | None = (
-            None  # the same for attention that is equal for all tokens
-        )
+        # The same for attention that is equal for all tokens.
+        self._equal: torch.Tensor | None = None
 
     def note(
         self, query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float = 0
@@ -73,8 +72,7 @@ class Importance:
         return found
 
     def shares(self, row: int, pad: int, block_tokens: int) -> torch.Tensor:
-        """The share of each whole block in the attention to all, and what it would be if all tokens got the
-        same."""
+        """The share of each whole block in the attention to all, and its share if all tokens got the same."""
         if self._mass is None or self._equal is None:
             return torch.zeros(2, 0)
         both = torch.stack([self._mass[row, pad:], self._equal[row, pad:]]).cpu()
@@ -132,8 +130,7 @@ def measured(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def meters(model: Any, layers: Sequence[Any], importance: Importance) -> dict[int, ImportanceMeter]:
-    """Meters for some of these layers, by their index; {} if the library has no registered attention for
-    the model."""
+    """Meters for some of these layers, by index; {} if the model has no registered attention."""
     name = getattr(model.config, "_attn_implementation", None)
     attention = ALL_ATTENTION_FUNCTIONS.get(name)
     if attention is None or not layers:

@@ -147,8 +147,7 @@ CLASSES = {
 
 
 def replaced(layer: Any, history: int) -> Any:
-    """Return a layer of ours in place of this empty one of the library, or the same if it is of another
-    class."""
+    """Return a layer of ours in place of this empty one of the library, or one of another class as it is."""
     made = CLASSES.get(type(layer))
     if made is None or made is type(layer):
         return layer

@@ -125,8 +125,7 @@ def library_cache(model: Any) -> DynamicCache:
 
 
 def find_layout(model: Any) -> CacheLayout:
-    """Run the model on one token, and return what it caches. Raises UnsupportedModel if kvtier cannot keep
-    it."""
+    """Run the model on one token; return what it caches. Raises UnsupportedModel if kvtier cannot keep it."""
     _check_model(model)
     cache = library_cache(model)
     if not cache.layers:

@@ -26,8 +26,7 @@ from kvtier_transformers.store import REQUESTS, Store
 @dataclass(slots=True)
 class Row:
     """A row of a batch: `pad` tokens, then those of `keys`. `lease`: of the blocks to load, of which the
-    first `warm` were in memory. The first `copied` blocks of full attention were copied while later ones were
-    read."""
+    first `warm` were in memory. The first `copied` blocks of full attention are copied already."""
 
     pad: int
     keys: Keys

@@ -61,8 +61,7 @@ class Store:
         return self._layout
 
     def space(self) -> tuple[Space, bytes] | None:
-        """The space of the model, and the extras of its keys; None if the daemon is away, or if the model
-        cannot be kept."""
+        """The model's space, and the extras of its keys; None if the daemon is away or it cannot be kept."""
         if self.reason or time.monotonic() < self._retry_at:
             self.counts["unsupported" if self.reason else "away"] += 1
             return None

@@ -66,9 +66,8 @@ from kvtier_vllm.worker import WorkerSide
 log = logging.getLogger("vllm.kvtier")
 
 BLOCK_OUTERMOST = "BLHNC"
-NEXT_PAGES_PART = (
-    4  # with `save = "lazy"`: blocks in this part of the pages are about to be dropped
-)
+# With `save = "lazy"`: blocks in this part of the pages are about to be dropped.
+NEXT_PAGES_PART = 4
 
 
 @dataclass
@@ -358,9 +357,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The workers have registered their caches: open the space. With several connectors the metadata
-        may be another one's; then the space is opened with the first reports of this connector's
-        workers."""
+        """The workers have registered their caches: open the space. With several connectors the metadata may
+        be another one's; then it is opened with the first reports of this connector's workers."""
         own = {r: one.pages for r, one in metadata.items() if isinstance(one, PagesMetadata)}
         if own:
             self._open(own)

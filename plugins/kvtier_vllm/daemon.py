@@ -1,5 +1,4 @@
-"""The connection to the daemon: made and made again in the background, so that no engine thread waits for
-it."""
+"""The connection to the daemon, made and made again in the background: no engine thread waits for it."""
 
 from __future__ import annotations
 

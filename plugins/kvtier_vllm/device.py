@@ -19,7 +19,7 @@ from kvtier.saving import Saving
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels.cuda import Copier, CopyLane, CudaError, DevicePieces, Driver, Event
 from kvtier_plugins import Unsupported
-from kvtier_plugins.hot import HotSide
+from kvtier_plugins.hot import HotSide, pages_at, slots_at
 from kvtier_plugins.layers import LayerParts
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.layout import Pages
@@ -88,7 +88,7 @@ class SharedCopies:
         if hot is None or hot.run != run or not granted:
             return
         parts = len(block_ids) // len(saving.outcomes)
-        pages = [page for at in granted for page in block_ids[at * parts : (at + 1) * parts]]
+        pages = pages_at(block_ids, granted, parts)
         try:
             hot.save(self._lanes["save"], self._pieces[group], saving.slots, pages, parts, turn)
         except (CudaError, KvtierError) as error:
@@ -102,18 +102,17 @@ class SharedCopies:
         kept: list[tuple[HotSide, CopySlots]] = []
         if (hot := self.of(run)) is None:
             return kept
-        lane, size = self._lanes["load"], SLOT_BYTES
+        lane = self._lanes["load"]
         try:
             for read in reads:
                 many, ids, there = parts[read.group], read.block_ids, set(hot.known(read.hot))
                 wanted = [
                     at
-                    for at in range(len(read.slots) // size)
+                    for at in range(len(read.slots) // SLOT_BYTES)
                     if at not in there and all(ids[at * many : (at + 1) * many])
                 ]
-                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in wanted)
-                pages = [page for at in wanted for page in ids[at * many : (at + 1) * many]]
-                if (copies := hot.reserve(slots, again=True)) is not None:
+                pages = pages_at(ids, wanted, many)
+                if (copies := hot.reserve(slots_at(read.slots, wanted), again=True)) is not None:
                     # If this raises, its slots stay held until this process ends.
                     hot.start_save(lane, self._pieces[read.group], copies, pages, many, None)
                     kept.append((hot, copies))
@@ -135,11 +134,9 @@ class SharedCopies:
             return
         try:
             for read in reads:
-                there, size = set(hot.known(read.hot)), SLOT_BYTES
-                count = len(read.slots) // size
-                left = [at for at in range(count) if at not in there]
-                slots = b"".join(read.slots[at * size : (at + 1) * size] for at in left)
-                hot.fill(reader, slots, nbytes[read.group])
+                there = set(hot.known(read.hot))
+                left = [at for at in range(len(read.slots) // SLOT_BYTES) if at not in there]
+                hot.fill(reader, slots_at(read.slots, left), nbytes[read.group])
         except (CudaError, KvtierError) as error:
             log.warning("kvtier: a copy on the GPU failed: %s", str(error))
 
@@ -247,8 +244,7 @@ class DeviceSide:
             raise DeviceCopyError(str(error)) from error
 
     def hold_for_saves(self) -> None:
-        """Let all later work of the engine's stream wait for the copies that `gather` has started. If the
-        device fails, wait for them here."""
+        """Let the engine's stream wait for the copies of `gather`; if the device fails, wait here."""
         lane = self._lanes["save"]
         try:
             lane.hold(self._engine_stream())
@@ -275,8 +271,7 @@ class DeviceSide:
     # --- loads within a step, by layers -----------------------------------------------------------
 
     def divide(self, layers: Sequence[tuple[str, int]], least_bytes: int) -> None:
-        """Copy later loads within a step by parts of at least this many bytes, if they are of the only group,
-        which has these layers."""
+        """Copy later loads within a step, of the only group, by parts of at least this many bytes."""
         (pieces,) = self._pieces
         try:
             self._layers = LayerParts(self._copier, pieces, layers, least_bytes)
@@ -384,8 +379,7 @@ class DeviceSide:
 def open_device(
     pages: Pages, arrays: Sequence[Any], options: Options, blocks: int
 ) -> DeviceSide | None:
-    """The device of these tensors, or None if they are in the host's memory. `blocks`: the number of blocks.
-    Raises Unsupported."""
+    """The device of these tensors, which have `blocks` blocks; None for host memory. Raises Unsupported."""
     if not arrays or arrays[0].device.type == "cpu":
         return None
     import torch

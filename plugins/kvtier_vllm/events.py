@@ -58,8 +58,7 @@ Event = Stored | Removed
 @dataclass(slots=True)
 class KnownBlock:
     """A block, and the shards that each group and tier contains of it: one bit per shard. `hashes`: the
-    engine's, as many as it has for these tokens; `extra_keys`: by how many of the engine's blocks the group
-    has, if there are any."""
+    engine's for these tokens; `extra_keys`: by how many of the engine's blocks the group has, if any."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None

@@ -68,8 +68,7 @@ def _weights(vllm_config: Any, name: str) -> str:
 
 def whole_cache(own: Layout, ranks: Mapping[int, RankPages]) -> tuple[Layout, str]:
     """The layout of the engine's whole cache, and the digest of its pages. Pipeline stages may have different
-    numbers of layers: all shards are as large as the largest one. Raises Unsupported if kvtier cannot keep
-    the cache."""
+    numbers of layers: all shards are as large as the largest one. Raises Unsupported."""
     found: list[set[tuple[Layout | None, str]]] = [set() for _ in range(own.shards.stages)]
     for rank, pages in ranks.items():
         if pages.why_not:

@@ -268,9 +268,8 @@ def find_pages(
     backends: Mapping[str, str] = NO_BACKENDS,
 ) -> tuple[Pages, list[Any]]:
     """The places of the pages of these tensors, and the tensors' storages as plain bytes. The digest ends
-    with the order of elements if it is known and the same in all pages. `backends`: the name of each
-    layer's attention. Raises Unsupported if a page is not contiguous, or not all pages are on one supported
-    device."""
+    with the order of elements if it is known and the same in all pages. `backends`: the name of each layer's
+    attention. Raises Unsupported if a page is not contiguous, or not all are on one supported device."""
     orders: set[str] = set()
     storages: dict[int, int] = {}
     arrays: list[Any] = []

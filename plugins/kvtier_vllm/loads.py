@@ -100,8 +100,7 @@ class Loads:
         block_ids: Sequence[Sequence[int]],
         tokens: int,
     ) -> int:
-        """Load the last tokens of the lease's ready blocks, or of all its blocks, and own it; return the end
-        in blocks."""
+        """Load the last tokens of the lease's ready blocks, or all its blocks, and own it; return the end."""
         session = prompt.session
         assert session is not None
         stop = lease.ready + (lease.coming if prompt.load.direct else 0)

@@ -134,10 +134,9 @@ class RankPages:
 
 @dataclass(slots=True)
 class RankReport:
-    """From the ranks to the scheduler: in how many ranks loads and saves have ended. `step`: the last step
-    that was executed. `pages`: in a rank's first report. `failed`: loads that left pages unfilled. `holes`:
-    saves with missing blocks. Each rank makes a report in every step, so no field is a Counter, which is
-    slow to create."""
+    """From the ranks to the scheduler: in how many ranks loads and saves have ended. `step`: the last one
+    executed. `pages`: in a rank's first report. `failed`: loads that left pages unfilled. `holes`: saves with
+    missing blocks. Each rank makes a report in every step, so no field is a Counter: slow to create."""
 
     step: int = 0
     mappings: dict[int, RankMapping] = field(default_factory=dict)

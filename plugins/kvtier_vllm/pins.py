@@ -1,5 +1,4 @@
-"""Pins, priorities and prefetches that requests ask for. The daemon gets them once the blocks of the prompt
-are stored, and once all of them have keys."""
+"""Pins, priorities and prefetches of requests, sent once the prompt's blocks are stored and have keys."""
 
 from __future__ import annotations
 

@@ -84,9 +84,8 @@ class RankState:
     device: DeviceSide | None
     pieces: list[Pieces]
     shard: int
-    shard_bytes: list[
-        int
-    ]  # of a block, by group; the pages of a smaller pipeline stage are shorter
+    # Of a block, by group; the pages of a smaller pipeline stage are shorter.
+    shard_bytes: list[int]
     tasks: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     idle: bool = False  # this step computes nothing
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -176,17 +175,15 @@ class DaemonMappings:
             self._unwanted = set()
 
     def _join_hot(self, session: DaemonSession, device: DeviceSide) -> None:
-        """Take part in copies on the GPU, once, if the daemon has memory for them. They cannot be
-        verified."""
+        """Take part in copies on the GPU, once, if the daemon has memory for them. They are not verified."""
         hot = session.client.link.welcome.hot and not self._state.options.verify
         if session is not self._joined and hot:
             self._joined = session
             self._state.tasks.put(partial(device.shared.join, session, self._state.shard))
 
     def on_idle(self, session: DaemonSession | None) -> None:
-        """If the engine is idle, do the next step's work: register the daemon's memory with the device, and
-        unmap the memory of daemons that ended, which the next daemon may need. Runs in the connection's
-        thread."""
+        """If the engine is idle, do the next step's work in the connection's thread: register the daemon's
+        memory with the device, and unmap that of daemons that ended, which the next daemon may need."""
         run = session.reader.daemon_run if session is not None else b""
         state = self._state
         with state.lock:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvtier.errors import FrameError
+from kvtier.frame import RAW, Entry, check_entries
 from kvtier.layout import DTYPE_BYTES, Group, KvSpec
 from kvtier_daemon.codec import base, block_parts
-from kvtier_daemon.codec.frame import RAW, Entry, check_entries
 from kvtier_kernels import xxh3_128
 from models.codecs import encode
 from support.specs import spec_of

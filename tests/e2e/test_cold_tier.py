@@ -17,7 +17,7 @@ import pytest
 
 from kvtier import Client, Group, InvalidArgument, KvSpec, Lease, Match
 from kvtier.client import Answer
-from kvtier_daemon.codec.frame import PAGE
+from kvtier.frame import PAGE
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_kernels import release_views
 from support.daemons import Daemon, kvtier

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.frame import Identity
 from kvtier.key import Keys
 from kvtier.space import Space
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.tiers.remote.objects import object_name
 from support.daemons import Daemon
 from support.mooncake import MooncakePool, free_port

@@ -27,11 +27,11 @@ import pytest
 from e2e.test_shown import HTTP, get
 from kvtier import Client, wire
 from kvtier.errors import FrameError
+from kvtier.frame import PAGE
 from kvtier_daemon.cli import COMMANDS, listing
 from kvtier_daemon.cli.connecting import ANSWER_S, LEAST_ANSWER_S
 from kvtier_daemon.cli.monitor import DOUBTED
 from kvtier_daemon.cli.top_views import VIEWS, Moment, ScreenHistory
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.observing.events import LIMIT_KEPT
 from kvtier_daemon.tiers.cold.segment import Head, Trailer
 from support.daemons import Daemon, kvtier

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import frame
 from kvtier.key import Keys
 from kvtier.space import Space
-from kvtier_daemon.codec import frame
 from support.daemons import Daemon, kvtier
 from support.object_store import BUCKET, KEY, ObjectStore
 from support.specs import pattern, spec_of

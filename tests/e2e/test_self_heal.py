@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvtier import Client
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import PAGE
+from kvtier import Client, frame
+from kvtier.frame import PAGE
 from kvtier_daemon.tiers.cold.recovery import entries_of, recover
 from kvtier_daemon.tiers.cold.segment import FooterEntry, decode_entries, first_frame
 from support.daemons import Daemon

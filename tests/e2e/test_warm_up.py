@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier import Group
+from kvtier import Group, frame
 from kvtier.key import Keys
 from kvtier.space import Space
-from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tiers.remote.objects import encode
 from kvtier_daemon.tiers.remote.wanted import list_headers, list_identity

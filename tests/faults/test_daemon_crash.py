@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from kvtier import Client, KvSpec, Unavailable
+from kvtier.frame import PAGE, pages
 from kvtier.key import Keys
 from kvtier.space import Space
-from kvtier_daemon.codec.frame import PAGE, pages
 from support.daemons import Daemon, start_daemon
 from support.effort import effort
 from support.oracle import Oracle

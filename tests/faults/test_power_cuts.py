@@ -39,11 +39,11 @@ from faults.test_daemon_crash import (
     used,
 )
 from kvtier import Client, Refused, Unavailable
+from kvtier.frame import PAGE
 from kvtier.key import Keys
 from kvtier.space import Space
 from kvtier.wire import CAME, DISK
 from kvtier_daemon.cli import listing
-from kvtier_daemon.codec.frame import PAGE
 from support.daemons import SERVE, Daemon, start_daemon
 from support.effort import ALL, effort
 from support.losses_by_twins import once_lost_soon

@@ -16,10 +16,10 @@ import pytest
 
 from kvtier import KvSpec
 from kvtier.errors import KvtierError
+from kvtier.frame import Identity
 from kvtier.key import Keys
 from kvtier.layout import space_id
 from kvtier.space import Space
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.codec.resharding import family_of
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tiers.remote.families import encode_description, folder_of

@@ -22,8 +22,8 @@ import pytest
 import xxhash
 
 import kvtier_kernels as kernels
+from kvtier.frame import RAW, Entry, Template, stamp
 from kvtier_daemon.codec import framing
-from kvtier_daemon.codec.frame import RAW, Entry, Template, stamp
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tiers.cold.disk import SEAL
 from models import kernels as reference

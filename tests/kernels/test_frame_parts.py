@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import kvtier_kernels as kernels
-from kvtier.frame import PAGE, Identity, decode
+from kvtier.frame import ENCRYPTED, PAGE, RAW, Identity, Template, decode, stamp
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.block_parts import entries
-from kvtier_daemon.codec.frame import ENCRYPTED, RAW, Template, stamp
 from kvtier_daemon.codec.grid import grids
 from kvtier_daemon.codec.table import BY_NAME
 from models.kernels.frame_parts import read_frame_parts

@@ -7,18 +7,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from kvtier import frame
 from kvtier.errors import FrameError
-from kvtier.frame import ONCE
-from kvtier.layout import DTYPE_BYTES
-from kvtier_daemon.codec import frame, framing
-from kvtier_daemon.codec.arranged import PARTS, Arranged
-from kvtier_daemon.codec.base import ELEMENTS, Codec, damaged, expect, placed
-from kvtier_daemon.codec.calibrated import Calibrated
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     DIGEST_AT,
     DIGEST_BYTES,
+    ELEMENTS,
     ENTRY,
     HEADER,
+    ONCE,
     RAW,
     RAW_DIGEST_AT,
     ZERO_DIGEST,
@@ -27,6 +24,11 @@ from kvtier_daemon.codec.frame import (
     Template,
     stamp,
 )
+from kvtier.layout import DTYPE_BYTES
+from kvtier_daemon.codec import framing
+from kvtier_daemon.codec.arranged import PARTS, Arranged
+from kvtier_daemon.codec.base import Codec, damaged, expect, placed
+from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.grid import Grid
 from kvtier_kernels import (
     decode_calibrated,

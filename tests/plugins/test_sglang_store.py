@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.frame import PAGE
 from kvtier.space import Space
 from kvtier.units import MIB
 from kvtier.wire import SLOT
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_plugins import page_store as store_module
 from kvtier_plugins.page_store import PageStore, RankCache
 from kvtier_sglang.identity import INDEXER, KV, ModelFacts, RankPlace, describe, server_run

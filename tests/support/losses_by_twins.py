@@ -9,15 +9,15 @@ from functools import cache, lru_cache
 import numpy as np
 
 from kvtier import KvSpec
-from kvtier.frame import ONCE
-from kvtier_daemon.codec import block_parts, framing, grid
-from kvtier_daemon.codec.base import Codec
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     DIGEST_BYTES,
     GENERATION_AT,
+    ONCE,
     RAW_DIGEST_AT,
     ZERO_DIGEST,
 )
+from kvtier_daemon.codec import block_parts, framing, grid
+from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.grid import Grid
 from kvtier_daemon.codec.losses import CALIBRATED, FIXED, Loss, Losses
 from kvtier_daemon.codec.profile import (

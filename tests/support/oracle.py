@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from hashlib import sha256
 
-from kvtier_daemon.codec.frame import PAGE
+from kvtier.frame import PAGE
 
 VERSION = struct.Struct("<Q")
 STAMP = struct.Struct("<QI")

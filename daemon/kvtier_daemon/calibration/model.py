@@ -134,8 +134,7 @@ class Model:
 
     def sensitivity(self, prefix: Cached, ids: Tensor, chance: torch.Generator) -> Cached:
         """Return gradients of the model's own predictions with respect to each element of the prefix. The
-        expectation of their squares is the diagonal of the Fisher information, and therefore the curvature
-        of KL."""
+        mean of their squares is the diagonal of the Fisher information, thus the curvature of KL."""
         leaves = [(k.requires_grad_(), v.requires_grad_()) for k, v in prefix]
         with torch.enable_grad(), _told(self._runs):
             logs = self.scores(leaves, ids)
@@ -184,8 +183,7 @@ class Model:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Convert exceptions of other libraries into one line: checkpoints may be damaged and devices full, and
-    each library has its own exceptions for that."""
+    """Make one line of other libraries' exceptions: damaged checkpoints, full devices and so on."""
     try:
         yield
     except ConfigError:

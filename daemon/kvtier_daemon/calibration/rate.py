@@ -29,9 +29,8 @@ class MeasuredPart:
     """One part of one layer: the effect of each step on each channel."""
 
     exponents: npt.NDArray[np.int64]  # [channel, candidate]
-    counts: npt.NDArray[
-        np.float64
-    ]  # [channel, candidate, symbol]: from -REACH to REACH, and the others
+    # [channel, candidate, symbol]: from -REACH to REACH, and the others.
+    counts: npt.NDArray[np.float64]
     losses: Floats  # [channel, candidate]: weighted mean square error
 
 

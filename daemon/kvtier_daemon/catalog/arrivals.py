@@ -65,14 +65,12 @@ class Arrivals:
     def arrived(
         self, block: Arriving, digest: bytes, waiting: Sequence[Request], now: float
     ) -> bytes:
-        """The block is in its slot, verified: it is READY from now on, and held for the requests that wait
-        for it. Return its id."""
+        """The block is in its slot, verified: READY, and held for waiting requests. Return its id."""
         _, ids = self._writing.commit(ARRIVING, block.lease, block.position, 1, digest)
         self._blocks.reads.read(ids)
         self._holds.hold(ids, waiting, now)
         return ids
 
     def failed(self, block: Arriving) -> None:
-        """The block does not come, and nothing may write to its slot from now on: free the slot, so that a
-        save can take one for this block."""
+        """The block does not come, and nothing may write to its slot: free it, for a save of this block."""
         self._writing.abort_one(ARRIVING, block.lease, block.position)

@@ -53,8 +53,7 @@ class AwaitedWrites:
         return len(self._waiting)
 
     def count(self, space: KnownSpace, keys: bytes, first: int) -> int:
-        """Return how many blocks of this prefix from `first` on are in memory or being written, in all their
-        parts."""
+        """How many blocks of this prefix from `first` on are in memory or being written, in all parts."""
         rest = keys[first * KEY_BYTES : (first + AWAITED_BLOCKS) * KEY_BYTES]
         count = len(rest) // KEY_BYTES
         for group, shard in _places(space) if count and space.index >= 0 else ():
@@ -86,8 +85,7 @@ class AwaitedWrites:
         return True
 
     def _wait(self, request: Request, waiting: Waiting) -> bool:
-        """Wait for the last block that is being written. Return False if no block is, or one is
-        missing."""
+        """Wait for the last block that is being written; return False if none is, or one is missing."""
         while waiting.places:
             group, shard = waiting.places[-1]
             codes = self._codes(waiting.index, group, shard, waiting.keys)

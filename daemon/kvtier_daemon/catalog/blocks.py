@@ -168,8 +168,7 @@ def _portions(blocks: int, arguments: tuple[Any, ...]) -> Iterator[tuple[int, tu
 
 
 class ReadBlocks:
-    """Counts the blocks that were read from a tier below and then used by a client: not those of compressed
-    memory."""
+    """Counts the blocks that were read from disk, not from compressed memory, and then used by a client."""
 
     def __init__(self) -> None:
         self.loaded = 0
@@ -223,18 +222,16 @@ class BlockTable:
         self.spares_unwritten = True  # evict blocks that are on disk first
         self.writes_go_on = False  # the last blocks to write were written, or have no place yet
         self.planned_writes = 0  # blocks of writes to the disk that have not ended
-        self._writing: set[int] = (
-            set()
-        )  # those of them that only their write holds: the policy knows them
+        # Those of them that only their write holds: the policy knows them.
+        self._writing: set[int] = set()
         self.reads = ReadBlocks()
         self.residency = Residency(store, policy)
         self.dead_frames = bytearray()  # segment and page of frames that no block uses
         # For clients that read frames: changes when blocks that may be on disk are forgotten, and
         # when blocks lose their frames.
         self.forgets: array[int] | memoryview[int] = array("Q", (0,))
-        self._erasures: dict[
-            int, Callable[[], None]
-        ] = {}  # of purged blocks that still have a slot
+        # Of purged blocks that still have a slot.
+        self._erasures: dict[int, Callable[[], None]] = {}
 
     def lease(self, batches: list[bytes]) -> None:
         """Hold the blocks of all batches, or of none. A batch must not contain a block twice."""
@@ -277,14 +274,12 @@ class BlockTable:
         self.evicted[why] += len(ids) // ID_BYTES
 
     def hold_for_write(self, victims: bytes) -> None:
-        """Hold blocks that the policy selected while they are written to the disk. They keep their places in
-        its order."""
+        """Hold victims while they are written to the disk. They keep their places in the order."""
         self.store.lease(victims)
         self._writing.update(array("I", victims))
 
     def end_write(self, ids: bytes) -> None:
-        """End such holds. Blocks that were read meanwhile return to the policy as recent, in eviction order:
-        the tails of chains first."""
+        """End such holds. Blocks that were read meanwhile return to the policy, tails of chains first."""
         evictable, freed = self.store.unlease(ids)
         read = array("I", (one for one in array("I", evictable) if one not in self._writing))
         self._writing.difference_update(array("I", ids))

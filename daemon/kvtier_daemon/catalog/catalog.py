@@ -100,9 +100,8 @@ class Usage:
         self, space: KnownSpace, keys: bytes, ready: int, from_disk: int = 0, shared: int = 0,
         awaited: int = 0,
     ) -> None:  # fmt: skip
-        """Count an answer: `ready` blocks of memory, and `from_disk` blocks that will be read; `shared` of
-        these are not on a disk, but in the store that hosts share. `awaited` blocks are being written to
-        memory."""
+        """Count an answer: `ready` blocks of memory, and `from_disk` blocks that will be read, `shared` of
+        them from the store that hosts share. `awaited` blocks are being written to memory."""
         tokens = space.spec.block_tokens
         blocks = len(keys) // KEY_BYTES
         self.lookup_tokens += blocks * tokens
@@ -194,8 +193,7 @@ class Catalog:
         self.growing = False  # the tenant's memory will grow
 
     def add_extent(self, nbytes: int, generations: Buffer, notes: Buffer | None = None) -> int:
-        """Add memory for blocks, usable from this call on. `generations` is its generation table, `notes` are
-        for the next daemon."""
+        """Add memory for blocks. `generations` is its generation table, `notes` are for the next daemon."""
         return self._store.add_extent(nbytes, generations, notes)
 
     def counts(self) -> Counts:
@@ -211,8 +209,7 @@ class Catalog:
         return found
 
     def find(self, space: KnownSpace, keys: bytes) -> tuple[Found, Sequence[Held]]:
-        """The same without marking: also return the blocks that the caller passes to
-        `reading.note_use`."""
+        """The same without marking; also return the blocks that `reading.note_use` gets."""
         space.check_keys(keys)
         ready, coming, held = self.reading.find(space, keys)
         return Found(ready, coming), held
@@ -345,8 +342,7 @@ class Catalog:
     # --- hints, and the end of blocks ----------------------------------------------------------
 
     def hint(self, space: KnownSpace, keys: bytes, importance: float) -> int:
-        """Tell the policy, and admission to the disk, the importance of these blocks, from 0 (evict first) to
-        1."""
+        """Tell policy and admission how important these blocks are, from 0 (evict first) to 1."""
         ids = self.blocks.resident(space, keys)
         self.blocks.admission.hint(keys, importance)
         self._policy.hinted(ids, importance, self.blocks.store.names(ids))
@@ -355,8 +351,7 @@ class Catalog:
         return len(ids) // ID_BYTES
 
     def forget(self, space: KnownSpace, keys: bytes) -> int:
-        """Forget these blocks in memory and on disk: no match finds them from now on. Blocks that are being
-        read stay until the read ends."""
+        """Forget these blocks in memory and on disk; those that are being read stay until the read ends."""
         ids = self.blocks.resident(space, keys)
         self.forget_ids(ids)
         return len(ids) // ID_BYTES

@@ -15,10 +15,8 @@ from itertools import compress
 from kvtier_daemon.catalog.policy import ID_BYTES, Policy
 
 COOL_SHARE = 1 / 16  # of the slots: the blocks that are compressed before they leave them
-FEW, MOST = (
-    64,
-    16_384,
-)  # blocks of the policy's order that one search looks at, at first and at most
+# Blocks of the policy's order that one search looks at, at first and at most.
+FEW, MOST = 64, 16_384
 SEARCH = 4096  # of them, for blocks without frames: 0.2 ms
 LOOK_AHEAD = 4  # blocks to look at for each that leaves its slot
 UNFIT_BYTES = 60  # of the note about one block

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
+from kvtier.frame import Identity
 from kvtier.wire import CAME, DIGEST_BYTES, DISK, SLOT_BYTES
 from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
 from kvtier_daemon.catalog.frames import FRAME_BYTES, PLACE_BYTES
 from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace, SpaceTable
-from kvtier_daemon.codec.frame import Identity
 
 FEW_VICTIMS = 64
 SWEEP_IDS, SWEEP_TURNS = 4096, 8  # ids per step, and steps per call of `sweep`: a millisecond
@@ -113,8 +113,7 @@ class Demotions:
         return Demotion(ids, tuple(self.described(ids, store.slots(ids), store.lossy(ids))))
 
     def described(self, ids: bytes, slots: bytes = b"", lossy: bytes = b"") -> list[WritePlan]:
-        """The content of these blocks' frame headers. The ids must still be in use. `lossy` has the ids of
-        blocks from lossy frames."""
+        """The content of these blocks' headers; the ids are in use. `lossy`: those from lossy frames."""
         store = self._blocks.store
         digests, has_digest = store.checksums(ids)
         lossy_ids = frozenset(array("I", lossy))

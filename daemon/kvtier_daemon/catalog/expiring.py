@@ -17,8 +17,7 @@ TIMES_PER_TTL = 1024
 
 
 class Expiring:
-    """The expiry times of one tenant's blocks. `time_of` and `times` are read by others, and changed only
-    here."""
+    """The expiry times of one tenant's blocks. Only this class changes `time_of` and `times`."""
 
     def __init__(self) -> None:
         self.time_of: dict[int, float] = {}

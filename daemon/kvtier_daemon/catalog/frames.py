@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.frame import LOSSY, PAGE, pages
 from kvtier.wire import DIGEST_BYTES
-from kvtier_daemon.codec.frame import LOSSY, PAGE, pages
 
 FRAME = struct.Struct("<IIIBBBx")
 PLACE = struct.Struct("<II")

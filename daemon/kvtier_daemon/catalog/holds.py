@@ -19,9 +19,8 @@ from kvtier_daemon.catalog.spaces import IDENTITY
 
 HOLD_S: Final = 5.0  # after the last block was read
 HOLD_SHARE: Final = 0.5  # of the tenant's memory
-LIMIT_HELD: Final = (
-    1 << 14
-)  # blocks times requests that hold them; ending all takes some milliseconds
+# Blocks times requests that hold them; ending all takes some milliseconds.
+LIMIT_HELD: Final = 1 << 14
 
 Request = tuple[int, Hashable]  # a session, and the name of its request
 

@@ -78,8 +78,7 @@ class HotCopies:
         return arena
 
     def remove(self, gpu: str) -> None:
-        """Forget all copies on this GPU. Its memory must never be used again: clients may still write to
-        it."""
+        """Forget all copies on this GPU, whose memory is never used again: clients may still write to it."""
         arena = self.arenas.pop(gpu, None)
         if arena is None:
             return
@@ -152,8 +151,7 @@ class HotCopies:
 
     def reserve(self, session: SessionId, slots: bytes, again: bool) -> GrantedCopies:
         """Get slots for copies of the blocks in these slots of memory. `again`: the blocks were loaded, so
-        copies of other blocks may be dropped for them. A slot that has another block now is answered with
-        LEAVING."""
+        copies of others may be dropped for them. LEAVING: a slot that has another block now."""
         if len(slots) % SLOT_BYTES:
             raise bad_request(f"slots: {len(slots)} bytes, expected {SLOT_BYTES} each")
         self._leases.check(session)

@@ -48,9 +48,8 @@ class KeptBlocks:
             session = SessionId(owner)
             held[session] = held.get(session, b"") + array("I", (one,)).tobytes()
         self._writing.quarantine(held)
-        held.pop(
-            NOBODY, None
-        )  # a disk may write to these: no end of a session or process frees them
+        # A disk may write to these: no end of a session or process frees them.
+        held.pop(NOBODY, None)
         self._spaces.retire(known)
         return ready, list(held), dropped
 

@@ -55,8 +55,7 @@ class Policy(Protocol):
         """An engine reported the importance of these blocks, up to 1. A policy may ignore it."""
 
     def victims(self, n: int) -> bytes:
-        """The n blocks to evict first, coldest first, or all if there are fewer. Changes nothing: a second
-        call returns the same."""
+        """The n blocks to evict first, coldest first, or all if there are fewer. Changes nothing."""
 
     def __len__(self) -> int:
         """How many blocks may be victims."""

@@ -39,8 +39,7 @@ class Promotion:
 
 @dataclass(slots=True, frozen=True)
 class Survey:
-    """The frames that a promotion would read, the ids of their blocks, and those of blocks that are being
-    read already."""
+    """The frames that a promotion would read, their blocks' ids, and those of blocks already being read."""
 
     frames: bytes
     joined: bytes
@@ -169,8 +168,7 @@ class Promotions:
         limit_blocks: int,
         out_of_reach: Set[int],
     ) -> tuple[int, list[Missing]]:
-        """This prefix and the blocks it needs; or a shorter one that needs at most this many blocks, and no
-        block that is out of reach."""
+        """This prefix and its blocks; or a shorter one with at most so many blocks, none out of reach."""
         store = self._blocks.store
 
         def fits(parts: list[Missing]) -> bool:
@@ -194,8 +192,7 @@ class Promotions:
         fits: Callable[[list[Missing]], bool],
         enough: int = 1,
     ) -> tuple[int, list[Missing]]:
-        """The longest part of this prefix whose missing blocks fit, or one with `enough - 1` blocks less; and
-        those blocks."""
+        """The longest part of this prefix whose missing blocks fit, or `enough - 1` less; and these."""
         store = self._blocks.store
         best: tuple[int, list[Missing]] = (0, [])
         low, high = 0, prefix

@@ -107,8 +107,7 @@ class ReadLeases:
         self._held_ids = 0
 
     def find(self, space: KnownSpace, keys: bytes) -> tuple[int, int, list[Held]]:
-        """How many leading blocks are ready, how many more are on disk, and the blocks that restore the ready
-        prefix."""
+        """How many leading blocks are ready, how many more on disk, and what restores the ready prefix."""
         if space.index < 0 or self._blocks.expiring.late:
             return 0, 0, []
         ready, restorable, parts = self._blocks.store.match(space.index, keys)
@@ -135,8 +134,7 @@ class ReadLeases:
         return tuple(told)
 
     def digests(self, lease_id: LeaseId, parts: Sequence[Part]) -> list[Part]:
-        """These parts of a lease with the checksums of their blocks. Raises Refused if a reply cannot have as
-        many, and then ends no lease."""
+        """These parts of a lease with checksums. Raises Refused, without an effect, if they do not fit."""
         slots = sum(len(part.slots) for part in parts) // SLOT_BYTES
         if slots > (most := told_slots(verify=True)):
             raise bad_request(
@@ -161,8 +159,7 @@ class ReadLeases:
         return b"".join(held.ids for held in lease.parts)
 
     def note_use(self, space: KnownSpace, parts: Sequence[Held], keys: bytes, is_new: bool) -> None:
-        """Tell the policy that a request used these blocks. Without `is_new`, the request was counted
-        before."""
+        """Tell the policy that a request used these blocks; without `is_new`, one that was counted before."""
         policy = self._blocks.policy
         for group, shard, first, ids in parts:
             if is_new:
@@ -301,8 +298,7 @@ class ReadLeases:
 
 
 def _ids_in(parts: Sequence[Held]) -> int:
-    """How many ids these have. A loop, because a generator takes a microsecond, and each load does this
-    twice."""
+    """How many ids these have. A loop: each load does this twice, and a generator takes a microsecond."""
     nbytes = 0
     for held in parts:
         nbytes += len(held.ids)

@@ -52,8 +52,7 @@ class Residency:
     # --- what engines report -----------------------------------------------------------------
 
     def entered(self, session: SessionId, space: KnownSpace, group: int, keys: bytes) -> None:
-        """The session's engine holds these blocks. Above LIMIT_NAMES they are counted as `refused`, and
-        treated as blocks that no engine holds."""
+        """The session's engine holds these blocks. Above LIMIT_NAMES they are `refused`: not noted."""
         names = self._names(space, group, keys)
         mine = self._of.setdefault(session, HeldNames())
         fresh = set(names) - mine.names
@@ -116,17 +115,15 @@ class Residency:
             self._leave_first.update((one, None) for one, name in known if self._is_held(name))
 
     def victims(self, wanted: int) -> bytes:
-        """The next blocks to evict because an engine holds them. They are not held by a lease for certain:
-        the store skips those that are."""
+        """The next blocks to evict because an engine holds them. The store skips those that are leased."""
         if not (self._leave_first and self.is_on):
             return b""
         first = list(islice(self._leave_first, wanted))
         # If a lease holds them, others are tried the next time.
         for one in first:
             del self._leave_first[one]
-        clean = self._store.clean(
-            array("I", first).tobytes(), in_memory=True
-        )  # never the only copy
+        # Never the only copy.
+        clean = self._store.clean(array("I", first).tobytes(), in_memory=True)
         self._leave_first.update(dict.fromkeys(array("I", clean)))
         return clean
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from struct import Struct
 
+from kvtier.frame import PAGE, Identity
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import DISK, WENT
@@ -27,7 +28,6 @@ from kvtier_daemon.catalog.frames import (
 from kvtier_daemon.catalog.leases import NOBODY
 from kvtier_daemon.catalog.miss_log import LOST, SPOILT
 from kvtier_daemon.catalog.spaces import SpaceTable
-from kvtier_daemon.codec.frame import PAGE, Identity
 
 ROW_BYTES, PAGE_AT = 128, 72  # of a footer's entry; it begins with the key
 PAGE_NUMBER = Struct("<I")
@@ -35,7 +35,6 @@ USED, ONLY_THERE, USED_BEFORE = 1, 2, 4  # flags of `Store.in_segment`
 ALONE = bytes(bool(flag & ONLY_THERE) for flag in range(256))
 USED_ALONE = bytes(flag > ONLY_THERE and bool(flag & ONLY_THERE) for flag in range(256))
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
-ALONE = bytes(flag & ONLY_THERE for flag in range(256))
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,8 +131,7 @@ class SegmentFrames:
         return FramedBlocks(kept, *store.frames(kept))
 
     def rescued(self, ids: bytes, before: bytes, frames: bytes) -> int:
-        """The frames `before` are copied to `frames`. Return how many of these blocks have gone, or got
-        another frame, in between."""
+        """The frames `before` are copied to `frames`; how many blocks have gone or got another frame."""
         late = self._blocks.store.moved(ids, before, frames)
         note_dead_frames(self._blocks, ids, late, frames)
         return len(late) // ID_BYTES

@@ -177,8 +177,7 @@ class WriteLeases:
         self._leases.ended()
 
     def end_session(self, session: SessionId, leases: Sequence[LeaseId], gone: bool) -> bool:
-        """Free the uncommitted slots of these leases if the writer is gone; otherwise quarantine them. True
-        if any are quarantined."""
+        """Free these leases' uncommitted slots if the writer is gone, or quarantine them. True if any are."""
         if gone:
             self.process_gone(session)
         store, quarantined = self._blocks.store, self._quarantined.pop(session, b"")

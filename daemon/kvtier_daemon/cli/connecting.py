@@ -22,8 +22,7 @@ ANSWER_S, LEAST_ANSWER_S = 1.5, 1.0
 @contextmanager
 def connected(socket: Path | None, name: str, answer_s: float = 0.0) -> Iterator[Client]:
     """Connect to the daemon at `socket`, or at the default socket. If no daemon of this version answers,
-    Unavailable contains the remedy. `answer_s` is the time limit of later answers, if they may take longer
-    than the first."""
+    Unavailable contains the remedy. `answer_s`: the time limit of later answers, if not that of the first."""
     from kvtier import Client
     from kvtier.client import default_socket
     from kvtier.errors import ProtocolError, Refused, Unavailable

@@ -349,8 +349,7 @@ def _two_tiers(
 
 
 def _recommended(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the cheapest of the tried sizes. Without prices these are sizes with almost the best hit rate;
-    memory costs most."""
+    """Return the cheapest of the tried sizes; without prices, the smallest with almost the best hit rate."""
     best = max(run["hit_rate"] for run in runs)
     enough = [run for run in runs if run["hit_rate"] >= ENOUGH * best]
     first = min(enough, key=lambda run: (run["memory_bytes"], run["nvme_bytes"], -run["hit_rate"]))

@@ -83,8 +83,7 @@ class ScreenHistory:
         return {name: n - before.get(name, 0) for name, n in after.items()}
 
     def grown_of_all(self, *path: str) -> list[tuple[str, int]]:
-        """Return the same for all counters that are not 0, sorted by their totals: their order is stable
-        from one interval to the next."""
+        """Return the same for all counters that are not 0, in the stable order of their totals."""
         grown = self.grown(*path)
         return [(name, grown[name]) for name, _ in falling(_at(self.now.stats, path))]
 

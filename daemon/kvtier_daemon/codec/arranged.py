@@ -23,8 +23,7 @@ LIMIT_AXIS = 4096  # a place is computed for each element of an axis
 
 @dataclass(frozen=True, slots=True)
 class PageOrder:
-    """The places of each part's heads, tokens and dims in a page: 4 bytes each, as the kernel expects
-    them."""
+    """The places of each part's heads, tokens and dims in a page, 4 bytes each, as the kernel wants them."""
 
     heads: bytes
     tokens: bytes
@@ -60,9 +59,8 @@ def order_of(spec: KvSpec, group: int) -> PageOrder | None:
 
 def _places(text: str, sizes: dict[str, int]) -> dict[str, list[int]] | None:
     """Return the place of each element of each axis. None unless each axis occurs once and completely."""
-    axes: list[
-        tuple[str, str, int, int]
-    ] = []  # axis, whether it is a part, the divisor, its extent
+    # Axis, whether it is a part, the divisor, its extent.
+    axes: list[tuple[str, str, int, int]] = []
     at = 0
     for match in AXIS.finditer(text):
         axis, way, number = match[1], match[2] or "", int(match[3] or 0)

@@ -6,32 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
-from kvtier.frame import (
-    CACHEGEN,
-    E5M2,
-    ECSQ,
-    ELEMENTS,
-    FIX4,
-    FP8,
-    MXFP4,
-    NVFP4,
-    Q2,
-    Q4,
-    Q8,
-    R32,
-    RAW,
-    ZSTD,
-)
-from kvtier_daemon.codec.frame import Entry
+from kvtier.frame import ELEMENTS, RAW, Entry
 from kvtier_kernels import Recipe, decode_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-__all__ = [
-    "CACHEGEN", "E5M2", "ECSQ", "ELEMENTS", "FIX4", "FP8", "MXFP4", "NVFP4", "Q2", "Q4", "Q8", "R32", "RAW",
-    "ZSTD", "Codec", "Native", "damaged", "expect", "placed",
-]  # fmt: skip
 
 
 class Codec:
@@ -45,9 +24,8 @@ class Codec:
     number: int  # in frames
     lossy = False
     native = True  # a disk's workers decode what they read
-    recipe: Recipe | None = (
-        None  # how the kernels encode and decode whole frames, if the codec is lossy
-    )
+    # How the kernels encode and decode whole frames, if the codec is lossy.
+    recipe: Recipe | None = None
 
     def encode(
         self, block: Buffer, parts: Sequence[Entry], dtype: str, into: Buffer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvtier.frame import RAW, Entry
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec.frame import RAW, Entry
 
 LIMIT_LAYERS, LIMIT_PARTS = 1 << 16, 1 << 8
 LIMIT_PIECES = 4096  # their header has 33 pages

@@ -6,8 +6,8 @@ import sys
 from array import array
 
 from kvtier.errors import ProfileError
-from kvtier_daemon.codec.base import CACHEGEN, ECSQ, Codec
-from kvtier_daemon.codec.frame import Entry
+from kvtier.frame import CACHEGEN, ECSQ, Entry
+from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.grid import HEADS_FIRST, TOKENS_FIRST
 from kvtier_daemon.codec.profile import CACHEGEN_LEVELS, ECSQ_LEVELS, Name, Profile, ProfilePart
 from kvtier_kernels import Calibration, Recipe

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvtier.frame import RAW
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec.base import Codec
-from kvtier_daemon.codec.frame import RAW
 from kvtier_daemon.codec.framing import suits
 from kvtier_daemon.codec.losses import NAMES as LOSSY
 from kvtier_daemon.codec.losses import Loss, Losses, fits

@@ -21,13 +21,12 @@ from secrets import token_bytes
 from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
-from kvtier_daemon.codec.frame import KEY_ID_BYTES, NONCE_BYTES, Identity
+from kvtier.frame import KEY_ID_BYTES, NONCE_BYTES, Identity
 from kvtier_kernels import FrameKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FILE_KEY_BYTES = 32
 SALT = b"kvtier frames 1"
 
 
@@ -73,9 +72,8 @@ class FrameCipher:
         self.keys.encrypt(header, payload, into, self.random(NONCE_BYTES))
 
     def decrypt(self, header: Buffer, payload: Buffer, name: Identity, into: Buffer) -> bytes:
-        """Decrypt the payload of the frame of this block to `into`; return the block's digest. Raises
-        FrameError if the frame is damaged or of another block, and UnknownKeyError; `into` is then
-        undefined."""
+        """Decrypt the payload of this block's frame to `into`; return the block's digest. Raises FrameError
+        if the frame is damaged or another block's, and UnknownKeyError; `into` is then undefined."""
         code, digest = self.keys.decrypt(header, payload, name.encode(), into)
         if code == errno.ENOKEY:
             raise UnknownKeyError("the frame was encrypted with a key that is not in the key file")

@@ -6,18 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvtier import frame
 from kvtier.errors import FrameError
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.base import ELEMENTS, Codec
-from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     DIGEST_BYTES,
+    ELEMENTS,
     ENCRYPTED,
     RAW_DIGEST_AT,
     ZERO_DIGEST,
     Entry,
     Identity,
 )
+from kvtier_daemon.codec.base import Codec
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
 from kvtier_daemon.codec.grid import Grid
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import encode_frame, encode_lossy_frame, xxh3_128

@@ -47,9 +47,8 @@ def is_known(spec: KvSpec, group: int) -> bool:
 
 
 def grids(spec: KvSpec, group: int, ordered: bool = False) -> tuple[Grid, ...]:
-    """Return one grid for each part of the group, in the order of `block_parts.entries`. Empty for an
-    unknown layout, and for parts that are neither K nor V. Parts that are `ordered` have the tokens first in
-    every layout."""
+    """Return a grid for each part of the group, in the order of `block_parts.entries`. Empty for an unknown
+    layout, and for parts that are neither K nor V. `ordered` parts have the tokens first in all layouts."""
     kind = spec.cache_groups[group]
     if kind.parts != 2 or not (ordered or is_known(spec, group)):
         return ()

@@ -14,10 +14,11 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 from kvtier.errors import ProfileError
+from kvtier.frame import CACHEGEN, ECSQ
 from kvtier.layout import KvSpec, space_id
 from kvtier_daemon.codec import block_parts, grid
 from kvtier_daemon.codec.arranged import Arranged, order_of
-from kvtier_daemon.codec.base import CACHEGEN, ECSQ, Codec
+from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.calibrated import Calibrated, knows
 from kvtier_daemon.codec.profile import CACHEGEN_LEVELS, ECSQ_LEVELS, Name, Profile, ProfilePart
 from kvtier_daemon.codec.table import CODECS
@@ -85,8 +86,7 @@ class Losses:
         return next((name for model, name in self._by_model if fits(spec.model, model)), "")
 
     def find(self, spec: KvSpec) -> Loss | str:
-        """Return the loss of such a space, or the reason why it is lossless; an empty reason if no loss is
-        configured."""
+        """Return the loss of such a space, or why it is lossless; an empty reason if none is configured."""
         configured = self.configured(spec)
         if configured not in NAMES:
             return ""
@@ -118,8 +118,7 @@ class Losses:
         return any(identity == space_id(spec, tenant, name) for name in names)
 
     def of(self, identity: bytes, spec: KvSpec, tenant: str) -> Loss | None:
-        """Return the loss of the space with this identity. None if it is lossless, or if its loss is of an
-        earlier configuration."""
+        """Return the loss of the space with this identity; None without one in the present configuration."""
         loss = self.find(spec)
         if isinstance(loss, Loss) and identity == space_id(spec, tenant, loss.name):
             return loss

@@ -45,8 +45,7 @@ class Runs:
 
 
 def why_not(spec: KvSpec) -> str:
-    """Return the field because of which blocks of this space cannot be resharded, and the reason; empty if
-    they can."""
+    """Return the field that prevents resharding of this space's blocks, and the reason; empty if none."""
     if spec.pipeline_parallel > 1:
         return "pipeline_parallel: a shard is not a range of heads of all layers"
     if spec.strides:

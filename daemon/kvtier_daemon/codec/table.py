@@ -4,20 +4,8 @@ Each codec is one row here. A native codec has its encoder and decoder in kernel
 class, such as Zstd. The calibrated codecs, ecsq and cachegen, are made for a profile: see `calibrated`.
 """
 
-from kvtier_daemon.codec.base import (
-    E5M2,
-    FIX4,
-    FP8,
-    MXFP4,
-    NVFP4,
-    Q2,
-    Q4,
-    Q8,
-    R32,
-    Codec,
-    Native,
-)
-from kvtier_daemon.codec.frame import RAW
+from kvtier.frame import E5M2, FIX4, FP8, MXFP4, NVFP4, Q2, Q4, Q8, R32, RAW
+from kvtier_daemon.codec.base import Codec, Native
 from kvtier_daemon.codec.zstd import Zstd
 
 CODECS: tuple[Codec, ...] = (

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import zstandard
 
+from kvtier.frame import RAW, ZSTD, Entry
 from kvtier.layout import DTYPE_BYTES
 from kvtier_daemon.codec import base
-from kvtier_daemon.codec.frame import RAW, Entry
 from kvtier_kernels import join_planes, split_planes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LEVEL = 1
 
 class Zstd(base.Codec):
     name = "zstd"
-    number = base.ZSTD
+    number = ZSTD
     native = False
 
     def encode(

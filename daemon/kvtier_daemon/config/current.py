@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 class CurrentConfig:
     """`config` is in force. `swap` applies another configuration, which differs only in live values;
-    `count_failure` is called for unexpected errors; `key_files` checks the files with keys, which a reload
-    reads again."""
+    `count_failure` is called for unexpected errors; `key_files` checks the files with keys."""
 
     def __init__(
         self,

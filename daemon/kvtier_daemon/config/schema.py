@@ -65,8 +65,7 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RemoteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The remote tier, which several hosts share: a bucket of an S3-compatible object store (`bucket`), or a
-    Mooncake Store (`url`)."""
+    """The remote tier that hosts share: an S3 bucket (`bucket`) or a Mooncake Store (`url`)."""
 
     bucket: Annotated[str, values.BUCKET] = ""
     url: Annotated[str, values.POOL] = ""
@@ -336,8 +335,7 @@ _TenantShare = tuple[str, dict[str, Any], str | int]
 
 
 def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
-    """Return each tenant's name, other values and share. Without tenants there is `default`, for every
-    user."""
+    """Return each tenant's name, other values and share; without tenants, `default` for every user."""
     names = dict.fromkeys(path[1] for path in parsed if path[0] == "tenants" and len(path) > 1)
     if not names:
         return [("default", {"uids": (EVERYONE,)}, "100%")]

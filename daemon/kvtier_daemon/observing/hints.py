@@ -1,5 +1,4 @@
-"""Hints from the last minutes: blocks lost because a disk is too slow or rejects writes, loads that did not
-end in time, a hit rate that fell."""
+"""Hints from the last minutes: blocks lost to slow or full disks, late loads, a falling hit rate."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ class History:
 
     def report(self, after_s: float) -> dict[str, Any]:
         """Return the samples since `after_s`. Each has its time, the tokens looked up, found in warm and in
-        cold, missed by `reasons`, the bytes by `routes`, and the tokens found in remote: counters, not
-        rates."""
+        cold, missed by `reasons`, the bytes by `routes`, and the tokens found in remote, as counters."""
         return {
             "every_s": EVERY_S,
             "reasons": WHY_MISSED,

@@ -25,9 +25,8 @@ class LoopLag:
         # the clock of the loop has milliseconds, and does not advance during a callback
         self._clock = clock
         self._histogram = Histogram(LAG_S)
-        self._most: deque[tuple[int, float]] = deque(
-            maxlen=KEPT_S
-        )  # for each second in which a tick happened
+        # For each second in which a tick happened.
+        self._most: deque[tuple[int, float]] = deque(maxlen=KEPT_S)
         self._set()
 
     def _tick(self) -> None:

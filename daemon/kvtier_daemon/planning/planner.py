@@ -34,9 +34,8 @@ PREFETCH_S = 30.0
 SLACK = 0.05  # of the time to recompute: how late a load may be
 EXPLORE = 0.01
 EXPLORE_DEARER = 2.0  # computing is tried only if it takes at most this multiple of the load
-GONE_S = (
-    0.2  # a request that released its lease and does not ask again within this time is cancelled
-)
+# A request that released its lease and does not ask again within this time is cancelled.
+GONE_S = 0.2
 FORGET_S = 5.0  # a verdict against a load is forgotten after this time
 SUBMIT_S = 0.005  # a load is not started if less than this time would be left
 LATE_TIMES, LATE_S = 2.0, 0.05  # a forecast failed if the time exceeds it by this factor and margin

@@ -123,8 +123,7 @@ class DiskLink:
         self.is_reliable = self._kept > (UNRELIABLE if self.is_reliable else RELIABLE)
 
     def may_probe(self) -> bool:
-        """Whether to start a prefetch now that tests an unreliable link, or measures a remote one. True
-        counts as started."""
+        """Whether to start a prefetch that tests an unreliable or remote link now. True counts."""
         now, is_old = self._clock(), self._is_remote and self._is_stale
         is_known = self.is_reliable and not (self.is_guessed or is_old)
         if is_known or now - self._probed_at < self._probe_s:

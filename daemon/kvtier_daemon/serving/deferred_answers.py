@@ -40,8 +40,7 @@ class DeferredAnswers:
         self._sending = 0  # the request that is being answered
 
     def defers(self, reads: PendingReads, load: wire.Load) -> bool:
-        """Whether the answer is deferred until the reads of this request end. Sends an earlier pending answer
-        of it."""
+        """Whether the answer waits for the end of this request's reads. Sends an earlier pending answer."""
         number = load.request
         self._send(number)
         if load.wait_ms < 1 or not self._has_room(load):
@@ -64,8 +63,7 @@ class DeferredAnswers:
     def until_written(
         self, tenant: Tenant, space: KnownSpace, load: wire.Load, until: float
     ) -> bool:
-        """Whether the answer is deferred until other clients have written the blocks that the request awaits.
-        That ends at the time `until`."""
+        """Whether the answer waits until `until` for blocks that other clients are writing."""
         wait_s = min(load.wait_ms / 1000, until - self._server.clock())
         if load.wait_ms < 1 or wait_s <= 0 or not self._has_room(load):
             return False

@@ -28,9 +28,8 @@ log = logging.getLogger(__name__)
 
 DIRECTORY = "traces"
 LIMIT_TRACES = 16  # in the directory
-LIMIT_WAITING_BYTES = (
-    16 << 20
-)  # of keys that are not written yet; requests above this are only counted
+# Of keys that are not written yet; requests above this are only counted.
+LIMIT_WAITING_BYTES = 16 << 20
 LIMIT_RECENT = 1 << 16  # names that were looked up: saves of these are omitted
 PIECE_KEYS = 512  # hashed at once: less than a millisecond
 PAUSE_S = 0.1

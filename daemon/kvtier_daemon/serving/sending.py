@@ -1,5 +1,4 @@
-"""The messages of one session that the socket has not taken yet, and descriptors on their way to the
-client."""
+"""The messages of one session that the socket has not taken yet, and descriptors on their way."""
 
 from __future__ import annotations
 

@@ -152,8 +152,7 @@ class Server:
         return self.turns.shares[tenant.name if tenant else ""]
 
     def refusal(self, peer: Peer, resumes: bytes) -> str:
-        """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients, but
-        not the sessions that it continues."""
+        """The reason to refuse this client at its Hello, or "". Ghosts count, but not those it continues."""
         connected = [*(each for each in self.sessions if each.greeted), *self.ghosts]
         connected = [each for each in connected if not (resumes and each.token == resumes)]
         if len(connected) >= self._max_clients:
@@ -260,8 +259,7 @@ class Server:
 
     def may_park(self, session: Session, descriptors: int) -> bool:
         """Whether this many more descriptors may be in transit to this client. Above half of the limit, a
-        client may have one extent in transit, so that a client that does not receive them cannot block
-        others."""
+        client may have one extent in transit, so that one that receives nothing cannot block others."""
         if _parked(self.sessions) + descriptors > self._parking // 2:
             for other in self.sessions:
                 if other.outbox.parked:
@@ -272,8 +270,7 @@ class Server:
         return not session.outbox.parked or parked + descriptors <= self._parking // 2
 
     def end_for_good(self, tenant: Tenant | None, token: bytes) -> None:
-        """End the session with this token, and free its slots, if it is the tenant's. Only its client knows
-        the token."""
+        """End the tenant's session with this token, which only its client knows, and free its slots."""
         self.writers.end_for_good(tenant, token)
         for session in [*self.ghosts, *self.sessions]:
             if session.token == token and session.tenant is tenant:

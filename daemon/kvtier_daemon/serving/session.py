@@ -1,5 +1,4 @@
-"""One client's connection: receives requests, answers them in the tenant's turns, and frees what the client
-held at its end."""
+"""One client's connection: receives requests, answers them in turns, and frees what the client held."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ class Work:
 
 
 class TurnTaker(HasTurn, Protocol):
-    """A session that waits for its tenant's turn, for memory, or until its tenant's clients receive
-    answers."""
+    """A session that waits for its turn, for memory, or for clients to receive answers."""
 
     def receive_rest(self) -> bool: ...
     def answer_again(self) -> None: ...
@@ -64,9 +63,8 @@ class Share:
         self.room_for: deque[TurnTaker] = deque()  # sessions that wait for such memory
         self.unsent_bytes = 0
         self.is_unread = False  # above the limit: no further requests are answered
-        self.unanswered: deque[TurnTaker] = (
-            deque()
-        )  # sessions that wait until fewer bytes are unsent
+        # Sessions that wait until fewer bytes are unsent.
+        self.unanswered: deque[TurnTaker] = deque()
 
     def report(self) -> dict[str, float]:
         return {
@@ -158,8 +156,7 @@ class Turns:
                 share.unanswered.popleft().answer_again()
 
     def may_receive(self, share: Share, nbytes: int) -> bool:
-        """Reserve this much memory for the rest of a request until `received`. False if there is not
-        enough."""
+        """Reserve memory for the rest of a request until `received`. False if there is not enough."""
         if share.receiving_bytes + nbytes > share.receiving_most:
             return False
         share.receiving_bytes += nbytes

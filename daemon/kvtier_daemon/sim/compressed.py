@@ -14,8 +14,7 @@ UNIT = 1000  # the size of a block in this model
 
 class CompressedReplay:
     """Replays a trace on a tier of `blocks`, of which `share` is compressed memory, with frames of `ratio` of
-    a block. Blocks get frames before they leave their slots, as in the daemon; a block that is dropped is
-    gone."""
+    a block. Blocks get frames before they leave their slots, as in the daemon; dropped blocks are gone."""
 
     def __init__(
         self, requests: TraceRequests, policy: str, blocks: int, share: float, ratio: float

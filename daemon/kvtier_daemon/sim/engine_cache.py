@@ -14,9 +14,8 @@ class EngineCache:
         self._held: dict[int, None] = {}  # the least recently used first
         self.leave_first: dict[int, None] = {}  # in memory and on disk, and the engine holds them
         self.away: set[int] = set()  # of these, those that left memory: the policy holds them
-        self.returning: set[int] = (
-            set()
-        )  # of these, those that are being read: the engine dropped them
+        # Of these, those that are being read: the engine dropped them.
+        self.returning: set[int] = set()
 
     def __contains__(self, node: int) -> bool:
         return node in self._held

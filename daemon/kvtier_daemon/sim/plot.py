@@ -15,8 +15,7 @@ Line = Sequence[tuple[float, float]]
 def draw(
     title: str, across: str, lines: Mapping[str, Line], labels: Mapping[float, str], numbers: str = ".0%"
 ) -> str:  # fmt: skip
-    """Return a chart of rates from 0 to 1, or of other `numbers` from 0 on, over sizes, on a logarithmic axis
-    with these labels."""
+    """Return a chart of rates from 0 to 1, or other `numbers`, over sizes on a logarithmic axis."""
     sizes = sorted(labels)
     low, high = log10(sizes[0]), log10(sizes[-1])
     top = max((rate for line in lines.values() for _, rate in line), default=0.0)

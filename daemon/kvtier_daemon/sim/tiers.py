@@ -250,8 +250,7 @@ class Simulation:
         return True
 
     def _prefetch(self, index: int, cold: list[int], announced: bool = False) -> None:
-        """Read blocks for which no request waits: those that were requested before and not loaded, or that a
-        client announced."""
+        """Read blocks that were requested before and not loaded, or that a client announced."""
         if not announced:
             limit = prefetch_limit(self._frame_bytes, len(self._reading))
             again = self._recomputed.note(_keys(cold))
@@ -452,8 +451,7 @@ class Simulation:
     # --- the disk --------------------------------------------------------------------------------
 
     def _write_ahead(self) -> None:
-        """Write the next victims to the disk before they are evicted; with an engine's cache, all blocks in
-        the order of their saves."""
+        """Write the next victims to the disk; with an engine's cache, all blocks as they are saved."""
         in_order = self.hbm_blocks > 0
         nearly_full = self._in_memory >= NEARLY_FULL * self.memory_blocks
         if not self.nvme_blocks or not (nearly_full or in_order):

@@ -75,8 +75,7 @@ class TierReads(Protocol):
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
     ) -> Outlook:  # fmt: skip
         """Start to read the blocks of this prefix that memory lacks, if the planner expects that to be faster
-        than computing. Return how many of the `coming` blocks to expect, in how many milliseconds, and the
-        reason."""
+        than computing. Return how many of the `coming` blocks to expect, in how many ms, and why."""
 
     def recomputes(
         self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int
@@ -103,15 +102,13 @@ class PendingReads(Protocol):
         """Cancel the reads that only this request waits for."""
 
     def released(self, request: Request) -> None:
-        """Note that the request's lease was released: nothing waits for its reads unless it asks again
-        soon."""
+        """The request's lease was released: nothing waits for its reads unless it asks again soon."""
 
     def session_ended(self, session: int) -> None:
         """Cancel the reads that only this session waits for."""
 
     def call_when_read(self, request: Request, then: Callable[[], None]) -> bool:
-        """Call `then` once when all reads of this request have ended. Return False, without a call, if no
-        read is pending."""
+        """Call `then` once when the request's reads have ended; False, without a call, if none is pending."""
 
     def cancel_calls(self, request: Request, /) -> None:
         """Cancel the pending call of this request."""
@@ -136,8 +133,7 @@ class DirectFile(Protocol):
 
 
 class GrantedFrame(NamedTuple):
-    """The frame of a block. `at`: the place of its key in the request; `epoch`: the present use of the file;
-    `digest`: of the payload."""
+    """The frame of a block. `at`: its key's place in the request; `epoch`: the use of the file."""
 
     at: int
     file: DirectFile
@@ -171,15 +167,13 @@ class DirectReads(Protocol):
     def count(
         self, space: KnownSpace, place: tuple[int, int], good: int, bad: int, tokens: int, nbytes: int
     ) -> None:  # fmt: skip
-        """Count frames of this group and shard that were read, and at most these tokens and bytes of each
-        good one as used."""
+        """Count frames that were read, and of each good one at most these tokens and bytes as used."""
 
     def end(self, session: int, lease: int, failed: bytes, tokens: int, nbytes: int) -> bytes:
         """End the lease; return a byte for each block, 1 if it has not `failed` and is still stored. Of each
         of these, at most `tokens` and `nbytes` count as used."""
 
-    def session_ended(self, session: int) -> None:
-        """End the leases of this session."""
+    def session_ended(self, session: int) -> None: ...
 
 
 class CopiedBlock(NamedTuple):
@@ -261,8 +255,7 @@ class TenantTier(Protocol):
     """The parts of one tenant. A block is never in two tenants' tiers."""
 
     def release(self, number: int) -> None:
-        """Let go of the pages of the tenant's extent with this number, from 0 on: it has no blocks, and will
-        have none."""
+        """Let go of the pages of the tenant's extent with this number, from 0 on: it will have no blocks."""
 
     @property
     def recovery(self) -> TierRecovery: ...
@@ -309,8 +302,9 @@ class SharedTier(Protocol):
     def used(self, space: KnownSpace, keys: bytes) -> None:
         """Note that a request found these blocks in memory."""
 
-    def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        """As `TierForgets.forget`."""
+    def forget(
+        self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None
+    ) -> bool: ...
 
     def purge(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
         """As `forget`, for these blocks and those of the space that this host wants."""
@@ -406,8 +400,7 @@ def forget_in(
     parts: Sequence[Callable[[Callable[[str], None] | None], bool]],
     done: Callable[[str], None] | None,
 ) -> bool:
-    """Forget blocks in several tiers. Each part is a `TierForgets.forget` that lacks only its `done`. `done`
-    gets all failures."""
+    """Forget blocks in several tiers. Each part lacks only the `done` of `TierForgets.forget`."""
     failures: list[str] = []
     left = len(parts) + 1  # a part may call at once
 
@@ -436,8 +429,7 @@ class OpenTier(Protocol):
     @property
     def size_bytes(self) -> int: ...
     @property
-    def faults(self) -> int:
-        """Number of failed operations."""
+    def faults(self) -> int: ...
 
     @property
     def failure(self) -> str:
@@ -458,8 +450,7 @@ class LowerTier(Protocol):
         """Whether threads wait for I/O and cannot be stopped."""
 
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the tier and set `Tenant.tier` of each tenant, if it is configured. Raises TierError if the
-        configuration is wrong."""
+        """Open the tier, if configured, and set each `Tenant.tier`. TierError: the configuration is wrong."""
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start to move blocks in these tasks."""
@@ -477,8 +468,7 @@ class LowerTier(Protocol):
         """Apply this configuration, which differs only in keys that can be reloaded."""
 
     def order(self, tier: str, order: str) -> dict[str, Any]:
-        """Drain a tier, switch it off or on, or report its state. Raises TierError if that is not
-        possible."""
+        """Drain a tier, switch it off or on, or report its state. Raises TierError."""
 
     def state(self, tier: str) -> str:
         """Return the state of this tier or of memory, one of `states`."""

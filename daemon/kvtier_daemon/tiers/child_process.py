@@ -15,8 +15,7 @@ MODULE: Final = (sys.executable, "-P", "-m")
 def start_child(
     command: tuple[str, ...], *fds: int
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run this command with descriptors as further arguments: its end of a socket, then these. Return the
-    process and the daemon's end of the socket."""
+    """Run this command with its end of a socket and these descriptors as further arguments."""
     own_end, child_end = socket.socketpair()
     with child_end, contextlib.ExitStack() as undo:
         undo.callback(own_end.close)

@@ -74,8 +74,7 @@ class Receiver(Protocol):
 
 
 class SystemdStore:
-    """systemd's descriptor store. It keeps descriptors over restarts of the service, and closes them when the
-    service is stopped."""
+    """systemd's descriptor store: outlives restarts of the service, and ends with its stop."""
 
     def __init__(self, notifier: Notifier, inherited: Mapping[str, int]) -> None:
         self._notifier = notifier

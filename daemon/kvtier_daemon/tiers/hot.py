@@ -95,8 +95,7 @@ class HotTier:
         return dict(shares)
 
     def grant(self, name: Hashable, gpu: str, tenant: str, nbytes: int, fd: int) -> None:
-        """The holder has allocated a tenant's share: copies use it from now on. Takes the descriptor, also
-        if it raises Refused."""
+        """The holder has allocated a tenant's share: use it for copies. Always takes the descriptor."""
         try:
             holder = self._holders.get(gpu)
             if holder is None or holder.name != name:

@@ -105,8 +105,7 @@ def owner_of(secret: bytes, uids: Iterable[int | str]) -> bytes:
 
 
 def noted_pages(notes_fd: int, note_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of pages, as first and number, that may have notes: memory that was never written is
-    skipped."""
+    """Yield the runs of pages, as first and number, that were ever written and so may have notes."""
     at, end = 0, os.fstat(notes_fd).st_size
     while at < end:
         try:

@@ -21,9 +21,8 @@ PORTION = 16  # blocks
 
 
 async def check_memory(tenant: Tenant, ids: bytes) -> None:
-    """Forget those of these blocks whose bytes do not match their digest. A block that was saved without a
-    digest is not checked. No block is held: one that has left meanwhile has another generation. A failure is
-    logged."""
+    """Forget those of these blocks whose bytes do not match their digest, if they have one. No block is held:
+    one that has left meanwhile has another generation. A failure is logged."""
     try:
         await _check(tenant, ids)
     except Exception:

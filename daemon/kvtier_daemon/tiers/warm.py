@@ -56,8 +56,7 @@ def plan_extents(
 @dataclass(slots=True)
 class Extent:
     """A piece of the arena. `table_fd` is a read-only reopening: clients never write generations. `notes`
-    describes the blocks in its slots for the next daemon; `noted` are the runs of pages that have notes of an
-    earlier daemon."""
+    describes the blocks in its slots for the next daemon; `noted` are the runs of pages with older notes."""
 
     tenant: str
     nbytes: int
@@ -245,8 +244,7 @@ def _extent(tenant: str, nbytes: int, fd: int, table_fd: int, notes: Mapping | N
 
 
 def generation_table(name: str, nbytes: int) -> tuple[Mapping, int]:
-    """A new table of generations for memory of this size that is not the daemon's, and a read-only descriptor
-    of the table."""
+    """A new table of generations for memory that is not the daemon's, and a read-only descriptor of it."""
     fd = _memfd(f"{name}-generations", table_bytes(nbytes))
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)

@@ -283,8 +283,7 @@ def age(directory: Path, state: Path) -> Finding:
 
 
 def older_copies(cold: Mapping[str, Any]) -> list[Finding]:
-    """Report the directories that the daemon has emptied because they were older copies, and forgets that it
-    could not count."""
+    """Report directories that were emptied as older copies, and forgets that could not be counted."""
     name, fix = "older copies", "do not restore cold directories from copies or snapshots"
     found = [warn(name, str(text), fix) for text in cold.get("older_copies", ())]
     if failure := cold.get("not_counted"):

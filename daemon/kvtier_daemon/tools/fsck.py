@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier import frame
 from kvtier.errors import FrameError, TierError
+from kvtier.frame import ENCRYPTED, PAGE
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import ENCRYPTED, PAGE
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment import (

@@ -28,8 +28,7 @@ REFUSED_S: Final = 10.0  # after a refusal, which only an operator can change
 
 
 class Holder:
-    """One GPU's memory, offered to the daemon at this socket. `stop` is a descriptor that becomes readable
-    when the holder has to end."""
+    """One GPU's memory, offered to the daemon at this socket, until the descriptor `stop` is readable."""
 
     def __init__(self, gpu: HeldGpu, nbytes: int, socket: Path, stop: int) -> None:
         self._gpu = gpu

@@ -255,8 +255,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _config(file: Path, socket: str, state: Path) -> Config | None:
-    """Return the existing configuration, if any. The unit sets `socket` and `state`: other values in the
-    file would have no effect."""
+    """Return the existing configuration, if any. Raises ConfigError if it contradicts the unit."""
     if not file.exists():
         return None
     loaded = load(file, environ={}, uid=0)

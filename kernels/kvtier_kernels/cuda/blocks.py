@@ -159,33 +159,28 @@ class CopyLane:
     ) -> None:
         """Start to copy blocks into slots or out of them, after this event; check all bounds before."""
         with self._driver.inside:
-            self._start(pieces, block_ids, extents, slots, inwards, after)
+            places, ids = _checked(pieces, block_ids, extents, slots, inwards)
+            addresses, ready, pinned = self._located(extents, places)
+            try:
+                if after is not None:
+                    after.hold(self.stream)
+                self._users.append(pinned)
+                self.move(pieces, ids[ready], addresses[ready], inwards, pieces.ways[inwards])
+                if not ready.all():
+                    self._staged(pieces, ids[~ready], extents, places[~ready], inwards)
+                self._event.record(self.stream)
+            except BaseException:
+                self.drain()
+                raise
 
-    def _start(
-        self,
-        pieces: DevicePieces,
-        block_ids: Sequence[int],
-        extents: Extents,
-        slots: bytes,
-        inwards: bool,
-        after: Event | None,
-    ) -> None:
-        places, ids = _checked(pieces, block_ids, extents, slots, inwards)
+    def _located(
+        self, extents: Extents, places: npt.NDArray[np.void]
+    ) -> tuple[Numbers, npt.NDArray[np.bool_], PinnedExtent]:
+        """The addresses of slots, which of them are in registered extents, and these."""
         pinned = self._copier.pins.of(extents)
+        bases = np.array([0 if one is None else one.address for one in extents], np.uint64)
         ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
-        try:
-            if after is not None:
-                after.hold(self.stream)
-            self._users.append(pinned)
-            bases = np.array([0 if one is None else one.address for one in extents], np.uint64)
-            addresses = bases[places["extent"]] + places["offset"]
-            self.move(pieces, ids[ready], addresses[ready], inwards, pieces.ways[inwards])
-            if not ready.all():
-                self._staged(pieces, ids[~ready], extents, places[~ready], inwards)
-            self._event.record(self.stream)
-        except BaseException:
-            self.drain()
-            raise
+        return bases[places["extent"]] + places["offset"], ready, pinned
 
     def start_at(
         self,
@@ -227,11 +222,10 @@ class CopyLane:
         users = []
         for block_ids, extents, slots in copies:
             places, ids = _checked(parts[0], block_ids, extents, slots, False)
-            pinned = self._copier.pins.of(extents)
-            if not np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32)).all():
+            addresses, ready, pinned = self._located(extents, places)
+            if not ready.all():
                 return False
-            bases = np.array([0 if one is None else one.address for one in extents], np.uint64)
-            placed.append((ids, bases[places["extent"]] + places["offset"]))
+            placed.append((ids, addresses))
             users.append(pinned)
         # Room for all tables: `_place_table` waits for the device if there is none.
         if sum(len(ids) + 1 for ids, _ in placed) > TABLE_BLOCKS or self._used:
@@ -245,7 +239,7 @@ class CopyLane:
             for part, event in zip(parts, events, strict=True):
                 for at, (ids, addresses) in enumerate(placed):
                     if by_kernel:
-                        self._launch_at(part, tables[at], len(ids), False)
+                        self._launch(part, tables[at], len(ids), False)
                     else:
                         self.move(part, ids, addresses, False, "batch")
                 event.record(self.stream)
@@ -290,8 +284,9 @@ class CopyLane:
         """Queue copies between pages and these addresses on the stream."""
         if way == "kernel":
             for first in range(0, len(ids), TABLE_BLOCKS):
-                part = slice(first, first + TABLE_BLOCKS)
-                self._launch(pieces, ids[part], slots[part], inwards)
+                some = ids[first : first + TABLE_BLOCKS]
+                table = self._place_table(some, slots[first : first + TABLE_BLOCKS])
+                self._launch(pieces, table, len(some), inwards)
             return
         most = max(1, BATCH_COPIES // len(pieces.rows))
         for first in range(0, len(ids), most):
@@ -310,11 +305,6 @@ class CopyLane:
             to.ctypes.data, of.ctypes.data, sizes.ctypes.data, pages.size, self.stream
         )
 
-    def _launch(
-        self, pieces: DevicePieces, ids: npt.NDArray[np.uint32], slots: Numbers, inwards: bool
-    ) -> None:
-        self._launch_at(pieces, self._place_table(ids, slots), len(ids), inwards)
-
     def _place_table(self, ids: npt.NDArray[np.uint32], slots: Numbers) -> int:
         """The address on the device of a new table of these slots and blocks."""
         count = len(ids)
@@ -329,7 +319,7 @@ class CopyLane:
         self._driver.copy(on_device, _at(self._table, start), len(table), self.stream)
         return on_device
 
-    def _launch_at(self, pieces: DevicePieces, on_device: int, count: int, inwards: bool) -> None:
+    def _launch(self, pieces: DevicePieces, on_device: int, count: int, inwards: bool) -> None:
         arguments = [
             ctypes.c_uint64(pieces.table), ctypes.c_uint32(pieces.units), ctypes.c_uint64(on_device),
             ctypes.c_uint64(on_device + 8 * count), ctypes.c_uint32(count), ctypes.c_uint32(inwards),

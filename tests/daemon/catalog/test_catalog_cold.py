@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvtier import Group, KvSpec, Refused
+from kvtier.frame import HAS_PARENT, Identity
 from kvtier.key import token_keys
 from kvtier.layout import space_id
 from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT, WRITING
@@ -24,7 +25,6 @@ from kvtier_daemon.catalog.holds import HOLD_S, HOLD_SHARE
 from kvtier_daemon.catalog.miss_log import EVICTED, SLOW_DISK
 from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.catalog.promotion import Promotion
-from kvtier_daemon.codec.frame import HAS_PARENT, Identity
 from kvtier_kernels import Store
 from models.policies.lru import LruModel
 from support.specs import spec_of

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from conformance.codec_tests import kv
 from kvtier import KvSpec
 from kvtier.errors import FrameError
+from kvtier.frame import ELEMENTS, RAW, Template, stamp
 from kvtier_daemon.codec import block_parts, framing, grid
 from kvtier_daemon.codec.arranged import Arranged, order_of
-from kvtier_daemon.codec.base import ELEMENTS
-from kvtier_daemon.codec.frame import RAW, Template, stamp
 from kvtier_daemon.codec.losses import NAMES, OPAQUE, Loss, Losses
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_kernels import (

@@ -12,10 +12,10 @@ import pytest
 
 from conformance.codec_tests import kv
 from kvtier.errors import FrameError, ProfileError
+from kvtier.frame import RAW, Entry, check_entries
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec import base, block_parts
 from kvtier_daemon.codec.calibrated import Calibrated
-from kvtier_daemon.codec.frame import RAW, Entry, check_entries
 from kvtier_daemon.codec.grid import HEADS_FIRST, TOKENS_FIRST
 from kvtier_daemon.codec.profile import Level, Profile, ProfilePart, Rope
 from models.codecs import decode, encode

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.frame import FIX4, R32, RAW, ZSTD
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec.base import FIX4, R32, ZSTD
 from kvtier_daemon.codec.choice import (
     BLOCK_MOST,
     FIRST_TRIES,
@@ -19,7 +19,6 @@ from kvtier_daemon.codec.choice import (
     Choice,
     Rates,
 )
-from kvtier_daemon.codec.frame import RAW
 from support.specs import spec_of
 
 SPEC = spec_of("org/model")

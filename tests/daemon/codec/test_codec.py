@@ -11,9 +11,9 @@ import pytest
 
 from conformance.codec_tests import CodecTests, kv
 from kvtier.errors import FrameError
+from kvtier.frame import RAW, ZSTD, Entry, check_entries
 from kvtier.layout import KvSpec
 from kvtier_daemon.codec import base, block_parts
-from kvtier_daemon.codec.frame import RAW, Entry, check_entries
 from kvtier_daemon.codec.grid import GROUP_CHANNELS, HEADS_FIRST, TOKENS_FIRST, grids
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
 from kvtier_kernels import join_planes, split_planes
@@ -48,14 +48,14 @@ class TestZstd(CodecTests):
         huge = b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little") + b"\x01\x00\x00"
         text = struct.pack("<II", len(huge), 100) + huge + bytes(100)
         with pytest.raises(FrameError, match="zstd"):
-            entry = Entry(0, 0, base.ZSTD, 0, len(text), 200)
+            entry = Entry(0, 0, ZSTD, 0, len(text), 200)
             BY_NAME["zstd"].decode(text, [entry], "bfloat16", bytearray(200))
 
     def test_integers_are_compressed(self) -> None:
         block = kv("int8", 10_000)
         into = bytearray(10_000)
         [entry] = BY_NAME["zstd"].encode(block, [Entry(0, 0, 0, 0, 10_000, 10_000)], "int8", into)
-        assert entry.codec == base.ZSTD and entry.nbytes < 9_000
+        assert entry.codec == ZSTD and entry.nbytes < 9_000
 
 
 def quantized(codec: base.Codec, spec: KvSpec) -> tuple[tuple[Entry, ...], bytearray]:

@@ -12,10 +12,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from conformance.codec_tests import kv
 from kvtier.errors import FrameError
-from kvtier_daemon.codec import block_parts, encryption, framing
-from kvtier_daemon.codec.base import ELEMENTS
-from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
+    ELEMENTS,
     ENCRYPTED,
     ENTRY,
     HEADER,
@@ -27,6 +25,8 @@ from kvtier_daemon.codec.frame import (
     decode,
     stamp,
 )
+from kvtier_daemon.codec import block_parts, encryption, framing
+from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_kernels import FrameKeys, decode_frame, seal_frame, xxh3_128
 from models.kernels import encryption as model

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import frame
 from kvtier.errors import FrameError
+from kvtier.frame import Entry, Frame, Identity, Template
 from kvtier.layout import Group, KvSpec
-from kvtier_daemon.codec import block_parts, frame
-from kvtier_daemon.codec.frame import Entry, Frame, Identity, Template
+from kvtier_daemon.codec import block_parts
 from kvtier_kernels import seal_frame, xxh3_128
 from models.codecs import header as header_of
 from models.codecs import seal

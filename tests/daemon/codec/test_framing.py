@@ -11,12 +11,8 @@ import pytest
 from conformance.codec_tests import kv
 from kvtier import KvSpec
 from kvtier.errors import FrameError
-from kvtier.layout import DTYPE_BYTES
-from kvtier_daemon.codec import base, block_parts, framing
-from kvtier_daemon.codec.arranged import Arranged
-from kvtier_daemon.codec.base import Codec
-from kvtier_daemon.codec.calibrated import Calibrated
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
+    ELEMENTS,
     ENTRY,
     FLAGS,
     FLAGS_AT,
@@ -30,6 +26,11 @@ from kvtier_daemon.codec.frame import (
     decode,
     stamp,
 )
+from kvtier.layout import DTYPE_BYTES
+from kvtier_daemon.codec import block_parts, framing
+from kvtier_daemon.codec.arranged import Arranged
+from kvtier_daemon.codec.base import Codec
+from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.grid import HEADS_FIRST, grids
 from kvtier_daemon.codec.losses import FIXED, Loss, Losses
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
@@ -62,7 +63,7 @@ def made(codec: str, dtype: str = "bfloat16") -> tuple[bytes, bytes]:
     return seal(bytes(header), payload), payload
 
 
-@pytest.mark.parametrize("dtype", base.ELEMENTS)
+@pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("codec", ["fix4", "r32"])
 def test_the_kernel_and_the_model_make_the_same_frame(codec: str, dtype: str) -> None:
     block = block_of(dtype)
@@ -97,7 +98,7 @@ def test_a_frame_contains_the_identity_and_decodes_to_its_block(codec: str, dtyp
     if codec != "zstd":
         into = bytearray(len(block))
         text = bytearray(header)
-        assert decode_frame(base.ELEMENTS[dtype], text, payload, xxh3_128(payload), into)
+        assert decode_frame(ELEMENTS[dtype], text, payload, xxh3_128(payload), into)
         assert into == block and text == header
 
 
@@ -310,7 +311,7 @@ def test_the_kernel_and_the_model_make_the_same_lossy_frame(name: str, asked: st
     assert found[0] == found[1]
     header, payload = lossy_frame(spec, codec)
     back, by_twin, digest = bytearray(len(block)), bytearray(len(block)), xxh3_128(payload)
-    element, text = base.ELEMENTS[spec.dtype], bytearray(header)
+    element, text = ELEMENTS[spec.dtype], bytearray(header)
     decode_frame_by(header + payload, len(header), digest, spec.dtype, by_twin, codec)
     for come in ((), *(steps(len(payload)) for _ in range(8))):
         back = bytearray(len(block))
@@ -432,7 +433,7 @@ def both_decode(
     except FrameError:
         by_twin = False
     recipe = codec.recipe if codec is not None else None
-    element = base.ELEMENTS[spec.dtype]
+    element = ELEMENTS[spec.dtype]
     for come in ((), steps(len(payload))):
         text = bytearray(header)
         assert decode_frame(element, text, payload, digest, into, recipe, come) == by_twin

@@ -15,9 +15,9 @@ from conformance.tier_tests import BLOCK_BYTES, PART_BYTES, Identity, ServedTena
 from daemon.tiers.test_mover import SLOTS, keys
 from daemon.tiers.test_tier_cold import CONFIG, SEGMENT, ColdTierTests
 from e2e.test_cold_tier import settled
+from kvtier.frame import PAGE
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.write_budget import DAY_S, WriteBudget

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierError
-from kvtier_daemon.codec.frame import PAGE
+from kvtier.frame import PAGE
 from kvtier_daemon.tiers.cold.recovery import recover
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from support.cold_bench import (

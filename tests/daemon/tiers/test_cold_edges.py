@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvtier.errors import TierError
-from kvtier_daemon.codec.frame import PAGE
+from kvtier.frame import PAGE
 from kvtier_daemon.tiers.cold import segment_files as files
 from kvtier_daemon.tiers.cold.attached import StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory

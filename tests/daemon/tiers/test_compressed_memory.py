@@ -20,10 +20,10 @@ import pytest
 
 from conformance.codec_tests import kv
 from kvtier import Client
+from kvtier.frame import pages
 from kvtier_daemon.app import App
 from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.catalog.policy import NO_PARENT, make
-from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.compressor import Compressor
 from kvtier_daemon.tiers.cold.frame_memory import (
     GIVE_BYTES,

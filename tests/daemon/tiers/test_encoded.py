@@ -20,14 +20,13 @@ import pytest
 from conformance.codec_tests import kv
 from kvtier import KvSpec
 from kvtier.errors import TierError
+from kvtier.frame import FIX4, PAGE, R32, RAW, ZSTD
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.frames import FRAME, FramedBlocks
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec import framing
-from kvtier_daemon.codec.base import FIX4, R32, ZSTD
 from kvtier_daemon.codec.choice import BLOCK_MOST, FIRST_TRIES, Choice
 from kvtier_daemon.codec.encryption import FrameCipher
-from kvtier_daemon.codec.frame import PAGE, RAW
 from kvtier_daemon.tiers.cold import attached
 from kvtier_daemon.tiers.cold import encoder as encoding
 from kvtier_daemon.tiers.cold.directory import ColdDirectory

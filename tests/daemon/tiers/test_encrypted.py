@@ -12,9 +12,9 @@ import pytest
 
 from daemon.tiers.test_encoded import BLOCK, SPECS, Tenant, content, seal, until
 from kvtier.errors import TierError
+from kvtier.frame import ENCRYPTED, HEADER, PAGE
 from kvtier_daemon.catalog.frames import StoredFrame
 from kvtier_daemon.codec.encryption import FrameCipher
-from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, PAGE
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tiers.cold import disk, segment_files
 from kvtier_daemon.tiers.cold.directory import ColdDirectory

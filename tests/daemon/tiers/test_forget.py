@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from kvtier import frame
+from kvtier.frame import PAGE
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import eraser as erasing_module
 from kvtier_daemon.tiers.cold import segment_store as shelf_module
 from kvtier_daemon.tiers.cold import tombstones

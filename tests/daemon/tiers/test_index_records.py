@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from kvtier.frame import ECSQ, RAW
 from kvtier.layout import KvSpec, space_id
-from kvtier_daemon.codec.base import ECSQ
-from kvtier_daemon.codec.frame import RAW
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold.index import Index, seal, split, unseal

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvtier_daemon.codec.frame import PAGE
+from kvtier.frame import PAGE
 from kvtier_daemon.tiers.cold.segment import ENTRY, Trailer
 from kvtier_daemon.tiers.cold.segment_log import Segment, SegmentLog, Stage
 from support.specs import spec_of

@@ -14,10 +14,22 @@ import numpy as np
 import pytest
 
 from daemon.tiers.test_encoded import BLOCK, ONE, SLOTS, SPECS, Tenant, key, seal, spoil, until
-from kvtier import KvSpec
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.base import CACHEGEN, E5M2, ECSQ, FP8, MXFP4, NVFP4, Q2, Q4, Q8
-from kvtier_daemon.codec.frame import LOSSY, PAGE, RAW, Frame
+from kvtier import KvSpec, frame
+from kvtier.frame import (
+    CACHEGEN,
+    E5M2,
+    ECSQ,
+    FP8,
+    LOSSY,
+    MXFP4,
+    NVFP4,
+    PAGE,
+    Q2,
+    Q4,
+    Q8,
+    RAW,
+    Frame,
+)
 from kvtier_daemon.codec.losses import NAMES, Losses
 from kvtier_daemon.codec.profile import Profile
 from kvtier_daemon.tiers.cold.directory import ColdDirectory

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from daemon.tiers.test_encoded import Tenant
+from kvtier.frame import RAW, Entry
 from kvtier_daemon.codec import base
-from kvtier_daemon.codec.frame import RAW, Entry
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
 from support.cold_bench import run
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import frame
 from kvtier.errors import TierError
-from kvtier_daemon.codec import block_parts, frame
-from kvtier_daemon.codec.frame import PAGE, Template
+from kvtier.frame import PAGE, Template
+from kvtier_daemon.codec import block_parts
 from kvtier_daemon.tiers.cold.recovery import entries_of, recover
 from kvtier_daemon.tiers.cold.segment import (
     FooterEntry,

@@ -11,12 +11,11 @@ from typing import cast
 
 import pytest
 
-from kvtier import Group, KvSpec
+from kvtier import Group, KvSpec, frame
 from kvtier.errors import FrameError, TierError
+from kvtier.frame import Identity
 from kvtier_daemon.catalog.spaces import KnownSpace
-from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.config import preflight
 from kvtier_daemon.config.schema import RemoteConfig

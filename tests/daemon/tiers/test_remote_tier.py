@@ -48,7 +48,7 @@ from kvtier_daemon.tiers.base import CopiedBlock, NullTier
 from kvtier_daemon.tiers.remote import archiving, fetching, probing, sharing
 from kvtier_daemon.tiers.remote import families as remote_families
 from kvtier_daemon.tiers.remote import warming as remote_warming
-from kvtier_daemon.tiers.remote.driver import StoreDriver
+from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
 from kvtier_daemon.tiers.remote.families import RETRY_S, TELL_S
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import names_of
@@ -234,6 +234,49 @@ def test_requests_to_a_process_that_has_just_ended_fail(
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(ask())
     assert {one.outcome for one in answers} == {FAILED}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_stop_while_the_process_starts_ends_it_and_logs_no_traceback(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop], fails: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A daemon that stops cancels the driver, and its loop ends at once."""
+    file = tmp_path / "kvtier.toml"
+    remote = '[remote]\nbucket = "fleet"\nendpoint = "http://127.0.0.1:1"\n'
+    file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n{remote}')
+    settings = cast(CurrentConfig, SimpleNamespace(config=load(file, environ={}).config))
+    config = settings.config.remote
+    assert config is not None
+    starts, stopped = threading.Event(), threading.Event()
+    started: list[StoreProcess] = []
+
+    def start(buffer_bytes: int) -> StoreProcess:
+        starts.set()
+        assert stopped.wait(30)
+        time.sleep(0.1)  # the loop ends meanwhile
+        if fails:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(StoreProcess(buffer_bytes))
+        return started[0]
+
+    monkeypatch.setattr("kvtier_daemon.tiers.remote.driver.StoreProcess", start)
+
+    async def stop() -> None:
+        driver = StoreDriver(config, TierKeys("remote", settings, []), lambda: None)
+        running = asyncio.create_task(driver.run())
+        while not starts.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.wait([running])
+        stopped.set()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(stop())
+    assert not caplog.records
+    assert all(one._process.poll() is not None for one in started)
+    assert len(started) == (not fails)
 
 
 def test_requests_of_one_turn_of_the_loop_are_sent_together_or_never(

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from daemon.tiers.test_mover import keys, places
+from kvtier.frame import PAGE
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.frames import FRAME
 from kvtier_daemon.catalog.policy import make
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.frames import Incoming
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.scrub import Scrubber

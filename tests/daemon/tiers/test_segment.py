@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.errors import FrameError
-from kvtier_daemon.codec.frame import PAGE, Identity
+from kvtier.frame import PAGE, Identity
 from kvtier_daemon.tiers.cold.segment import (
     ENTRY,
     FooterEntry,

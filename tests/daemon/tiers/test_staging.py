@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.frame import PAGE
 from kvtier_daemon.app import App
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.observing.metrics import families
 from kvtier_daemon.tiers.cold import encoder as module
 from kvtier_daemon.tiers.cold.encoder import EncodeBuffer

@@ -18,10 +18,10 @@ from conformance.tier_tests import (
     TierTests,
     name,
 )
+from kvtier.frame import PAGE
 from kvtier_daemon.app import MakeLowerTier
 from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.catalog.policy import Policy, make
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import compressor
 from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
 from support.oracle import HIGH

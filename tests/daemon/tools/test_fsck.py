@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.frame import PAGE
 from kvtier_daemon.cli import main
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.recovery import recover
 from kvtier_daemon.tiers.cold.segment import encode_footer, page_of, split_rows
 from support.cold_bench import BLOCK, Bench, Landed

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
-from kvtier_daemon.codec.frame import ENTRY, HEADER
+from kvtier.frame import ENTRY, HEADER
 from kvtier_kernels import xxh3_128
 
 SALT, INFO = b"kvtier frames 1", b"kvtier frame 1"

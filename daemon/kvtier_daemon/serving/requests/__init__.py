@@ -38,8 +38,7 @@ ANSWERED = frozenset((
 
 
 def check_role(peer: Peer, read_only: bool, needed: Role) -> None:
-    """Raise Refused unless this client may make requests that need this role. It may not if it is
-    `read_only`, by its own choice."""
+    """Raise Refused unless this client, which may be `read_only` by choice, has this role."""
     if read_only:
         raise Refused("read_only", "this session is read-only")
     if peer.role < needed and not (needed is Role.ADMIN and peer.privileged):

@@ -51,15 +51,13 @@ class CountedLookup(msgspec.Struct, gc=False):
     block_tokens: int = 0
     log_entry: Lookup | None = None
     awaits_until: float = 0.0  # for blocks that others are writing; 0: it has not seen any
-    awaited: int = (
-        0  # blocks that count as hits of memory, and that others were writing at the last answer
-    )
+    # Blocks that count as hits of memory, and that others were writing at the last answer.
+    awaited: int = 0
     awaited_first: int = 0  # the place of the first one
 
 
 class HeldLease(msgspec.Struct, gc=False):
-    """A lease whose use is recorded at its release. `number`: its request has one, and waits for more
-    blocks."""
+    """A lease whose use is recorded at its release. `number`: its request has one and waits for more."""
 
     began: float
     number: int = 0
@@ -155,8 +153,7 @@ class CountedLookups:
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
         coming: int, awaited: int,
     ) -> None:  # fmt: skip
-        """Count what became of the blocks that others were writing: they are in memory, are still awaited or
-        read, or are missed."""
+        """Count what became of the blocks that others were writing: in memory, awaited, read, or missed."""
         lookup = self.of[request.request]
         ready = min(lookup.awaited, max(0, found.ready - lookup.awaited_first))
         first = lookup.awaited_first + ready

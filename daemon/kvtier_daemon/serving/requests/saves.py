@@ -144,9 +144,8 @@ class SaveRequests:
     def abort(self, tenant: Tenant, request: wire.Abort) -> wire.Reply:
         lease = LeaseId(request.lease)
         if not lease:
-            tenant.catalog.process_gone(
-                self._session.id
-            )  # nothing of its earlier sessions is written
+            # Nothing of its earlier sessions is written.
+            tenant.catalog.process_gone(self._session.id)
             return wire.Done(request.id)
         tenant.catalog.abort(self._session.id, lease)
         del self._open[lease]

@@ -92,6 +92,5 @@ class AccessLog:
             self._index.drop(TABLE, KEY.pack(epoch, number))
 
     def keep_only(self, epochs: Collection[int]) -> None:
-        """Forget the accesses of all other segments."""
         for epoch in set(self._accesses) - set(epochs):
             self.drop(epoch)

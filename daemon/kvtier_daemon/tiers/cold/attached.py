@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from kvtier.errors import KvtierError, TierError
+from kvtier.frame import pages
 from kvtier.layout import KvSpec
 from kvtier.units import format_bytes
-from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.access_log import AccessLog
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, space_key
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES, DirectoryDisk, anonymous
@@ -58,8 +58,7 @@ class StoreOptions:
     readers: Mapping[str, int | None] = field(default_factory=dict)  # groups, by tenant
 
     def segments_of(self, path: Path, segments_bytes: int) -> dict[str, int]:
-        """Return the number of segments that each tenant may have in a directory. Raises TierError if it is
-        below three."""
+        """Return each tenant's number of segments in a directory. Raises TierError if it is below three."""
         most = {
             tenant: int(segments_bytes * share) // self.segment_bytes
             for tenant, share in self.shares.items()
@@ -77,9 +76,8 @@ def open_directory(
     path: Path, size_bytes: int, child: Child | None = None, device: int | None = None,
     unwritten: Change | None = None, state: Path | None = None,
 ) -> ColdDirectory:  # fmt: skip
-    """Open a directory as `ColdDirectory` does; log a warning if its file system is smaller than that. With
-    the `state` folder of the daemon, remove the segments of an older copy. Waits for the disk. Raises
-    TierError."""
+    """Open a directory as `ColdDirectory` does, and warn if its file system is too small. With the daemon's
+    `state` folder, remove the segments of an older copy. Waits for the disk. Raises TierError."""
     try:
         directory = ColdDirectory(path, size_bytes, child, device, unwritten)
     except RuntimeError as error:
@@ -362,11 +360,9 @@ class RecoveryProgress:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the blocks of all directories are known."""
         return self.complete.is_set()
 
     def call_when_ended(self, name: Hashable, then: Callable[[], None]) -> None:
-        """Call `then` once when no directory is being scanned."""
         self._calls[name] = then
 
     def cancel_calls(self, name: Hashable) -> None:
@@ -448,8 +444,7 @@ class AttachedDirectories:
 
     @property
     def unknown(self) -> str:
-        """Why some blocks on the disks may be unknown, or an empty text: directories and files that could not
-        be read."""
+        """Why some blocks on the disks may be unknown, or an empty text."""
         given_up = [one.disk.failure for one in self.attached if one.disk.reads.given_up]
         if given_up or self.missing:
             return "; ".join([*self.missing.values(), *given_up])
@@ -466,8 +461,7 @@ class AttachedDirectories:
         return any(one.disk.writes.given_up and not one.disk.lost for one in self.attached)
 
     def run_periodic(self) -> None:
-        """Do periodic work: check the disks and the locations of the directories, and write tombstones that
-        failed."""
+        """Check the disks and the locations of the directories, and write tombstones that failed."""
         for one in self.attached:
             one.disk.check()
             for store in one.stores.values():
@@ -489,8 +483,7 @@ class AttachedDirectories:
     # --- attaching and detaching -------------------------------------------------------------
 
     async def recover(self, restored: Restored) -> None:
-        """Find the blocks in the files of all directories. A directory that fails or hangs does not delay the
-        others."""
+        """Find the blocks in the files of all directories, each independently of the others."""
         scanned = list(self.attached)
         await asyncio.gather(*(one.recover(restored) for one in scanned))
         self._recovered(len(scanned))
@@ -561,7 +554,6 @@ class AttachedDirectories:
         one.directory.access_log = AccessLog(one.directory.index)
 
     async def closed(self, directory: ColdDirectory) -> None:
-        """Wait until a detached directory is closed."""
         await asyncio.shield(self.closing[directory])
         del self.closing[directory]
 
@@ -575,8 +567,7 @@ class AttachedDirectories:
         return all(ended)
 
     async def close(self, timeout_s: float) -> bool:
-        """Close the files of disks that are stopped, and the indexes. False if an index is not closed in
-        time."""
+        """Close the files of stopped disks, and the indexes. False if an index is not closed in time."""
         for one in self.attached:
             if one.is_stopped:
                 one.close_files()

@@ -35,8 +35,7 @@ class CodingThreads:
         return asyncio.wrap_future(job)
 
     async def close(self, timeout_s: float) -> bool:
-        """Cancel the jobs that have not started, and wait for the others. False if one is still running, and
-        may write to a slot."""
+        """Cancel the jobs that have not started, and wait for the others. False if one may still write."""
         jobs = [asyncio.wrap_future(job) for job in list(self._jobs)]
         running = asyncio.gather(*jobs, return_exceptions=True)
         self.stop()
@@ -50,8 +49,7 @@ class CodingThreads:
 
 
 def started(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor whose threads all run, so that no later call fails for lack of a thread. Raises
-    RuntimeError."""
+    """Return an executor whose threads all run, so that no later call fails. Raises RuntimeError."""
     pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
     try:
         for _ in range(threads):

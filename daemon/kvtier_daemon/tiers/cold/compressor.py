@@ -17,22 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvtier_daemon.catalog import Catalog
-from kvtier_daemon.catalog.blocks import DeferredPolicy
-from kvtier_daemon.catalog.compressed import COOL_SHARE
-from kvtier_daemon.catalog.spaces import IDENTITY
-from kvtier_daemon.codec.base import ELEMENTS, R32
-from kvtier_daemon.codec.choice import Average
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     DIGEST_BYTES,
+    ELEMENTS,
     ENTRY,
     HEADER,
     NAMES,
     NAMES_AT,
+    R32,
     RAW_DIGEST_AT,
     pages,
     stamp,
 )
+from kvtier_daemon.catalog import Catalog
+from kvtier_daemon.catalog.blocks import DeferredPolicy
+from kvtier_daemon.catalog.compressed import COOL_SHARE
+from kvtier_daemon.catalog.spaces import IDENTITY
+from kvtier_daemon.codec.choice import Average
 from kvtier_daemon.planning import DiskLink
 from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
 from kvtier_daemon.tiers.cold.encoder import THREADS_MOST, threads_here
@@ -87,8 +88,7 @@ class FrameThreads(CodingThreads):
         return self._submit(self._encoders, work)
 
     def read(self, blocks: Sequence[Incoming], done: AllRead) -> None:
-        """Decode the frames of these blocks into their slots; `done` gets some blocks at a time, each with an
-        errno or 0."""
+        """Decode these frames into their slots; `done` gets some at a time, each with an errno or 0."""
         each = max(1, min(CHUNK, -(-len(blocks) // self.decoders)))
         for at in range(0, len(blocks), each):
             some = blocks[at : at + each]
@@ -144,9 +144,8 @@ class Compressor:
         self._blank = blank
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._ahead = (
-            1.0  # how much more than usual is compressed ahead: requests take many slots at once
-        )
+        # How much more than usual is compressed ahead: requests take many slots at once.
+        self._ahead = 1.0
         self._hasty_at = self._check_at = self._plan_at = 0.0
         # By the store's number of a space and the group: until when such blocks are not tried, and how many
         # were not worth it since one was.
@@ -195,7 +194,6 @@ class Compressor:
         self.frames.drop(away)
 
     def _plan(self) -> list[Outgoing]:
-        """Return the blocks to compress next."""
         catalog, order = self._catalog, self.frames.order
         store, demotions, now = catalog.blocks.store, catalog.demotions, self._loop.time()
         if now < self._plan_at or store.counts()["bytes"]["ready"] < PRESSURE * self._quota_bytes:

@@ -169,7 +169,6 @@ class SegmentReads:
             self._release(lease)
 
     def expire(self) -> None:
-        """End the leases whose deadline has passed."""
         now = self._clock()
         for lease in [one for one, held in self._leases.items() if held.until < now]:
             self._release(lease)

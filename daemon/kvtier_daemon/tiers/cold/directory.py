@@ -109,8 +109,7 @@ class ColdDirectory:
         return self.path / SEGMENTS / tenant / f"{number:06d}"
 
     def remove(self, tenant: str) -> int:
-        """Remove the tenant's files; return the number of files that cannot be removed. Waits for the
-        disk."""
+        """Remove the tenant's files; return how many cannot be removed. Waits for the disk."""
         left = 0
         for path in self.files(tenant):
             try:
@@ -149,8 +148,7 @@ class ColdDirectory:
         return hmac.digest(secret, OWNER_DOMAIN + self.name + tenant.encode(), "sha256")
 
     def refuse_older(self, state: Path) -> None:
-        """Remove all segments if this directory is an older copy of itself, by the state folder. Waits for
-        the disk. Raises TierError."""
+        """Remove all segments if this is an older copy of itself. Waits for the disk. Raises TierError."""
         opened = opened_path(self._folder_fd)
         try:
             self.forgets = ForgetCount(self.path, opened, self.name, state)
@@ -176,8 +174,7 @@ class ColdDirectory:
         self.access_log.load()
 
     def make(self, path: Path, nbytes: int) -> int:
-        """Create a segment file and allocate its blocks; return its descriptor. Waits for the disk; a failure
-        leaves no file."""
+        """Create and allocate a segment file; return its descriptor. Waits; a failure leaves no file."""
         # In the directory that is locked: its path may have been replaced since.
         folder = self._folder_of(path.parent)
         try:
@@ -208,8 +205,7 @@ class ColdDirectory:
         return folder
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Close the index and release the lock. Waits for the disk; False if it hangs: then the directory
-        stays locked."""
+        """Close the index and release the lock. Waits for the disk; False, and still locked, if it hangs."""
         closed = self.index.close(timeout_s)
         # The child process has its own descriptors.
         if closed or isinstance(self.index, IndexProcess):
@@ -224,7 +220,6 @@ class ColdDirectory:
 
     @property
     def unwritten(self) -> Change:
-        """Return the changes that the index could not write before it was closed."""
         return self.index.unwritten if isinstance(self.index, IndexProcess) else {}
 
     def elsewhere(self) -> str:
@@ -251,7 +246,6 @@ def is_cold_directory(path: Path) -> bool:
 
 
 def space_key(tenant: str, identity: bytes) -> bytes:
-    """Return the key of a description in the index."""
     return tenant.encode() + b"\0" + identity
 
 
@@ -292,8 +286,7 @@ def spaces_of(directory: ColdDirectory, tenant: str) -> dict[bytes, KvSpec]:
 
 
 def shares_of(path: Path, size_bytes: int | None) -> tuple[int, int]:
-    """Return the bytes for the index and for the segments of a directory. Raises TierError if they are too
-    few."""
+    """Return the bytes for the index and for the segments. Raises TierError if they are too few."""
     index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
     segments_bytes = (size_bytes or 0) - index_bytes - OTHER_BYTES
     if size_bytes is not None and segments_bytes < size_bytes // 2:

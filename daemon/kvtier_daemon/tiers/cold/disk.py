@@ -19,9 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
-from kvtier_daemon.codec.base import ELEMENTS
+from kvtier.frame import ELEMENTS, PAGE
 from kvtier_daemon.codec.choice import LATELY_S, Average, Rates
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.planning import DiskLink
 from kvtier_kernels import Disk, Mapping
 
@@ -38,9 +37,8 @@ HEADER_TAIL = struct.Struct("<QQ")
 FRAME_TAIL = struct.Struct("<16sQIHHI68s")
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 5000
-STAGED_BYTES = (
-    128 << 20
-)  # of encoded blocks: on their way to all disks, and on their way from all disks
+# Of encoded blocks: on their way to all disks, and on their way from all disks.
+STAGED_BYTES = 128 << 20
 HANGS_S = 5.0  # without a completion while operations are pending
 FAULTS_TO_OFF = 5
 TURN_S = 0.001  # for callbacks in one iteration of the loop
@@ -159,8 +157,7 @@ class StoppedWorker:
 
 
 class Operations:
-    """The operations of one worker that have not ended, and their callbacks. `failed` is called if a callback
-    raises an exception."""
+    """The operations of a worker that have not ended. `failed` is called if a callback raises."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, failed: Callable[[], None]) -> None:
         self.is_stopped = False  # new operations are cancelled
@@ -206,15 +203,13 @@ class Operations:
             self._idle.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the last operation ends."""
         self._idle.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
 
 class FileThread:
-    """The thread that opens, creates and removes the files of one directory. Its calls count as writes of
-    `lane`."""
+    """Opens, creates and removes the files of one directory. Its calls count as writes of `lane`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str, lane: DiskLane) -> None:
         self._loop = loop
@@ -310,7 +305,6 @@ class DirectoryDisk:
             await self.operations.wait(POLL_S)
 
     def check(self) -> None:
-        """Detect lanes that hang."""
         self.reads.check()
         self.writes.check()
 
@@ -342,9 +336,8 @@ class DirectoryDisk:
         self, fd: int, at: int, sizes: tuple[int, int, int], extent: int, offset: int, digest: bytes,
         element: int, recipe: int, urgent: bool, callback: Callback, keys: int = 0, identity: bytes = b"",
     ) -> bytes:  # fmt: skip
-        """Return an operation for `worker.read_frames`; the sizes are those of the header, the payload and
-        the block. `recipe` is the number of its recipe from 1, or 0; `keys` that of the keys of an encrypted
-        frame."""
+        """Return an operation for `worker.read_frames`; the sizes are those of header, payload and block.
+        `recipe` is the number of its recipe from 1, or 0; `keys` that of an encrypted frame's keys."""
         token = self.operations.add(self.reads, callback, True)
         header_bytes, nbytes, block_bytes = sizes
         return OPERATION.pack(
@@ -409,14 +402,12 @@ class DirectoryDisk:
         return self._end(timeout_s)
 
     def _disconnect(self) -> None:
-        """Detach from the loop."""
         self.is_over = True
         self.files.cancel()
         self._loop.remove_reader(self._event_fd)
 
     def _end(self, timeout_s: float) -> bool:
-        """Stop the worker and wait for its threads. Frees a stopped worker at once, with its kernel
-        resources."""
+        """Stop the worker, wait for its threads, and free it at once, with its kernel resources."""
         until = self._clock() + timeout_s
         left = self.worker.stop(timeout_s)
         if self._event_fd >= 0:
@@ -430,7 +421,6 @@ class DirectoryDisk:
 
 
 def anonymous(nbytes: int) -> Mapping:
-    """Return new memory that blocks can be read into."""
     fd = os.memfd_create("kvtier-own", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)

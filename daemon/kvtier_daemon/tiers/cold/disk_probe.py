@@ -1,5 +1,4 @@
-"""The watchdog's probe of disks: an unnamed file of one page, which the worker of the directory writes, syncs
-and reads."""
+"""The watchdog's probe of disks: the directory's worker writes, syncs and reads an unnamed page."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import secrets
 from functools import partial
 from pathlib import Path
 
-from kvtier_daemon.codec.frame import PAGE
+from kvtier.frame import PAGE
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 from kvtier_daemon.tiers.cold.segment_store import NO_ROOM
 from kvtier_daemon.tiers.cold.tier import ColdTier

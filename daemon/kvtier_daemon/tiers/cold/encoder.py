@@ -19,12 +19,12 @@ from itertools import accumulate
 from typing import TypeVar
 
 from kvtier.errors import FrameError
+from kvtier.frame import ENCRYPTED, RAW, pages, stamp
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.arranged import Arranged
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.choice import Choice, Rates
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import ENCRYPTED, RAW, pages, stamp
 from kvtier_daemon.codec.grid import grids
 from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
@@ -54,8 +54,7 @@ def decoders_here(encrypted: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The result of one codec on one block: the size of the payload, and the times. `decode_s` is None unless
-    decoding was measured."""
+    """What a codec made of a block: the payload's size, and the times; `decode_s` only if measured."""
 
     codec: int
     nbytes: int
@@ -130,7 +129,6 @@ class EncodeBuffer:
         return True
 
     def give(self, extent: int, offset: int, nbytes: int) -> None:
-        """Return memory that is no longer used."""
         if not nbytes:
             return
         holes = self._holes[extent]
@@ -304,8 +302,7 @@ class Encoder(CodingThreads):
     def pieces(
         self, blocks: Sequence[Outgoing], choice: Choice, encrypted: bool = False
     ) -> Iterator[list[Outgoing]]:
-        """Divide the blocks into lists that are encoded at once. Blocks that are written raw do not count,
-        unless they are encrypted."""
+        """Divide the blocks into lists that are encoded at once. Raw ones do not count, unless encrypted."""
         piece: list[Outgoing] = []
         nbytes = 0
         for block in blocks:

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier.frame import PAGE
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.recovery import recover
 from kvtier_daemon.tiers.cold.segment import (
     Head,

@@ -40,9 +40,8 @@ log = logging.getLogger(__name__)
 
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITES_AT_ONCE = 2
-CLEAN_SHARE = (
-    1 / 4
-)  # of the warm tier: the coldest blocks, which are written even if the budget is low
+# Of the warm tier: the coldest blocks, which are written even if the budget is low.
+CLEAN_SHARE = 1 / 4
 FULL_SHARE = 3 / 4  # of the disks: some segments are always empty, or are being reused
 PAUSE_S = 0.05
 SWEEP_S = 10.0  # after a search of all blocks, until the next one
@@ -56,8 +55,7 @@ COPY_S = 3.0  # longest time that writes wait for the copies of the reclaimer
 
 
 class WaitingWriters:
-    """The writers of one tenant that wait: without work (`idle`), or because they could not write
-    (`pausing`)."""
+    """The writers of one tenant that wait: without work (`idle`), or for a place (`pausing`)."""
 
     def __init__(self) -> None:
         self._idle: deque[asyncio.Future[None]] = deque()
@@ -70,7 +68,6 @@ class WaitingWriters:
             waiting.popleft().set_result(None)
 
     def wake_idle(self) -> None:
-        """Wake one writer without work."""
         if self._idle:
             self._idle.popleft().set_result(None)
 
@@ -108,8 +105,7 @@ class Drain:
             self._reset(True)
 
     def begin_last(self, limit_bytes: int) -> None:
-        """Write what is only in memory before a stop, the blocks that would be evicted last first, up to this
-        many bytes, and nothing else."""
+        """Write up to this many bytes that are only in memory, last victims first, and nothing else."""
         self._reset(True)
         self._swept = self.is_last = True
         self._order.frombytes(self._demotions.last_to_keep(limit_bytes))
@@ -128,8 +124,7 @@ class Drain:
 
     @property
     def left_blocks(self) -> int:
-        """About how many blocks are yet to be written, without those that were saved since the drain
-        began."""
+        """About how many blocks are yet to be written, without those saved since the drain began."""
         if not self.is_on or self.is_done:
             return 0
         return max(1, min(self._left, self._demotions.in_memory_alone))
@@ -189,9 +184,8 @@ class Flusher:
         self._reclaimer = reclaimer
         self.reconfigure(through=through, admission=admission)
         catalog.blocks.why_unwritten = SLOW_DISK
-        self.is_disk_short: Callable[[], bool] = lambda: (
-            False
-        )  # for reads; then nothing is written ahead
+        # For reads; then nothing is written ahead.
+        self.is_disk_short: Callable[[], bool] = lambda: False
         self.waiting = WaitingWriters()
         self.drain = Drain(catalog, self.waiting)
         self._saved = bytearray()  # ids of blocks to write, in the order of their commits
@@ -237,7 +231,6 @@ class Flusher:
         self.waiting.wake()
 
     async def run(self) -> None:
-        """Write until the task is cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(WRITES_AT_ONCE):
@@ -265,7 +258,6 @@ class Flusher:
                 await self.waiting.wait(PAUSE_S)
 
     def _plan(self) -> Demotion | None:
-        """Return the blocks to write next, or None."""
         left = self.gate()
         if not self._cold.writer.is_on or (left <= 0 and not self.drain.is_on):
             return None

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from kvtier.frame import pages
 from kvtier_daemon.catalog.compressed import CompressedOrder, nothing
 from kvtier_daemon.catalog.spaces import IDENTITY
-from kvtier_daemon.codec.frame import pages
 from kvtier_kernels import Store
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,6 @@ class CompressedFrames:
     # --- reads -------------------------------------------------------------------------------
 
     def hold(self, frames: Sequence[CompressedFrame]) -> None:
-        """Keep these frames until `release`."""
         for frame in frames:
             frame.reads += 1
             self._busy.add(frame.id)

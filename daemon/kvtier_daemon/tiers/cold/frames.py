@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvtier.frame import RAW, Identity
 from kvtier.layout import KvSpec
 from kvtier.wire import SLOT
 from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.catalog.frames import FramedBlocks
 from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.encryption import FrameCipher
-from kvtier_daemon.codec.frame import RAW, Identity
 from kvtier_daemon.tiers.cold.disk import HANGS_S
 from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame
 

@@ -56,12 +56,10 @@ NO_ANSWER: Final = 254
 DEATHS: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 # An error without a class of its own also comes from the system: it says nothing about the file.
 OF_THE_SYSTEM: Final = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
-META: Final = struct.Struct(
-    "<40xI92xQ"
-)  # of a first page: bytes of a page, and the last page's number
-UNKNOWN_FORMAT: Final = (
-    "LMDB data format"  # of the file, and still an error without a class of its own
-)
+# Of a first page: bytes of a page, and the last page's number.
+META: Final = struct.Struct("<40xI92xQ")
+# Of the file, and still an error without a class of its own.
+UNKNOWN_FORMAT: Final = "LMDB data format"
 
 Change: TypeAlias = dict[tuple[bytes, bytes], bytes | None]
 Entry: TypeAlias = tuple[bytes, bytes, bytes | None]
@@ -186,8 +184,7 @@ class Index(ChangeQueue):
         self._start(self._write)
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the sound entries of a table in the order of their keys, and drop the damaged ones. Waits
-        for the disk."""
+        """Return the sound entries of a table by key, and drop the damaged ones. Waits for the disk."""
         with self._env.begin() as reading, reading.cursor(self._tables[table]) as cursor:
             sound, damaged = split(table, cursor)
         for key in damaged:
@@ -228,8 +225,7 @@ class Index(ChangeQueue):
             self._answer(tokens, failed, kept)
 
     def _commit_all(self, kept: Change) -> str:
-        """Write the kept changes, and keep those that cannot be written; return the failure, or an empty
-        text."""
+        """Write the kept changes, and keep those that cannot be written; return the failure, or ""."""
         parts = [list(kept)]
         if self.failure:  # perhaps there is no room: drops make some
             parts = [
@@ -246,7 +242,6 @@ class Index(ChangeQueue):
         return ""
 
     def _commit(self, changes: Change) -> str:
-        """Write the batch in one transaction; return the failure, or an empty text."""
         nbytes = sum(len(key) + len(value or b"") for (_, key), value in changes.items())
         try:
             only_drops = all(value is None for value in changes.values())
@@ -264,8 +259,7 @@ class Index(ChangeQueue):
         return ""
 
     def _grow(self, wanted: int, only_drops: bool) -> None:
-        """Make room for `wanted` more bytes before they are written. A drop needs room too: some is reserved
-        for it."""
+        """Make room for `wanted` more bytes before a write. Some is reserved for drops, which need it too."""
         limit = self._limit_bytes - (0 if only_drops else RESERVE_BYTES)
         info, page = self._env.info(), self._env.stat()["psize"]
         used, size = (info["last_pgno"] + 1) * page, info["map_size"]
@@ -339,8 +333,7 @@ def _check(folder: Path, map_bytes: int) -> None:
 
 
 def _run_check(folder: Path, map_bytes: int) -> NoReturn:
-    """Check the file in the child, and end the child. The parent may have threads, so the child uses nothing
-    but LMDB."""
+    """Check the file in the child, which uses only LMDB: the parent may have threads. Ends the child."""
     result = NO_ANSWER
     try:
         gc.disable()

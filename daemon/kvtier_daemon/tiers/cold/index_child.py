@@ -132,8 +132,6 @@ class Channel:
 
 
 class Served:
-    """What the process does with each request."""
-
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._index: Index | None = None

@@ -85,7 +85,6 @@ class Child:
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the process, and close the socket to it."""
         self._process.kill()
         self.end()
 
@@ -217,8 +216,7 @@ class IndexProcess(ChangeQueue):
 
 
 def lock(child: Child, directory: Path, device: int | None) -> tuple[int, int, bytes]:
-    """Let the process lock this directory as `claim` does; return descriptors of the lock and of the
-    directory, and its name. Raises TierError, and InUseError if another daemon has the lock."""
+    """Let the process lock this directory as `claim` does, with its results and exceptions."""
     try:
         answer, fds = child.ask(LockIndex(str(directory), os.getpid(), device))
     except EOFError as error:

@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from kvtier.frame import ENCRYPTED, RAW, pages
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.catalog.frames import FramedBlocks, StoredFrame
-from kvtier_daemon.codec.frame import ENCRYPTED, RAW, pages
 from kvtier_daemon.tiers.base import CopiedBlock
 from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.frames import SETTLE_S, CipherNow, Decoding, Incoming

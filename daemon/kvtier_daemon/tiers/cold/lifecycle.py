@@ -117,8 +117,7 @@ class DirectoryOpener:
             await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def open(self, path: Path) -> ColdDirectory | None:
-        """Open this directory, or wait for its opening in progress; None if that is cancelled. Raises
-        TierError and OSError."""
+        """Open this directory, or wait for its opening; None if cancelled. Raises TierError and OSError."""
         opening = self._openings.get(path)
         if opening is None:
             opening = self._openings[path] = asyncio.create_task(self._open(path))
@@ -153,7 +152,6 @@ class DirectoryOpener:
         self._unwritten[directory.path] = directory.unwritten
 
     def cancel(self) -> None:
-        """Stop to open directories."""
         for opening in self._openings.values():
             opening.cancel()
             opening.add_done_callback(_close_opened)
@@ -263,8 +261,7 @@ class DirectoryKeeper:
 
 @dataclass(frozen=True, slots=True)
 class AccessNotes:
-    """Notes the first uses of blocks in the access logs of the directories. A failure for one tenant does not
-    affect the others."""
+    """Notes the first uses of blocks in the access logs, for each tenant independently."""
 
     tier: ColdTier
     tenants: Mapping[str, Tenant]
@@ -391,8 +388,7 @@ class ColdLifecycle:
                 self._moving.cancel()
 
     async def close(self) -> bool:
-        """Write the last notes to the indexes and close the files; False if a disk hangs, now or when the
-        tier was switched."""
+        """Write the last notes and close the files; False if a disk hangs, now or when it was switched."""
         if self._switching is None:
             return True
         release = await self._switching.settled(END_S)
@@ -410,7 +406,6 @@ class ColdLifecycle:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier's files are open."""
         return self._switching is not None and self._switching.cold_is_open
 
     def state(self, tier: str) -> str:
@@ -583,8 +578,7 @@ class ColdLifecycle:
             pass
 
     async def _move(self, tier: ColdTier) -> None:
-        """Recover blocks, then move them, until the task is cancelled. A failure disables the cold tier,
-        never the warm tier."""
+        """Recover blocks, then move them, until cancelled. A failure disables only the cold tier."""
         cold, keeper, scrub = self._settings.config.cold, self.keeper, self.scrub
         assert cold is not None and keeper is not None and scrub is not None
         try:
@@ -605,7 +599,6 @@ class ColdLifecycle:
 
 
 def _close_opened(opening: asyncio.Future[ColdDirectory]) -> None:
-    """Close the result of an opening that was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0)
 
@@ -648,8 +641,7 @@ class _WriteOptions(TypedDict):
 
 
 def _write_options(config: Config, cold: ColdConfig, tenant: Tenant) -> _WriteOptions:
-    """Return how blocks of this tenant are written: the options of a new mover, and of
-    `Mover.reconfigure`."""
+    """Return the options of writes of this tenant, for a new mover and for `Mover.reconfigure`."""
     return {
         "through": cold.write == "through",
         "daily_bytes": int(cold.daily_bytes * tenant.quota_bytes / config.warm.size_bytes),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from kvtier.frame import ENCRYPTED, RAW
 from kvtier.key import KEY_BYTES
 from kvtier.wire import DIGEST_BYTES, SLOT
 from kvtier_daemon.catalog import Catalog, KnownSpace
@@ -26,7 +27,6 @@ from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS,
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.promotion import Promotion, Survey
 from kvtier_daemon.codec.choice import Choice
-from kvtier_daemon.codec.frame import ENCRYPTED, RAW
 from kvtier_daemon.codec.losses import NUMBERS as LOSSY
 from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict
@@ -200,7 +200,6 @@ class Promoter:
         )  # fmt: skip
 
     def _frames_of(self, ids: bytes) -> dict[int, CompressedFrame]:
-        """The frames in memory of these blocks."""
         if self._compressed is None:
             return {}
         return self._compressed.find(self._catalog.blocks.store, ids)
@@ -268,7 +267,6 @@ class Promoter:
             )  # fmt: skip
 
     def _coding(self, space: KnownSpace, number: int, codec: int, block_bytes: int) -> Decoding:
-        """Return how this block is decoded."""
         encrypted, is_lossy = codec & ENCRYPTED, codec & ~ENCRYPTED in LOSSY
         if not (encrypted or is_lossy):
             return Decoding(codec, space.spec, block_bytes)
@@ -425,7 +423,6 @@ class Mover:
         self.writes.tend()
 
     async def run(self) -> None:
-        """Write and reclaim until the task is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.writes.run(), name=f"write {self._tenant}")
             tasks.create_task(self.reclaimer.run(), name=f"reclaim {self._tenant}")

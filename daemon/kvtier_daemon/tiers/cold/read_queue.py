@@ -52,8 +52,7 @@ class ReadSource(Protocol):
 
 
 class Disks(Protocol):
-    """The cold tier, as its queue of reads sees it. `LINK` is in the place of a segment for frames in
-    memory."""
+    """The cold tier, as its queue of reads sees it. `LINK` stands for frames in memory."""
 
     @property
     def is_on(self) -> bool: ...
@@ -209,8 +208,6 @@ class PendingRequests:
 
 
 class ReadQueue:
-    """The queue of all tenants."""
-
     def __init__(
         self, loop: asyncio.AbstractEventLoop, cold: Disks, clock: Callable[[], float]
     ) -> None:
@@ -318,14 +315,12 @@ class ReadQueue:
     # --- submitting ----------------------------------------------------------------------------
 
     def pump(self, disk: ReadSource) -> None:
-        """Submit the reads that wait for this disk, or cancel them if the disk is off, from the next
-        iteration of the loop on."""
+        """Submit the reads that wait for this disk, or cancel them if it is off, in the next iteration."""
         if disk not in self._pumping:
             self._pumping.add(disk)
             self._loop.call_soon(self._submit, disk)
 
     def _submit(self, disk: ReadSource) -> None:
-        """Submit a portion of the reads that wait for this disk."""
         self._pumping.discard(disk)
         names = cast(list[Name], self.planner.order.take(disk.link, READ_BLOCKS))
         if names and not (disk.reads.is_on and self._cold.is_on):
@@ -352,8 +347,7 @@ class ReadQueue:
     def _have_read_all(
         self, tenant: str, disk: ReadSource, blocks: Sequence[Incoming], codes: Sequence[int]
     ) -> None:
-        """These reads have ended, each with an errno or 0. Blocks that the same requests waited for are
-        handled at once."""
+        """These reads have ended, each with an errno or 0. A request's blocks are handled at once."""
         self.pump(disk)
         self.pending.notify()
         alike: dict[tuple[Done, int, bool, tuple[Request, ...]], list[Incoming]] = {}

@@ -1,5 +1,4 @@
-"""Reclaims segments: copies the blocks that were requested again to the open segment, then releases the
-segment."""
+"""Reclaims segments: copies the blocks that were requested again, then releases the segment."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from kvtier import frame
 from kvtier.errors import FrameError
+from kvtier.frame import pages
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.frames import PLACE_BYTES, FramedBlocks, StoredFrame
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,
@@ -67,7 +66,6 @@ class Reclaimer:
         self.idle.clear()
 
     async def run(self) -> None:
-        """Reclaim queued segments until the task is cancelled."""
         while True:
             store, segment = await self._queue.get()
             try:
@@ -107,8 +105,7 @@ class Reclaimer:
     async def _copy(
         self, segment: Segment, framed: Sequence[tuple[int, bytes, bytes]], nbytes: int
     ) -> bool:
-        """Copy these blocks, given by id, frame and digest, out of a segment. False if there is no place for
-        them, and thus for no others."""
+        """Copy these blocks out of a segment. False if there is no place for them, and thus for no others."""
         extent, offset = self._memory.of(nbytes), 0
         # Some blocks may be forgotten, and their ids given to other blocks.
         named = self._catalog.segments.described_in(

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier import frame
 from kvtier.errors import FrameError, TierError
+from kvtier.frame import PAGE, Frame, pages
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import PAGE, Frame, pages
 from kvtier_daemon.tiers.cold.directory_lock import distrust
 from kvtier_daemon.tiers.cold.segment import (
     ENTRY,
@@ -36,8 +36,7 @@ from kvtier_kernels import xxh3_128
 
 @dataclass(slots=True)
 class Recovered:
-    """The content of a segment file. A file without a head has no usable content, and can be reused at
-    once."""
+    """The content of a segment file. One without a head has no usable content, and can be reused at once."""
 
     path: Path
     nbytes: int
@@ -220,5 +219,4 @@ def entries_of(found: Recovered) -> int:
 
 
 def free_bytes(found: Recovered) -> int:
-    """Return the bytes that may still be written."""
     return found.nbytes - found.end - pages(len(found.rows)) - PAGE

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from kvtier import frame
 from kvtier.errors import FrameError
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.frames import StoredFrame
 from kvtier_daemon.catalog.segment_frames import Framed
-from kvtier_daemon.codec import frame
 from kvtier_daemon.tiers.cold.attached import ReadMemory
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 from kvtier_daemon.tiers.cold.frames import DAMAGED, Incoming
@@ -59,8 +59,7 @@ class Pace:
 
 
 class Scrubber:
-    """Scrubs the segments of all tenants. `dirty` gets blocks that are only in memory because their frames
-    were damaged."""
+    """Scrubs the segments of all tenants. `dirty` gets blocks that lost their damaged frames."""
 
     def __init__(
         self, cold: ColdTier, catalogs: Mapping[str, Catalog], dirty: Callable[[str, bytes], None],
@@ -87,7 +86,6 @@ class Scrubber:
         return {**self.counts, "last_round_s": self.last_round_s, "rate": self.rate}
 
     async def run(self) -> None:
-        """Scrub until the task is cancelled."""
         while True:
             if self.rate:
                 await self.round()
@@ -191,7 +189,6 @@ def _is_unchanged(segment: Segment, head: Head) -> bool:
 
 
 def _is_header_of(header: bytes, epoch: int, one: Framed) -> bool:
-    """Whether this is the header of this frame."""
     try:
         found = frame.decode(header, epoch)
     except FrameError:

@@ -49,8 +49,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvtier.errors import FrameError
-from kvtier.layout import KvSpec
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     DIGEST_BYTES,
     ENCRYPTED,
     HAS_PARENT,
@@ -61,6 +60,7 @@ from kvtier_daemon.codec.frame import (
     Identity,
     pages,
 )
+from kvtier.layout import KvSpec
 from kvtier_kernels import xxh3_128
 
 VERSION = 2  # of head, tombstones, table and trailer
@@ -92,8 +92,7 @@ def digested_page(fields: bytes) -> bytes:
 
 
 def checked_page(page: bytes, layout: struct.Struct, magic: bytes) -> tuple[Any, ...]:
-    """Return the fields after magic, version and flags. Raises FrameError if the page is damaged, or is
-    another kind of page."""
+    """Return the fields after magic, version and flags. Raises FrameError for a damaged or other page."""
     if len(page) != PAGE:
         raise FrameError(f"the page is incomplete: {len(page)} bytes")
     size = layout.size
@@ -117,8 +116,7 @@ def tombstone_pages(nbytes: int) -> int:
 
 
 class TombstonePages:
-    """The tombstones of a segment, as a set of pages. `dirty` has the numbers of the tombstone pages that
-    must be written."""
+    """A segment's tombstones, as a set of pages. `dirty` has the tombstone pages that must be written."""
 
     def __init__(self, nbytes: int) -> None:
         self.count = tombstone_pages(nbytes)
@@ -141,7 +139,6 @@ class TombstonePages:
             self.dirty.add(page // PAGES_EACH)
 
     def encode(self, epoch: int, first: int, count: int) -> bytes:
-        """Return `count` tombstone pages from number `first` on."""
         bits = (
             bytes(self._bits[number * BITS_BYTES : (number + 1) * BITS_BYTES])
             for number in range(first, first + count)
@@ -215,8 +212,6 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class FooterEntry:
-    """An entry of the table."""
-
     identity: Identity
     parent: bytes
     page: int
@@ -239,7 +234,6 @@ class FooterEntry:
 
 
 def space_bytes(space: tuple[bytes, KvSpec]) -> int:
-    """Return the size of the description of one space in a table."""
     return len(msgspec.msgpack.encode(space))
 
 
@@ -294,12 +288,10 @@ def split_rows(rows: bytes) -> list[bytes]:
 
 
 def space_of(row: bytes) -> int:
-    """Return the index of an entry's space."""
     return int(ENTRY.unpack_from(row)[2])
 
 
 def pages_of(rows: bytes) -> array[int]:
-    """Return the first page of each frame of a table."""
     return _words(rows)[PAGE_WORD::ENTRY_WORDS]
 
 
@@ -360,7 +352,6 @@ def rows_of_pages(
 
 
 def codecs_of(rows: bytes) -> set[int]:
-    """Return the codecs of a table's frames, without the mark of encryption."""
     return {codec & ~ENCRYPTED for codec in rows[CODEC_AT :: ENTRY.size]}
 
 
@@ -436,7 +427,6 @@ class FrameTable:
         self._rows[at : at + ENTRY.size] = row
 
     def footer(self, head: Head) -> tuple[int, bytes]:
-        """Return the footer, without frames that were not written, and its offset."""
         rows = bytes(self._rows)
         if self.failed:
             rows = b"".join(row for row in split_rows(rows) if page_of(row))

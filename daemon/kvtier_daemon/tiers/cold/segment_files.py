@@ -25,8 +25,7 @@ LEAST_SEGMENTS = 3  # with fewer, none can be reclaimed while others are written
 
 class SegmentFiles:
     """Creates, finds and removes the files; never reads or writes a segment that is in use. If `encrypted`,
-    files that may hold frames that are not encrypted are erased. `readers`: the group that may read the
-    files."""
+    files that may hold unencrypted frames are erased. `readers`: the group that may read the files."""
 
     def __init__(
         self, tenant: str, directory: ColdDirectory, disk: DirectoryDisk, segment_bytes: int, most: int,
@@ -75,8 +74,7 @@ class SegmentFiles:
         return self._shown(path, self._directory.open(path))
 
     def _shown(self, path: Path, fd: int) -> int:
-        """Let the group of readers read a file, and no other group. Without permission for that the file is
-        used all the same."""
+        """Let the group of readers, and no other, read a file. Without permission for that it is used too."""
         mode = 0o600 if self._readers is None else 0o640
         try:
             found = os.fstat(fd)
@@ -100,9 +98,8 @@ class SegmentFiles:
 
         def remove() -> None:
             with contextlib.suppress(OSError):
-                os.ftruncate(
-                    fd, 0
-                )  # a client may have a descriptor, and would keep the disk's space
+                # A client may have a descriptor, and would keep the disk's space.
+                os.ftruncate(fd, 0)
             os.close(fd)
             self._unlink(Path(segment.path))
 

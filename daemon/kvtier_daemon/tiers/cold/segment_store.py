@@ -19,19 +19,19 @@ from itertools import islice
 from pathlib import Path
 
 from kvtier.errors import TierError
-from kvtier.frame import ONCE
-from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
-from kvtier_daemon.codec.block_parts import entries
-from kvtier_daemon.codec.frame import (
+from kvtier.frame import (
     ENCRYPTED,
     GENERATION_AT,
     LOSSY,
+    ONCE,
     PAGE,
     RAW,
     Template,
     pages,
     stamp,
 )
+from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
+from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
 from kvtier_daemon.tiers.cold.disk import Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.eraser import erase
@@ -158,8 +158,7 @@ class SegmentTable:
 
 
 class SegmentTombstones:
-    """Writes the tombstones of a store's segments. `unused` is called with a segment whenever a write to it
-    has ended."""
+    """Writes a store's tombstones. `unused` gets a segment when a write to it has ended."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, disk: DirectoryDisk, unused: Callable[[Segment], None],
@@ -350,8 +349,7 @@ class SegmentStore:
         return written
 
     def leaves_next(self) -> list[Segment]:
-        """Return the segments that are reused next, the first one first, if a new file would be one too
-        many."""
+        """Return the segments that are reused next, in order, if a new file would be one too many."""
         may_grow = self.files.has_room and self._clock() >= self._grows_at
         if may_grow or len(self.log) < LEAST_SEGMENTS:
             return []
@@ -388,8 +386,7 @@ class SegmentStore:
         return written
 
     def prepare(self) -> None:
-        """Begin a segment unless one is open, and get one more free segment: a new file, or the oldest
-        segment."""
+        """Begin a segment unless one is open, and get one more: a new file, or the oldest segment."""
         if self.closing or not self.ready or not self.disk.writes.is_on:
             return  # the next write calls it again
         if self._clock() < self._tries_at:
@@ -568,8 +565,7 @@ class SegmentStore:
         return segment
 
     def _write_late_footer(self, segment: Segment, one: Recovered) -> None:
-        """Write the footer that a killed daemon did not write, so that the next start need not walk the
-        frames."""
+        """Write the footer that a killed daemon did not write, so that the next start walks no frames."""
         if free_bytes(one) < described_bytes(sum(map(space_bytes, one.spaces))):
             return
         assert one.head is not None

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier.frame import ELEMENTS, ENCRYPTED, PAGE, RAW
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec.base import ELEMENTS
-from kvtier_daemon.codec.frame import ENCRYPTED, PAGE, RAW
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_daemon.planning import DiskLink
 from kvtier_daemon.planning.read_order import ReadSchedule
@@ -87,14 +86,12 @@ class FrameReader:
             self._table.stores[block.segment].free_if_unused(segment)
 
     def decode(self, blocks: Sequence[Incoming], done: AllRead) -> None:
-        """Decode frames in memory into the slots of their blocks; `done` gets some at a time, each with an
-        errno or 0."""
+        """Decode frames in memory into their slots; `done` gets some at a time, each with an errno or 0."""
         assert self._memory is not None
         self._memory.read(blocks, done)
 
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None:
-        """Read blocks into their slots; `done` gets each block and an errno or 0, EBADMSG if its digest does
-        not match."""
+        """Read blocks into their slots; `done` gets each with an errno or 0, EBADMSG for a wrong digest."""
         raw: dict[DirectoryDisk, bytearray] = {}
         encoded: dict[DirectoryDisk, tuple[bytearray, list[Recipe], list[FrameKeys]]] = {}
         for block in blocks:
@@ -212,8 +209,7 @@ class FrameReader:
 
 
 class BlockWriter:
-    """Writes blocks to the directories in turn. `accepts` is False while an operator drains the tier, and
-    after the end of the tier."""
+    """Writes blocks to the directories in turn. `accepts` is False in a drain and after the end."""
 
     def __init__(
         self, attached: Sequence[AttachedDirectory], table: SegmentTable, schedule: ReadSchedule,
@@ -444,8 +440,7 @@ class ColdTier:
         self.reads.pending.shut()
 
     async def close(self, timeout_s: float = 10.0) -> bool:
-        """Stop the disks, then close all files. False if a disk or a codec hangs: it still uses files, and
-        perhaps memory."""
+        """Stop the disks, then close all files. False if a disk or a codec hangs, and still uses them."""
         self.reader.is_shut, self.writer.accepts = True, False
         until = time.monotonic() + timeout_s
         stopped = await self.directories.stop_disks(timeout_s)

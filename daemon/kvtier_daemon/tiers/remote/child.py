@@ -38,9 +38,8 @@ from kvtier_daemon.tiers.remote.messages import (
     short_reason,
 )
 
-MEMORY_BYTES: Final = (
-    2 << 30
-)  # that the process may allocate; above this it ends, and is started again
+# That the process may allocate; above this it ends, and is started again.
+MEMORY_BYTES: Final = 2 << 30
 
 
 class ObjectStore(Protocol):
@@ -59,8 +58,7 @@ class ObjectStore(Protocol):
         """Return a byte for each object: 1 if it exists."""
 
     def pages(self, prefix: str) -> AsyncIterator[list[str]]:
-        """Name the objects below this prefix, in pages; none of them if the store has no list. Fails if the
-        store cannot be read."""
+        """Name the objects below this prefix, in pages; none without a list. Fails if nothing can be read."""
 
     async def delete(self, names: list[str]) -> None:
         """Delete these objects; one that does not exist is no failure."""

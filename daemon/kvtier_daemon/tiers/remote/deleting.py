@@ -73,8 +73,7 @@ class Deleter:
         lists: Sequence[str] = (),
     ) -> bytes:  # fmt: skip
         """Delete the objects of these blocks and these lists, after those of them that are being written.
-        From now on the blocks are not known, and later `done` gets the failure, or an empty text. Return the
-        names."""
+        From now on the blocks are not known; later `done` gets the failure, or "". Return the names."""
         names = [names_of(keys, place.mask) for place in places]
         packed = b"".join(names)
         if self._bytes + len(packed) > LIMIT_BYTES:

@@ -131,8 +131,7 @@ class Pending:
 
 
 class StoreProcess:
-    """The process, and the buffer that it shares with the daemon. Each process has a buffer of its own, so
-    that a late one changes nothing."""
+    """The process, and the buffer that it alone shares with the daemon: a late one changes nothing."""
 
     def __init__(self, buffer_bytes: int) -> None:
         fd = os.memfd_create("kvtier-remote", os.MFD_CLOEXEC)
@@ -301,11 +300,12 @@ class StoreDriver:
         self.epoch += 1
         await asyncio.to_thread(self.keys.load)
         request = await asyncio.to_thread(_opening, config)
-        starting = asyncio.create_task(asyncio.to_thread(StoreProcess, config.buffer_bytes))
+        # Not a task: the end of the loop would cancel it, and nothing would end the process.
+        starting = self._loop.run_in_executor(None, StoreProcess, config.buffer_bytes)
         try:
             self.child = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(lambda task: task.result().kill())
+            starting.add_done_callback(_end_started)
             raise
         reader, self._writer = await asyncio.open_connection(sock=self.child.end)
         self._in_a_row, self._sick = 0, self._loop.create_future()
@@ -415,3 +415,9 @@ class StoreDriver:
         if was_on:
             self._changed()
         return why
+
+
+def _end_started(starting: asyncio.Future[StoreProcess]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().kill()
+        starting.result().end.close()

@@ -130,8 +130,7 @@ class Families:
         log.warning("remote: blocks of %s are not resharded: %s", spec.model, why)
 
     def siblings_of(self, space: KnownSpace, missed: bytes) -> Sequence[Sibling]:
-        """Return the spaces of whose objects blocks of this one can be made. `missed` has keys for which new
-        ones are asked at once."""
+        """The spaces whose objects give blocks of this one. New ones are asked for `missed` keys at once."""
         if not self._tenant.reshards or (kin := self.kin(space)) is None or kin.forgets:
             return ()
         kin.missed = missed or kin.missed
@@ -145,8 +144,7 @@ class Families:
         return kin is not None and self._clock() >= kin.tell_at
 
     def is_described(self, space: KnownSpace) -> bool:
-        """Whether the objects of this space may be written. Without its description, other hosts could not
-        forget them."""
+        """Whether this space's objects may be written: other hosts could not forget undescribed ones."""
         kin = self.kin(space)
         return kin is None or kin.is_told
 

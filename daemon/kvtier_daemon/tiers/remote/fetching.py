@@ -14,13 +14,13 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from kvtier.errors import FrameError, Refused
+from kvtier.frame import Identity
 from kvtier.key import KEY_BYTES
 from kvtier.wire import GRANTED, PRESENT
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import Arriving
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.planning import PATIENCE_S, WHY, DiskLink, Planner
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import Outlook
@@ -426,8 +426,7 @@ class Fetcher:
     def _has(
         self, space: KnownSpace, place: Place, keys: bytes, others: Sequence[bytes], stops: bool
     ) -> bytes:
-        """Return a byte for each block: whether this part of it exists in the store or in memory, or is being
-        read."""
+        """Return a byte for each block: whether this part exists in the store or in memory, or is read."""
         flags = self._flags(place, self._sources(place, keys, others), stops)
         if space.index >= 0 and space.places > 1:
             store = self._tenant.catalog.blocks.store
@@ -573,8 +572,7 @@ class Fetcher:
     def _made(
         self, sibling: Sibling, group: int, number: int, parts: Sequence[tuple[WantedParts, Arriving]]
     ) -> list[ArrivingPart]:  # fmt: skip
-        """Return the reads of the objects of which these parts of one block are made; none if one of them is
-        already read for other parts."""
+        """The reads of the objects of which these parts of a block are made; none if one is already read."""
         into, objects = sibling.target.identity, list[ArrivingPart]()
         slots = [(block, one.place.shard, self._slot(block, one.place)) for one, block in parts]
         wanted, at = parts[0][0], number - parts[0][0].begin

@@ -16,9 +16,8 @@ from kvtier_daemon.tiers.remote.known import KnownObjects, names_of
 from kvtier_daemon.tiers.remote.places import Place, Places
 from kvtier_daemon.tiers.remote.writing import ObjectWriter
 
-LOOK_RECORDS: Final = (
-    65_536  # records that are looked at in one turn of the loop: a millisecond or two
-)
+# Records that are looked at in one turn of the loop: a millisecond or two.
+LOOK_RECORDS: Final = 65_536
 PORTION: Final = 16  # blocks
 READ_S: Final = 2.0  # for a portion that is only on disk; what has not come then stays there
 TRIES: Final = 3  # of such a portion: a disk that is busy refuses prefetches

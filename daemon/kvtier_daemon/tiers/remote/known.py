@@ -73,9 +73,8 @@ class KnownObjects:
                 del self._leaving[name]
 
     def doubt(self, name: bytes) -> bool:
-        """Note that this object could not be read completely. It may be there, so it can be read again; and
-        it may be damaged, so it is replaced when its block is shared again. Return whether it was in doubt
-        before."""
+        """Note that this object could not be read completely: it can be read again, and is replaced when its
+        block is shared again, for it may be damaged. Return whether it was in doubt before."""
         was = name in self._doubted
         self._doubted[name] = None
         if len(self._doubted) > LIMIT_DOUBTED:

@@ -15,15 +15,16 @@ is only in other memory, and of its header a copy is read, so that the process s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from kvtier import frame
 from kvtier.errors import FrameError
+from kvtier.frame import ELEMENTS, ENCRYPTED, HEADER, RAW, Entry, Identity, Template
 from kvtier.layout import KvSpec
-from kvtier_daemon.codec import frame, framing
-from kvtier_daemon.codec.base import ELEMENTS, Codec
+from kvtier_daemon.codec import framing
+from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.codec.encryption import FrameCipher, UnknownKeyError
-from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Entry, Identity, Template
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import copy, decode_frame, seal_frame, xxh3_128
 
@@ -153,6 +154,3 @@ def decode(
     if not is_good:
         raise FrameError("the payload is damaged")
     return one.raw_digest
-
-
-HeadersOf = Mapping[tuple[int, int], Headers]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtier.frame import Identity
 from kvtier.layout import Group
 from kvtier_daemon.catalog import KnownSpace
-from kvtier_daemon.codec.frame import Identity
 from kvtier_daemon.tiers.remote.known import place_mask
 from kvtier_daemon.tiers.remote.objects import Headers
 
@@ -33,8 +33,7 @@ class Place:
 
 
 class Places:
-    """`object_bytes` is the size of the largest object. A space with larger ones has no places here: it is
-    not shared."""
+    """`object_bytes` is the size of the largest object. A space with larger ones is not shared."""
 
     def __init__(self, object_bytes: int) -> None:
         self._object_bytes = object_bytes

@@ -19,9 +19,8 @@ LIMIT_QUESTIONS: Final = 256  # the oldest are dropped
 AT_ONCE: Final = 4
 MOST_NAMES: Final = 64  # of one question; the first one is about one block, the next about more
 GROWS: Final = 8
-LIST_MOST: Final = (
-    1_000_000  # objects of a space that are listed when it is used for the first time
-)
+# Objects of a space that are listed when it is used for the first time.
+LIST_MOST: Final = 1_000_000
 
 
 class Questions:

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.frame import DIGEST_BYTES, Identity
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import Arriving
 from kvtier_daemon.codec.encryption import FrameCipher
-from kvtier_daemon.codec.frame import DIGEST_BYTES, Identity
 from kvtier_daemon.codec.resharding import Runs, sources
 from kvtier_daemon.tiers.remote.objects import decode
 from kvtier_kernels import xxh3_128

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 LATE_SHARE: Final = 0.95  # of the deadline, after which a transfer that fails was too slow
 HEADS_AT_ONCE: Final = 32
-PIECE_BYTES: Final = (
-    1 << 20
-)  # that the library collects before it passes them on: they are copied from a cache
+# That the library collects before it passes them on: they are copied from a cache.
+PIECE_BYTES: Final = 1 << 20
 PAGE_NAMES: Final = 500  # half a millisecond of the daemon's loop
 
 

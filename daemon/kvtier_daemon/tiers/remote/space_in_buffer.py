@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier_daemon.codec.frame import pages
+from kvtier.frame import pages
 
 
 class BufferSpace:

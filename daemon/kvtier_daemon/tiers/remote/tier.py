@@ -324,8 +324,7 @@ class RemoteTier:
     # --- orders of an operator ---------------------------------------------------------------
 
     def order(self, order: str) -> dict[str, Any]:
-        """Drain the tier, switch it off or on, hand all blocks over, or report its state. Raises TierError if
-        that is not possible."""
+        """Drain, switch, hand over or warm up, or report the state. Raises TierError if impossible."""
         remote = self._remote
         if remote is None:
             raise TierError(

@@ -28,10 +28,10 @@ from typing import Final
 import msgspec
 
 from kvtier.errors import FrameError
+from kvtier.frame import RAW, Entry, Identity
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier_daemon.catalog import KnownSpace
-from kvtier_daemon.codec.frame import RAW, Entry, Identity
 from kvtier_daemon.tiers.remote.known import each_of
 from kvtier_daemon.tiers.remote.objects import Headers
 
@@ -142,8 +142,7 @@ def _code(space: bytes, host: bytes, secret: bytes, text: bytes) -> bytes:
 
 
 def decode_list(of: Identity, secret: bytes, text: bytes, now_s: float) -> WantedList:
-    """Return the list of this space and host. Raises FrameError if it is not one that a host of this fleet
-    wrote, or an old one."""
+    """Return the list of this space and host. Raises FrameError if it is old or not the fleet's."""
     body, code = text[:-CODE_BYTES], text[-CODE_BYTES:]
     if not hmac.compare_digest(code, _code(of.space, of.key, secret, body)):
         raise FrameError("no host of this fleet wrote the list")
@@ -260,8 +259,7 @@ class RankedBlocks:
 
 
 def lists_of(prefixes: Iterable[WantedPrefix], now_s: float) -> list[WantedList]:
-    """Return a list for each space of these prefixes: a block has the weights of all prefixes that contain
-    it."""
+    """Return a list for each space of these prefixes: a block has the weights of all that contain it."""
     spaces: dict[bytes, RankedBlocks] = {}
     for one in prefixes:
         blocks = spaces.setdefault(one.space.identity, RankedBlocks(one.space.spec))

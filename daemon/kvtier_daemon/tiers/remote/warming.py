@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from kvtier import frame
 from kvtier.errors import FrameError, Refused
+from kvtier.frame import ENCRYPTED, HEADER, RAW, Identity
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import PRESENT
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.arrivals import ARRIVING
-from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import ENCRYPTED, HEADER, RAW, Identity
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.remote.driver import StoreDriver, StoreProcess
@@ -210,8 +210,7 @@ class Warming:
         return list_name(self._tenant.secret, list_identity(space.identity, self._host))
 
     async def purge(self, space: KnownSpace) -> bytes:
-        """Want no block of this space. Return the keys of those that were wanted, and of those in this host's
-        list."""
+        """Want no block of this space. Return the keys that were wanted, and those in this host's list."""
         wanted, secret = self._wanted.forget(space), self._tenant.secret
         of = list_identity(space.identity, self._host)
         try:
@@ -255,8 +254,7 @@ class Warming:
         return losses.of(space.identity, space.spec, self._tenant.name) is not None
 
     async def _lists(self) -> list[WantedList]:
-        """Read the lists of other hosts, and merge them; those that are damaged, old or of others are left
-        out."""
+        """Read the lists of other hosts, and merge them, without those that are damaged, old or others'."""
         secret, both = self._tenant.secret, MergedLists()
         self.lists = self.ignored = self.blocks = 0
         names = set((await self.objects.names(folder_of(secret), MOST_NAMES))[0])
