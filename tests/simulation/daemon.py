@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from . import virtual  # first: it replaces the clocks
 from .clients import FIRST_READER
-from .loop import NumberedTask, SimulatedLoop
+from .loop import NumberedTask, SimulatedLoop, wrapped
 from .machine import (
     MACHINE,
     Child,
@@ -91,14 +91,16 @@ class Failures(logging.Handler):
     """An internal error in the log of the daemon is a violation."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        machine = MACHINE.now
+        if machine is None:  # what is left of a simulation that has ended
+            return
         if record.exc_info and not isinstance(record.exc_info[1], ViolationError):
-            machine = MACHINE.now
             with contextlib.suppress(ViolationError):
                 text = logging.Formatter().formatException(record.exc_info)
                 machine.violate(f"internal error: {record.getMessage()}\n{text}")
         elif "never retrieved" in (text := record.getMessage()) or "destroyed" in text:
             with contextlib.suppress(ViolationError):
-                MACHINE.now.violate(text)
+                machine.violate(text)
 
 
 def _wait(jobs: Iterable[Future[Any]], timeout_s: float) -> SimpleNamespace:
@@ -166,6 +168,7 @@ def install() -> None:
     demotion.SWEEP_IDS = 512
     peer_module.Peer.of = classmethod(_peer_of)
     os.pidfd_open = _pidfd_open
+    asyncio.wrap_future = wrapped
     for module, name, _ in PORTIONS:
         WHOLE[module.__name__, name] = getattr(module, name)
     # Sets of these have the order in which they were filled, and not that of their addresses.

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import virtual  # first: it replaces the clocks
 from .loop import NumberedTask
-from .machine import Machine, ViolationError
+from .machine import MACHINE, Machine, ViolationError
 from .oracle import Oracle
 from .plan import (
     KEYS,
@@ -66,7 +66,7 @@ class Simulation:
         config = config_of(seed)
         virtual.reset(seed, config.tick_s)
         NumberedTask.made = 0
-        self.base_fds = _descriptors()
+        self.base_fds = _open_of(_descriptors())
         self.machine = machine = Machine(seed, config, folder, is_traced or keeps_lines)
         machine.lines = [] if keeps_lines else None
         machine.counts = self.counts = Counter()
@@ -154,7 +154,7 @@ class Simulation:
         for client in (*self.clients, self.operator):
             for link in [client.link] if client.link else []:
                 known |= set(link._fds)
-        left = _descriptors() - known
+        left = _open_of(_descriptors() - known)
         if leaks and left:
             names = [os.readlink(f"/proc/self/fd/{fd}") for fd in sorted(left)]
             machine.violate(f"the daemon left {len(left)} descriptors open: {names[:8]}")
@@ -444,6 +444,17 @@ class Simulation:
             client.link.close("bye")
 
 
+class _Unused:
+    """The chance of a load of which nothing was used."""
+
+    @staticmethod
+    def random() -> float:
+        return 0.9
+
+
+UNUSED: Any = _Unused()
+
+
 class _Swept:
     """Loads one chain until nothing more is coming."""
 
@@ -470,7 +481,7 @@ class _Swept:
         )
         client.machine.count("swept", reply.ready)
         if reading is not None:
-            client._release_reading(self.link, reading, random.Random(0))
+            client._release_reading(self.link, reading, UNUSED)
         if reply.coming and CLOCK.now < self.until:
             client.machine.after(0.05, self.ask)
         elif reply.coming:
@@ -478,8 +489,11 @@ class _Swept:
 
 
 def _descriptors() -> set[int]:
-    with os.scandir("/proc/self/fd") as found:
-        fds = {int(one.name) for one in found}
+    """The descriptors of this process, and that of the list itself, which is closed."""
+    return set(map(int, os.listdir("/proc/self/fd")))
+
+
+def _open_of(fds: set[int]) -> set[int]:
     return {fd for fd in fds if _is_open(fd)}
 
 
@@ -502,7 +516,7 @@ def simulate(
     folder = Path(tempfile.mkdtemp(prefix="kvtier-simulation-", dir=FOLDERS))
     simulation = None
     gc.disable()
-    before = _descriptors()
+    before = _open_of(_descriptors())
     try:
         simulation = Simulation(seed, plan, folder, keeps_lines, is_traced)
         try:
@@ -518,7 +532,7 @@ def simulate(
         outcome.trace, outcome.steps = machine.hash.hexdigest(), machine.steps
         outcome.counts, outcome.lines = simulation.counts, machine.lines or []
         _discard(simulation)
-        simulation = machine = None
+        simulation = machine = MACHINE.now = None
         gc.collect()
     finally:
         for fd in _descriptors() - before:
