@@ -142,6 +142,7 @@ def install() -> None:
     app_module.TEND_S = 0.5
     lifecycle.POLL_S = 1.0
     flusher.PAUSE_S = 0.2
+    flusher.BEGIN_S, flusher.BEGIN_TRIES, reclaimer.BEGIN_S = 0.01, 5, 0.01
     App._leave = _leave
     loop_lag.TICK_S = 5.0
     disk.Disk = DiskWorker

@@ -334,7 +334,7 @@ class Disk:
     def cut_power(self, folder: Path) -> None:
         """Each page that was not synced is on disk, is not, or is there in part."""
         chance = self._machine.chance
-        for path in sorted(folder.glob("*/segments/*/*")):
+        for path in _segments(folder) if any(self.unsynced.values()) else ():
             kept = self.unsynced.get(path.stat().st_ino)
             if not kept:
                 continue
@@ -352,12 +352,15 @@ class Disk:
 
     def rot(self, folder: Path, chance: random.Random) -> None:
         """Change a bit of a segment file."""
-        paths = sorted(folder.glob("*/segments/*/*"))
-        if paths:
+        if paths := _segments(folder):
             with chance.choice(paths).open("r+b", buffering=0) as file:
                 at = chance.randrange(os.fstat(file.fileno()).st_size)
                 byte = os.pread(file.fileno(), 1, at)[0] ^ (1 << chance.randrange(8))
                 os.pwrite(file.fileno(), bytes([byte]), at)
+
+
+def _segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/segments/*/*"))
 
 
 class DiskWorker:

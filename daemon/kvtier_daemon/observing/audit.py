@@ -150,13 +150,13 @@ class AuditFile:
     def start(self, path: Path | None) -> None:
         """Use this file, or none. Raises OSError."""
         self._path = path
-        self._open()
+        self._open(path)
 
     def reopen(self, path: Path | None) -> None:
         """Use this file, or none, after the lines so far."""
         if path is not None or self._path is not None:
             self._path = path
-            self._do(self._open)
+            self._do(partial(self._open, path))
 
     def put(self, line: str) -> None:
         if self._path is not None:
@@ -188,8 +188,7 @@ class AuditFile:
                     log.error("the audit log cannot be written to its file: %s", error)
                 self._is_failing = True
 
-    def _open(self) -> None:
-        path = self._path
+    def _open(self, path: Path | None) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
