@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import socket
+import weakref
+from array import array
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -47,6 +49,7 @@ from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
     coding_threads,
     compressor,
+    direct_reads,
     directory,
     directory_lock,
     disk,
@@ -125,6 +128,11 @@ def _pidfd_open(pid: int) -> int:
     return os.dup(process.pidfd)
 
 
+def _finalize(owner: object, call: Any, *args: Any) -> None:
+    """Make the call at the end of the owner, or at that of the process, which closes its descriptors."""
+    MACHINE.now.finalizers.append(weakref.finalize(owner, call, *args))
+
+
 class LeftError(BaseException):
     """The daemon ends at once, because a disk hangs. Not an Exception: nothing of it may go on."""
 
@@ -170,6 +178,7 @@ def install() -> None:
     peer_module.Peer.of = classmethod(_peer_of)
     os.pidfd_open = _pidfd_open
     asyncio.wrap_future = wrapped
+    warm.weakref = direct_reads.weakref = SimpleNamespace(finalize=_finalize)
     for module, name, _ in PORTIONS:
         WHOLE[module.__name__, name] = getattr(module, name)
     # Sets of these have the order in which they were filled, and not that of their addresses.
@@ -244,6 +253,7 @@ def loaded(machine: Machine) -> LoadedConfig:
                 uids=(FIRST_UID + at, FIRST_GUEST + at)[: 1 + how.has_guests],
                 readers=(FIRST_READER + at,),
                 quota_bytes=warm_bytes // how.tenants,
+                direct_reads=how.has_direct_reads,
             )
             for at, name in enumerate(names)
         },
@@ -348,6 +358,10 @@ class Daemon:
         for connection in self.connections:
             connection.close()
         self.listener.close()
+        for tenant in self.app.tenants.values():  # the process does not close its mapping before
+            tenant.catalog.blocks.forgets, tenant.forget_count = array("Q", (0,)), None
+        for finalizer in machine.finalizers:
+            finalizer()
 
 
 def _tasks_of(loop: SimulatedLoop) -> list[Any]:

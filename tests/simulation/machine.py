@@ -842,6 +842,7 @@ class Machine:
         self.index_processes: list[Index] = []
         self.prefaulters: list[Prefaulter] = []
         self.all_threads: list[Threads] = []
+        self.finalizers: list[Callable[[], object]] = []
         self.threads = self.make_threads()
 
     def make_threads(self, waits_for_disk: bool = False) -> Threads:

@@ -39,6 +39,7 @@ class SimulatedConfig:
     is_portioned: bool  # the daemon does its work in very small portions
     resumes: float  # the share of connections that continue a lost one
     compressed_pages: int  # of each tenant
+    has_direct_reads: bool  # clients may read the segments themselves
     has_guests: bool  # each tenant has another user, which connects never and may leave
 
 
@@ -56,6 +57,7 @@ OF_CLIENTS = {
     "save": 45, "load": 50, "match": 4, "prefetch": 2, "forget": 6, "pin": 3, "unpin": 1, "hint": 2,
     "release": 3, "cancel": 3, "bye": 2, "drop": 4, "die": 2, "stall": 1, "read_only": 1, "list": 1,
     "stats": 1, "explain": 1, "grow": 1, "watch": 1, "adopt": 2, "purge": 1, "half": 1, "recheck": 2,
+    "direct": 4, "resident": 6,
 }  # fmt: skip
 OF_OPERATORS = {"tier": 6, "reload": 2}
 OF_DISKS = {"slow": 4, "fail": 6, "hang": 3, "rot": 1}
@@ -96,6 +98,7 @@ def config_of(seed: int) -> SimulatedConfig:
         has_guests=chance.random() < 0.5,
         resumes=pick((0.0, 0.5, 1.0)),
         compressed_pages=compressed if directories else 0,
+        has_direct_reads=bool(directories) and random.Random(f"direct {seed}").random() < 0.7,
     )
 
 
