@@ -17,8 +17,8 @@ from kvtier_kernels import Mapping, xxh3_128
 
 from .direct import DirectFiles, DirectRead
 from .machine import DEVICE_S, PAGE, Machine, Process
-from .oracle import NEVER, Oracle, Pin, User, Value, content
-from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, block_bytes, places
+from .oracle import NEVER, OTHER_BITS, UNIT, Oracle, Pin, User, Value, content
+from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, TENANTS, block_bytes, places
 from .virtual import CLOCK
 
 if TYPE_CHECKING:
@@ -1043,8 +1043,23 @@ class Client:
         def erased(reply: wire.Purged) -> None:
             if reply.next:
                 link.ask(wire.Purge(0, "", -1, reply.next), erased)
+            elif link.daemon.is_up:
+                self._check_erased({value.number for value in values})
 
         self._ask_unpinning(link, wire.Purge(0, "", link.spaces[space], 0), purged)
+
+    def _check_erased(self, numbers: set[int]) -> None:
+        """No segment file has bytes of these values, which were purged. Encoded blocks are not looked for."""
+        name = TENANTS[self.tenant]
+        for path in self.machine.folder.glob(f"*/segments/{name}/*"):
+            data = path.read_bytes()
+            for at in range(0, len(data), PAGE):
+                number, other = UNIT.unpack_from(data, at)
+                if number in numbers and other == number ^ OTHER_BITS:
+                    self.machine.violate(
+                        f"{path.name} has value {number} at page {at // PAGE} after its purge"
+                    )
+        self.machine.count("erased", 1)
 
     # Others.
 

@@ -33,7 +33,7 @@ from .machine import (
     Process,
     ViolationError,
 )
-from .plan import SimulatedConfig
+from .plan import TENANTS, SimulatedConfig
 
 # isort: split
 from kvtier_daemon import app as app_module
@@ -54,6 +54,7 @@ from kvtier_daemon.tiers.cold import (
     directory_lock,
     disk,
     encoder,
+    eraser,
     flusher,
     frame_memory,
     lifecycle,
@@ -70,7 +71,6 @@ from kvtier_daemon.tiers.cold.segment_log import Segment
 
 PAGE = 4096
 FIRST_UID, FIRST_GUEST = 1001, 2001
-TENANTS = ("one", "two")
 STOP_S = 60.0  # in which a daemon must stop
 INDEX_BYTES = 64 << 10
 
@@ -171,7 +171,7 @@ def install() -> None:
     directory._trusted = lambda _, fd: fd
     directory.ColdDirectory.lacks_bytes = lambda _: 0
     recomputed.NOTES_BYTES = 4096
-    recovery.os = FaultyFiles()
+    recovery.os = eraser.os = FaultyFiles()
     recovery.distrust = lambda *_, **__: ("", "")
     warm.Prefaulter = Prefaulter
     demotion.SWEEP_IDS = 512

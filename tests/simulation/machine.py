@@ -186,7 +186,7 @@ class Job(Future[Any]):
 
 
 class FaultyFiles:
-    """Replaces `os` where segments are scanned: reads and syncs may fail."""
+    """Replaces `os` where segments are scanned and erased: reads and syncs may fail."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -202,6 +202,8 @@ class FaultyFiles:
         if disk.is_failing("sync"):
             raise OSError(disk.code, os.strerror(disk.code))
         disk.sync(fd)
+
+    fsync = fdatasync
 
 
 class Threads:

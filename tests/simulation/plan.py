@@ -9,6 +9,7 @@ from hashlib import blake2b
 from kvtier.layout import Group, KvSpec
 
 CHAINS, DEPTH = 4, 6
+TENANTS = ("one", "two")
 OTHER_PAGES, FRAME_PAGES = 4, 2  # of a segment: head, tombstones, footer; of a frame
 
 

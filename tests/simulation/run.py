@@ -39,8 +39,8 @@ from kvtier_daemon.catalog.leases import NOBODY
 from kvtier_daemon.tenant import Tenant
 
 from .clients import Client, Link
-from .direct import DirectRead
 from .daemon import FIRST_UID, Daemon
+from .direct import DirectRead
 from .virtual import CLOCK
 
 OPERATOR_PID = 4000
