@@ -124,6 +124,7 @@ class Link:
         self.spaces: dict[int, int] = {}
         self.identities: dict[int, bytes] = {}
         self.direct = DirectFiles(self)
+        self.cancelled: set[int] = set()
         self.resident: list[tuple[int, int, list[bytes]]] = []  # space, group, keys
         # By their number, with the inode of the memory. Retired extents are not announced.
         self.extents: dict[int, tuple[Mapping, Mapping, int]] = {}
@@ -799,8 +800,10 @@ class Client:
         asked_at = CLOCK.now
 
         def loaded(reply: wire.Loaded) -> None:
+            # A load that is cancelled while it waits finds nothing.
+            how = "cancelled" if request in link.cancelled and not reply.lease else "load"
             reading = self._loaded(
-                link, space, keys, first, deadline_ms, shards, asked_at, reply, "load"
+                link, space, keys, first, deadline_ms, shards, asked_at, reply, how
             )
             if request and not reply.coming:
                 link.daemon.check_answered(self.tenant, link.token, request)
@@ -928,7 +931,9 @@ class Client:
             link.ask(wire.Recheck(0, chance.choice(link.reading).lease), checked)
 
     def _cancel(self, link: Link, space: int, chance: random.Random) -> None:
-        link.ask(wire.Cancel(0, max(1, self.requests - chance.randrange(2))), lambda _: None)
+        request = max(1, self.requests - chance.randrange(2))
+        link.cancelled.add(request)
+        link.ask(wire.Cancel(0, request), lambda _: None)
 
     def _match(self, link: Link, space: int, chance: random.Random) -> None:
         keys, asked_at = self._prefix(space, chance), CLOCK.now
