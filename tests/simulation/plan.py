@@ -58,8 +58,8 @@ OF_CLIENTS = {
     "save": 45, "load": 50, "match": 4, "prefetch": 2, "forget": 6, "pin": 3, "unpin": 1, "hint": 2,
     "release": 3, "cancel": 3, "bye": 2, "drop": 4, "die": 2, "stall": 1, "read_only": 1, "list": 1,
     "stats": 1, "explain": 1, "grow": 1, "watch": 1, "adopt": 2, "purge": 1, "half": 1, "recheck": 2,
-    "direct": 4, "resident": 6,
 }  # fmt: skip
+OF_ENGINES, MORE = ("direct", "resident", "resident"), 12  # one for each MORE others
 OF_OPERATORS = {"tier": 6, "reload": 2}
 OF_DISKS = {"slow": 4, "fail": 6, "hang": 3, "rot": 1}
 OF_MACHINES = {"stop": 3, "kill": 3, "power": 3}
@@ -120,7 +120,12 @@ def plan_of(seed: int) -> list[Operation]:
     for _ in range(chance.choice((20, 60, 80, 100))):
         at += chance.expovariate(1 / pace) if chance.random() < 0.97 else 6 * chance.random()
         plan.append(Operation(at, chance.choices(kinds, shares)[0], chance.getrandbits(32)))
-    return plan
+    # Of its own, as above.
+    chance = random.Random(f"more {seed}")
+    for _ in range(len(plan) // MORE):
+        kind = chance.choice(OF_ENGINES)
+        plan.append(Operation(at * chance.random(), kind, chance.getrandbits(32)))
+    return sorted(plan, key=lambda one: one.at)
 
 
 # --- what clients save ---------------------------------------------------------------------------

@@ -184,13 +184,13 @@ class Simulation:
         self.counts[kind] += 1
         if kind in OF_MACHINES:
             self.restart(kind, chance)
-            if machine.config.has_direct_reads and chance.random() < 0.5:
-                # Few blocks are in memory now.
-                machine.after(chance.choice((0.1, 0.5)), self._read_soon, chance.getrandbits(32))
             if machine.config.has_faults and chance.random() < 0.15:
                 self.counts["fail"] += 1
                 machine.disk.fails = {"read": chance.choice((0.1, 0.5))}  # during the scan
                 machine.after(0.2, self._heal, "fail")
+            if machine.config.has_direct_reads and chance.random() < 0.5:
+                # Few blocks are in memory now.
+                machine.after(chance.choice((0.1, 0.5)), self._read_soon, chance.getrandbits(32))
         elif kind in OF_DISKS:
             self.harm(kind, chance)
         elif kind in OF_OPERATORS:
