@@ -295,7 +295,7 @@ class Simulation:
         reused = self.reused(tenants) - reused
         self.wait_serving()
         self.check_kept(before, how, keeps_memory, reused + self.reused(self.daemon.app.tenants))
-        if machine.config.has_direct_reads:
+        if machine.config.has_direct_reads and chance.random() < 0.5:
             self.read_directly(chance)
         self.sweep()
         self.operator.die()  # it may have connected to switch the tiers on
@@ -345,7 +345,7 @@ class Simulation:
             if chance.random() < 0.5:
                 delay = chance.choice((0.0, 0.001, 0.02, 0.3))
                 machine.after(delay, client._do, link, "forget", space, chance)
-        machine.run(CLOCK.now + 2.0)
+        machine.run(CLOCK.now + 0.5)
         if chance.random() < 0.5:
             link.close("bye")
         client.die()
@@ -386,7 +386,9 @@ class Simulation:
                 f"{name} quarantined": len(held.keys() - {0}),
                 f"{name} reading": catalog.promotions.reading,
                 f"{name} writing": catalog.demotions.writing if self.writes_end(name) else 0,
-                f"{name} ready without the policy": self.unordered(tenant),
+                f"{name} ready without the policy": self.unordered(
+                    tenant, counts["blocks"]["ready"]
+                ),
                 f"{name} unsent": server.share_of(tenant).unsent_bytes,
                 f"{name} receiving": server.share_of(tenant).receiving_bytes,
             }
@@ -400,14 +402,14 @@ class Simulation:
             found["reads of segments"] = sum(one.reading for one in app.lower.tier.table.segments)
         return {what: count for what, count in found.items() if count}
 
-    def unordered(self, tenant: Tenant) -> int:
-        """How many more blocks are in memory than the policy may evict, or fewer. Pinned ones may not be, nor
-        those that are being written."""
+    def unordered(self, tenant: Tenant, ready: int) -> int:
+        """How many more blocks are in memory (`ready`) than the policy may evict, or fewer. Pinned ones may
+        not be, nor those that are being written."""
         catalog = tenant.catalog
         if catalog.pins._living() or catalog.demotions.writing:
             return 0
         catalog.blocks.policy.settle()
-        return catalog.counts()["blocks"]["ready"] - len(catalog.blocks.policy)
+        return ready - len(catalog.blocks.policy)
 
     def writes_end(self, tenant: str) -> bool:
         """Whether all blocks of this tenant that are only in memory get written. Not if a start could not
