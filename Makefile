@@ -196,8 +196,8 @@ sabotage: venv  ## plant each known bug in a copy of this tree; fails where no t
 
 SEEDS ?= 0:100000
 JOBS ?= 2
-simulate: venv  ## the simulation of the daemon with many seeds, SEEDS=FIRST:LAST, in JOBS processes
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
+simulate: venv  ## the simulation of the daemon with many seeds, SEEDS=FIRST:LAST or FIRST+COUNT, in JOBS processes; RECORD=FILE notes what was run
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS) $(if $(RECORD),--record $(RECORD))
 
 package: venv   ## the sdist, a wheel for other machines, its bill of materials and licences, into dist/
 	$(BIN)/python tools/requirements.py package | $(BIN)/python -m pip install --quiet -r /dev/stdin

@@ -386,8 +386,9 @@ class App:
     def _swap(self, config: Config) -> None:
         """Apply this configuration, which differs only in settings that can change at run time."""
         assert self._server is not None
-        logging.getLogger().setLevel(config.log_level.upper())
         before, self._in_force = self._in_force, config
+        if config.log_level != before.log_level:
+            logging.getLogger().setLevel(config.log_level.upper())
         self._server.divide(config)
         self._audit.reopen(config.audit.path)
         self.lower.reconfigure(config)

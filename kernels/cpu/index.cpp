@@ -1,7 +1,9 @@
 // The slower half of the index: inserting, erasing, overflow buckets.
 #include "index.h"
 
-#include <random>
+#include <unistd.h>
+
+#include <stdexcept>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -10,8 +12,7 @@ namespace kvtier {
 
 Index::Index(const Records& records) : records_(records) {
     buckets_.reach(buckets() - 1);
-    std::random_device device;
-    for (std::uint64_t& seed : seeds_) seed = (std::uint64_t{device()} << 32) | device();
+    if (getentropy(seeds_.data(), sizeof seeds_)) throw std::runtime_error("no random bytes");
 }
 
 std::uint32_t Index::Bucket::hits(std::uint8_t tag) const {

@@ -1,4 +1,5 @@
-// An array that grows by whole chunks: items never move, so growth costs no copy and no spike.
+// Arrays of zeroes in pages that are taken when they are first written. `Chunks` grows by whole
+// chunks: items never move, so growth costs no copy and no spike. `ZeroPages` has a fixed size.
 #pragma once
 #include <sys/mman.h>
 
@@ -26,6 +27,34 @@ inline void* map_chunk(bool huge) {
     if (huge) madvise(start, chunk_bytes, MADV_HUGEPAGE);
     return start;
 }
+
+template <class T>
+class ZeroPages {
+    static_assert(std::is_trivially_destructible_v<T>);
+
+ public:
+    explicit ZeroPages(std::size_t n) : size_(n) {
+        void* raw = mmap(nullptr, n * sizeof(T), PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (raw == MAP_FAILED) throw std::bad_alloc();
+        items_ = static_cast<T*>(raw);
+    }
+    ZeroPages(const ZeroPages&) = delete;
+    ZeroPages& operator=(const ZeroPages&) = delete;
+    ~ZeroPages() { munmap(static_cast<void*>(items_), size_ * sizeof(T)); }
+
+    T& operator[](std::size_t i) { return items_[i]; }
+    const T& operator[](std::size_t i) const { return items_[i]; }
+    T* begin() { return items_; }
+    T* end() { return items_ + size_; }
+    const T* begin() const { return items_; }
+    const T* end() const { return items_ + size_; }
+    std::size_t size() const { return size_; }
+
+ private:
+    std::size_t size_;
+    T* items_;
+};
 
 template <class T>
 class Chunks {

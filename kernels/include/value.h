@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ages.h"
+#include "chunks.h"
 #include "policy_selector.h"
 
 namespace kvtier {
@@ -74,7 +75,7 @@ class Value final : public Ages {
     void know(Name name, unsigned level);
 
     Constants constants_;
-    std::vector<Seen> seen_;
+    ZeroPages<Seen> seen_;
     std::size_t watched_ = 0;
     std::uint32_t sample_ = 0xFFFFFFFF;                     // names up to this are watched
     std::array<std::pair<Id, std::uint32_t>, 64> lasts_{};  // the last blocks of requests
@@ -96,7 +97,7 @@ class Value final : public Ages {
     static constexpr std::uint64_t first_news = 64;
     std::uint64_t news_ = 0, fitted_ = 0, enough_news_ = first_news;
 
-    std::vector<std::uint8_t> sketch_;
+    ZeroPages<std::uint8_t> sketch_;
     std::size_t sketched_ = 0;
 
     PolicySelector selector_;

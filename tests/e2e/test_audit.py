@@ -181,3 +181,16 @@ def test_equal_orders_of_a_window_are_summed_in_one_entry(caplog: pytest.LogCapt
     assert written(), "another user's entries are not limited by these"
     audit.close()
     assert sum(one.get("orders", 1) for one in [*found, *written()]) == 1000
+
+
+def test_a_reload_without_a_file_starts_no_thread(tmp_path: Path) -> None:
+    audit = AuditLog(time.monotonic, time.time)
+    audit.open(None)
+    audit.reopen(None)
+    assert audit._file._thread is None
+    audit.reopen(tmp_path / "audit.log")
+    audit.note(Order("forget"), "done", Actor(0, 1, "client"))
+    audit.reopen(None)
+    audit.note(Order("purge"), "done", Actor(0, 1, "client"))
+    audit.close()
+    assert [one["order"] for one in entries(tmp_path / "audit.log")] == ["forget"]

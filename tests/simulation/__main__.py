@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from . import virtual
 from .plan import Operation, config_of, plan_of
 from .run import Outcome, simulate
 from .shrink import shrunk
-
-COMMAND = (sys.executable, "-m", "tests.simulation")
-BATCH = 250  # seeds of one process
-TOLD_S = 600.0
+from .workers import commit, note, recorded_end, run_all
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", default="0:100", help="FIRST:LAST, without LAST; or one seed")
+    parser.add_argument(
+        "--seeds", default="0:100",
+        help="FIRST:LAST, without LAST; FIRST+COUNT; +COUNT, from where the record ends; or one seed",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: this one")
+    parser.add_argument(
+        "--record", type=Path, help="append a line about the seeds that were run to this file"
+    )
     parser.add_argument(
         "--keep", default="", help="numbers of the operations to carry out, of one seed"
     )
@@ -36,15 +40,41 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def seeds_of(text: str, record: Path | None) -> range:
+    if "+" in text:
+        first, _, count = text.partition("+")
+        start = int(first) if first else recorded_end(record) if record else 0
+        return range(start, start + int(count))
+    first, _, last = text.partition(":")
+    return range(int(first), int(last) if last else int(first) + 1)
+
+
 def main() -> int:
     asked = parsed()
-    first, _, last = asked.seeds.partition(":")
-    seeds = range(int(first), int(last) if last else int(first) + 1)
-    if asked.jobs:
-        return run_batches(seeds, asked.jobs)
+    seeds = seeds_of(asked.seeds, asked.record)
     gc.collect()
     gc.freeze()  # the modules: the collections between two seeds are fast
-    began, failed, counts, steps = virtual.real_time(), 0, Counter[str](), 0
+    if asked.jobs:
+        asked.shrink, of = True, commit()
+        progress = run_all(seeds, asked.jobs, partial(run_some, asked))
+        if asked.record:
+            note(asked.record, of, progress)
+        done = progress.covered
+        print(f"commit {of}, seeds {done.start}:{done.stop}: {progress}")
+        return bool(progress.failed)
+    began, found = virtual.real_time(), run_some(asked, seeds)
+    seconds = virtual.real_time() - began
+    if not asked.digests:
+        print(
+            f"{found['run']} seeds, {len(found['failed'])} failed, {found['steps']} steps, {seconds:.1f} s: "
+            f"{found['counts']}"
+        )
+    return bool(found["failed"])
+
+
+def run_some(asked: argparse.Namespace, seeds: range) -> dict[str, Any]:
+    """Run these seeds in this process, print failures, and return what happened."""
+    counts, steps, failed, run = Counter[str](), 0, list[int](), 0
     for seed in seeds:
         plan = plan_of(seed)
         if asked.keep:
@@ -52,23 +82,19 @@ def main() -> int:
         outcome = simulate(seed, plan, asked.trace, asked.digests)
         counts += outcome.counts
         steps += outcome.steps
+        run += 1
         if asked.trace:
             print(*outcome.lines, sep="\n")
         if asked.digests:
             print(seed, outcome.trace)
         if outcome.failure:
-            failed += 1
             print(f"seed {seed} FAILS: {outcome.failure}", flush=True)
-            if asked.shrink:
+            if asked.shrink and not failed:
                 report(seed, shrink(seed, outcome))
-            if asked.shrink or asked.first:
+            failed.append(seed)
+            if asked.first:
                 break
-    seconds = virtual.real_time() - began
-    if not asked.digests:
-        print(
-            f"{seed + 1 - seeds.start} seeds, {failed} failed, {steps} steps, {seconds:.1f} s: {dict(counts)}"
-        )
-    return bool(failed)
+    return {"run": run, "failed": failed, "steps": steps, "counts": dict(counts)}
 
 
 def shrink(seed: int, outcome: Outcome) -> list[int]:
@@ -97,34 +123,6 @@ def report(seed: int, numbers: Sequence[int]) -> None:
     outcome = simulate(seed, [plan[number] for number in numbers])
     print(f"\n{outcome.failure}\n")
     print(f"to repeat it: python -m tests.simulation --seeds {seed} --keep {keep or ','} --trace\n")
-
-
-def run_batches(seeds: range, jobs: int) -> int:
-    """Run the seeds in several processes. The first seed of each batch that fails is shrunk."""
-    starts = iter(range(seeds.start, seeds.stop, BATCH))
-    began, told, done, failed = virtual.real_time(), virtual.real_time(), 0, 0
-    running: list[tuple[range, subprocess.Popen[str]]] = []
-    while True:
-        for start in itertools.islice(starts, jobs - len(running)):
-            batch = range(start, min(start + BATCH, seeds.stop))
-            command = [*COMMAND, "--seeds", f"{batch.start}:{batch.stop}", "--shrink"]
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            running.append((batch, process))
-        if not running:
-            break
-        batch, process = running.pop(0)
-        output, _ = process.communicate()
-        done += len(batch)
-        if process.returncode:
-            failed += 1
-            print(f"--- seeds {batch.start} to {batch.stop - 1}\n{output}", flush=True)
-        if virtual.real_time() - told > TOLD_S:
-            told = virtual.real_time()
-            print(f"{done} of {len(seeds)} seeds after {told - began:.0f} s", flush=True)
-    print(f"{len(seeds)} seeds, {failed} batches failed, {virtual.real_time() - began:.0f} s")
-    return bool(failed)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from kvtier import wire
 from kvtier_kernels import Mapping, xxh3_128
 
+from .direct import DirectFiles, DirectRead
 from .machine import DEVICE_S, PAGE, Machine, Process
-from .oracle import NEVER, Oracle, Pin, User, Value, content
-from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, block_bytes, places
+from .oracle import NEVER, OTHER_BITS, UNIT, Oracle, Pin, User, Value, content
+from .plan import ALL_KEYS, DEPTH, KEYS, SPECS, TENANTS, block_bytes, places
 from .virtual import CLOCK
 
 if TYPE_CHECKING:
@@ -121,6 +122,10 @@ class Link:
         self.unclaimed: list[Writing] = []
         self.asked: dict[int, Asked] = {}
         self.spaces: dict[int, int] = {}
+        self.identities: dict[int, bytes] = {}
+        self.direct = DirectFiles(self)
+        self.cancelled: set[int] = set()
+        self.resident: list[tuple[int, int, list[bytes]]] = []  # space, group, keys
         # By their number, with the inode of the memory. Retired extents are not announced.
         self.extents: dict[int, tuple[Mapping, Mapping, int]] = {}
         self.writing: list[Writing] = []
@@ -230,6 +235,9 @@ class Link:
                 not self.read_only and self.client.uid < FIRST_READER,
             )
             return
+        if isinstance(reply, wire.DirectReadFile):
+            self.direct.add(reply, self._fds.popleft())
+            return
         if isinstance(reply, wire.GoingDown):
             self.ends = "the daemon stops"
             return
@@ -281,6 +289,7 @@ class Link:
         self.machine.client_fds.discard(self.fd)
         for fd in self._fds:
             os.close(fd)
+        self.direct.close()
         for reading in self.reading:
             self.end_use(slot for slot, _ in reading.slots)
         self.reading.clear()
@@ -597,7 +606,7 @@ class Client:
 
     def _open(self, link: Link, space: int, then: Callable[[], None]) -> None:
         def opened(reply: wire.Opened) -> None:
-            link.spaces[space] = reply.space
+            link.spaces[space], link.identities[space] = reply.space, reply.identity
             then()
 
         link.ask(wire.Open(0, SPECS[space]), opened)
@@ -791,8 +800,10 @@ class Client:
         asked_at = CLOCK.now
 
         def loaded(reply: wire.Loaded) -> None:
+            # A load that is cancelled while it waits finds nothing.
+            how = "cancelled" if request in link.cancelled and not reply.lease else "load"
             reading = self._loaded(
-                link, space, keys, first, deadline_ms, shards, asked_at, reply, "load"
+                link, space, keys, first, deadline_ms, shards, asked_at, reply, how
             )
             if request and not reply.coming:
                 link.daemon.check_answered(self.tenant, link.token, request)
@@ -920,7 +931,9 @@ class Client:
             link.ask(wire.Recheck(0, chance.choice(link.reading).lease), checked)
 
     def _cancel(self, link: Link, space: int, chance: random.Random) -> None:
-        link.ask(wire.Cancel(0, max(1, self.requests - chance.randrange(2))), lambda _: None)
+        request = max(1, self.requests - chance.randrange(2))
+        link.cancelled.add(request)
+        link.ask(wire.Cancel(0, request), lambda _: None)
 
     def _match(self, link: Link, space: int, chance: random.Random) -> None:
         keys, asked_at = self._prefix(space, chance), CLOCK.now
@@ -933,6 +946,28 @@ class Client:
     def _prefetch(self, link: Link, space: int, chance: random.Random) -> None:
         keys = self._prefix(space, chance)
         link.ask(wire.Prefetch(0, link.spaces[space], b"".join(keys)), lambda _: None)
+
+    def _direct(self, link: Link, space: int, chance: random.Random) -> None:
+        if self.machine.config.has_direct_reads:
+            DirectRead(link, space, self._prefix(space, chance), chance).begin()
+
+    def _resident(self, link: Link, space: int, chance: random.Random) -> None:
+        """Report what an engine holds in its own cache, and what it has dropped. A wrong report harms no
+        block."""
+        how, held = chance.random(), link.resident
+        if held and how > 0.4:
+            space, group, keys = held.pop(chance.randrange(len(held)))
+        else:
+            group = chance.randrange(len(SPECS[space].cache_groups))
+            keys = ALL_KEYS[space] if how < 0.2 else self._prefix(space, chance)
+        packed, enters = b"".join(keys), how <= 0.4
+        if enters:
+            held.append((space, group, keys))
+        resident = wire.Resident(
+            0, link.spaces[space], group, packed if enters else b"", b"" if enters else packed,
+            how > 0.98,
+        )  # fmt: skip
+        link.ask(resident, lambda _: None)
 
     def _adopt(self, link: Link, space: int, chance: random.Random) -> None:
         """Take part in a lease of this client or of another one of its tenant."""
@@ -1013,8 +1048,23 @@ class Client:
         def erased(reply: wire.Purged) -> None:
             if reply.next:
                 link.ask(wire.Purge(0, "", -1, reply.next), erased)
+            elif link.daemon.is_up:
+                self._check_erased({value.number for value in values})
 
         self._ask_unpinning(link, wire.Purge(0, "", link.spaces[space], 0), purged)
+
+    def _check_erased(self, numbers: set[int]) -> None:
+        """No segment file has bytes of these values, which were purged. Encoded blocks are not looked for."""
+        name = TENANTS[self.tenant]
+        for path in self.machine.folder.glob(f"*/segments/{name}/*"):
+            data = path.read_bytes()
+            for at in range(0, len(data), PAGE):
+                number, other = UNIT.unpack_from(data, at)
+                if number in numbers and other == number ^ OTHER_BITS:
+                    self.machine.violate(
+                        f"{path.name} has value {number} at page {at // PAGE} after its purge"
+                    )
+        self.machine.count("erased", 1)
 
     # Others.
 

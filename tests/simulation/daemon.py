@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import socket
+import weakref
+from array import array
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, NoReturn
 
 from . import virtual  # first: it replaces the clocks
 from .clients import FIRST_READER
-from .loop import NumberedTask, SimulatedLoop
+from .loop import NumberedTask, SimulatedLoop, wrapped
 from .machine import (
     MACHINE,
     Child,
@@ -31,7 +33,7 @@ from .machine import (
     Process,
     ViolationError,
 )
-from .plan import SimulatedConfig
+from .plan import TENANTS, SimulatedConfig
 
 # isort: split
 from kvtier_daemon import app as app_module
@@ -47,10 +49,12 @@ from kvtier_daemon.tiers import switching, warm
 from kvtier_daemon.tiers.cold import (
     coding_threads,
     compressor,
+    direct_reads,
     directory,
     directory_lock,
     disk,
     encoder,
+    eraser,
     flusher,
     frame_memory,
     lifecycle,
@@ -67,7 +71,6 @@ from kvtier_daemon.tiers.cold.segment_log import Segment
 
 PAGE = 4096
 FIRST_UID, FIRST_GUEST = 1001, 2001
-TENANTS = ("one", "two")
 STOP_S = 60.0  # in which a daemon must stop
 INDEX_BYTES = 64 << 10
 
@@ -91,14 +94,16 @@ class Failures(logging.Handler):
     """An internal error in the log of the daemon is a violation."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        machine = MACHINE.now
+        if machine is None:  # what is left of a simulation that has ended
+            return
         if record.exc_info and not isinstance(record.exc_info[1], ViolationError):
-            machine = MACHINE.now
             with contextlib.suppress(ViolationError):
                 text = logging.Formatter().formatException(record.exc_info)
                 machine.violate(f"internal error: {record.getMessage()}\n{text}")
         elif "never retrieved" in (text := record.getMessage()) or "destroyed" in text:
             with contextlib.suppress(ViolationError):
-                MACHINE.now.violate(text)
+                machine.violate(text)
 
 
 def _wait(jobs: Iterable[Future[Any]], timeout_s: float) -> SimpleNamespace:
@@ -123,6 +128,11 @@ def _pidfd_open(pid: int) -> int:
     return os.dup(process.pidfd)
 
 
+def _finalize(owner: object, call: Any, *args: Any) -> None:
+    """Make the call at the end of the owner, or at that of the process, which closes its descriptors."""
+    MACHINE.now.finalizers.append(weakref.finalize(owner, call, *args))
+
+
 class LeftError(BaseException):
     """The daemon ends at once, because a disk hangs. Not an Exception: nothing of it may go on."""
 
@@ -140,6 +150,7 @@ def install() -> None:
     app_module.TEND_S = 0.5
     lifecycle.POLL_S = 1.0
     flusher.PAUSE_S = 0.2
+    flusher.BEGIN_S, flusher.BEGIN_TRIES, reclaimer.BEGIN_S = 0.01, 5, 0.01
     App._leave = _leave
     loop_lag.TICK_S = 5.0
     disk.Disk = DiskWorker
@@ -160,12 +171,14 @@ def install() -> None:
     directory._trusted = lambda _, fd: fd
     directory.ColdDirectory.lacks_bytes = lambda _: 0
     recomputed.NOTES_BYTES = 4096
-    recovery.os = FaultyFiles()
+    recovery.os = eraser.os = FaultyFiles()
     recovery.distrust = lambda *_, **__: ("", "")
     warm.Prefaulter = Prefaulter
     demotion.SWEEP_IDS = 512
     peer_module.Peer.of = classmethod(_peer_of)
     os.pidfd_open = _pidfd_open
+    asyncio.wrap_future = wrapped
+    warm.weakref = direct_reads.weakref = SimpleNamespace(finalize=_finalize)
     for module, name, _ in PORTIONS:
         WHOLE[module.__name__, name] = getattr(module, name)
     # Sets of these have the order in which they were filled, and not that of their addresses.
@@ -240,6 +253,7 @@ def loaded(machine: Machine) -> LoadedConfig:
                 uids=(FIRST_UID + at, FIRST_GUEST + at)[: 1 + how.has_guests],
                 readers=(FIRST_READER + at,),
                 quota_bytes=warm_bytes // how.tenants,
+                direct_reads=how.has_direct_reads,
             )
             for at, name in enumerate(names)
         },
@@ -344,6 +358,10 @@ class Daemon:
         for connection in self.connections:
             connection.close()
         self.listener.close()
+        for tenant in self.app.tenants.values():  # the process does not close its mapping before
+            tenant.catalog.blocks.forgets, tenant.forget_count = array("Q", (0,)), None
+        for finalizer in machine.finalizers:
+            finalizer()
 
 
 def _tasks_of(loop: SimulatedLoop) -> list[Any]:

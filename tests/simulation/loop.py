@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class NumberedTask(asyncio.Task[Any]):
 class Handle(asyncio.Handle):
     """A handle that is made without questions about debugging."""
 
+    __slots__ = ()
+
     def __init__(
         self, call: Callable[..., object], args: Any, loop: Any, context: Context | None
     ) -> None:
@@ -44,6 +47,8 @@ class Handle(asyncio.Handle):
 
 
 class Timer(Handle):
+    __slots__ = ("_when",)
+
     def __init__(
         self,
         when: float,
@@ -122,10 +127,18 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         queue.extend(ready)
         while timers and timers[0][0] <= now:
             queue.append(heapq.heappop(timers)[2])
+        next_of = queue.popleft
         for _ in range(len(queue)):
-            handle = queue.popleft()
+            handle = next_of()
             if not handle._cancelled:
-                handle._run()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001  # as a handle does
+                    text = f"Exception in callback {handle!r}"
+                    what = {"message": text, "exception": error, "handle": handle}
+                    self.call_exception_handler(what)
 
     # --- descriptors and signals -------------------------------------------------------------
 
@@ -159,4 +172,31 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def run_in_executor(self, executor: Any, work: Callable[..., Any], *args: Any) -> Any:
         executor = executor if executor is not None else self.machine.threads
-        return asyncio.wrap_future(executor.submit(work, *args), loop=self)
+        return wrapped(executor.submit(work, *args), self)
+
+
+def wrapped(job: Future[Any], loop: SimulatedLoop | None = None) -> asyncio.Future[Any]:
+    """Replaces `asyncio.wrap_future`, whose calls are questions about what both futures are."""
+    of = loop if loop is not None else asyncio.get_running_loop()
+    future: asyncio.Future[Any] = of.create_future()
+
+    def check_cancelled(future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            job.cancel()
+
+    def set_state() -> None:
+        if not future.cancelled():
+            if job.cancelled():
+                future.cancel()
+            elif (error := job.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(job.result())
+
+    def has_ended(_: Future[Any]) -> None:
+        if not of.is_closed():
+            of.call_soon(set_state)
+
+    future.add_done_callback(check_cancelled)
+    job.add_done_callback(has_ended)
+    return future

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import heapq
 import itertools
+import logging
 import os
 import random
 import select
@@ -13,7 +14,7 @@ import socket
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -25,11 +26,15 @@ from kvtier_kernels import decode_frame, seal_frame, xxh3_128
 
 from .virtual import CLOCK
 
+log = logging.getLogger(__name__)
+
 PAGE, SECTOR = 4096, 512
 DEVICE_S = 1.9  # for which the device of a process that ended still writes
 OPERATION = struct.Struct("<QiIQQIIQ")
 URGENT, DIGEST, SEAL = 1, 2, 4
 NEVER = float("inf")
+POLLNVAL, READABLE = select.POLLNVAL, ~select.POLLOUT
+WRITABLE = select.POLLOUT | select.POLLERR | select.POLLHUP
 
 
 class ViolationError(Exception):
@@ -115,29 +120,73 @@ class Listener:
         self._fd = -1
 
 
-class NoLock:
-    """Replaces the lock of a future: there is one thread."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def notify_all(self) -> None:
-        pass
-
-
 class Job(Future[Any]):
+    """A call in a thread. It needs no lock: there is one thread."""
+
     def __init__(self) -> None:
-        self.__dict__.update(
-            _condition=NoLock(), _state="PENDING", _result=None, _exception=None, _waiters=[],
-            _done_callbacks=[],
-        )  # fmt: skip
+        self._calls: list[Callable[[Future[Any]], object]] = []
+        self._is_running = self._is_done = self._is_cancelled = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def cancel(self) -> bool:
+        if self._is_running or (self._is_done and not self._is_cancelled):
+            return False
+        if not self._is_done:
+            self._is_cancelled = True
+            self._end()
+        return True
+
+    def cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def set_running_or_notify_cancel(self) -> bool:
+        self._is_running = not self._is_cancelled
+        return self._is_running
+
+    def set_result(self, result: Any) -> None:
+        self._value = result
+        self._end()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self._error = exception
+        self._end()
+
+    def result(self, timeout: float | None = None) -> Any:
+        if (error := self.exception(timeout)) is not None:
+            raise error
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if self._is_cancelled:
+            raise CancelledError
+        assert self._is_done, "the simulation never waits"
+        return self._error
+
+    def add_done_callback(self, call: Callable[[Future[Any]], object]) -> None:
+        if self._is_done:
+            self._call(call)
+        else:
+            self._calls.append(call)
+
+    def _end(self) -> None:
+        self._is_done, self._is_running = True, False
+        calls, self._calls = self._calls, []
+        for call in calls:
+            self._call(call)
+
+    def _call(self, call: Callable[[Future[Any]], object]) -> None:
+        try:
+            call(self)
+        except Exception:
+            log.exception("a callback of a thread has failed")
 
 
 class FaultyFiles:
-    """Replaces `os` where segments are scanned: reads and syncs may fail."""
+    """Replaces `os` where segments are scanned and erased: reads and syncs may fail."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -153,6 +202,8 @@ class FaultyFiles:
         if disk.is_failing("sync"):
             raise OSError(disk.code, os.strerror(disk.code))
         disk.sync(fd)
+
+    fsync = fdatasync
 
 
 class Threads:
@@ -285,7 +336,7 @@ class Disk:
     def cut_power(self, folder: Path) -> None:
         """Each page that was not synced is on disk, is not, or is there in part."""
         chance = self._machine.chance
-        for path in sorted(folder.glob("*/segments/*/*")):
+        for path in _segments(folder) if any(self.unsynced.values()) else ():
             kept = self.unsynced.get(path.stat().st_ino)
             if not kept:
                 continue
@@ -303,12 +354,15 @@ class Disk:
 
     def rot(self, folder: Path, chance: random.Random) -> None:
         """Change a bit of a segment file."""
-        paths = sorted(folder.glob("*/segments/*/*"))
-        if paths:
+        if paths := _segments(folder):
             with chance.choice(paths).open("r+b", buffering=0) as file:
                 at = chance.randrange(os.fstat(file.fileno()).st_size)
                 byte = os.pread(file.fileno(), 1, at)[0] ^ (1 << chance.randrange(8))
                 os.pwrite(file.fileno(), bytes([byte]), at)
+
+
+def _segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/segments/*/*"))
 
 
 class DiskWorker:
@@ -747,7 +801,7 @@ class Child:
 class Current:
     """The machine of this simulation."""
 
-    now: Machine
+    now: Any  # None between two simulations
 
 
 MACHINE = Current
@@ -790,6 +844,7 @@ class Machine:
         self.index_processes: list[Index] = []
         self.prefaulters: list[Prefaulter] = []
         self.all_threads: list[Threads] = []
+        self.finalizers: list[Callable[[], object]] = []
         self.threads = self.make_threads()
 
     def make_threads(self, waits_for_disk: bool = False) -> Threads:
@@ -844,7 +899,7 @@ class Machine:
         if due <= now and draw < 0.5:
             self._run_event()
             return True
-        loop_at = loop.next_at if loop is not None else NEVER
+        loop_at = NEVER if loop is None else 0.0 if loop._ready else loop.next_at
         is_idle = due > now and loop_at > now
         for_daemon: Sequence[Any] = ()
         if is_idle or (self.may_be_ready and (loop_at > 0.0 or draw < 0.8)):
@@ -875,14 +930,14 @@ class Machine:
         found = self._poll.poll(0)
         self.may_be_ready = bool(found)
         for fd, what in found:
-            if what & select.POLLNVAL:
+            if what & POLLNVAL:
                 self.violate(f"descriptor {fd} is watched and is closed")
             if (reader := self.client_readers.get(fd)) is not None:
                 for_clients.append(reader)
                 continue
-            if what & ~select.POLLOUT and fd in loop.readers:
+            if what & READABLE and fd in loop.readers:
                 for_daemon.append(loop.readers[fd])
-            if what & (select.POLLOUT | select.POLLERR | select.POLLHUP) and fd in loop.writers:
+            if what & WRITABLE and fd in loop.writers:
                 for_daemon.append(loop.writers[fd])
         return for_daemon, for_clients
 

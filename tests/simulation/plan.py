@@ -9,6 +9,7 @@ from hashlib import blake2b
 from kvtier.layout import Group, KvSpec
 
 CHAINS, DEPTH = 4, 6
+TENANTS = ("one", "two")
 OTHER_PAGES, FRAME_PAGES = 4, 2  # of a segment: head, tombstones, footer; of a frame
 
 
@@ -39,6 +40,7 @@ class SimulatedConfig:
     is_portioned: bool  # the daemon does its work in very small portions
     resumes: float  # the share of connections that continue a lost one
     compressed_pages: int  # of each tenant
+    has_direct_reads: bool  # clients may read the segments themselves
     has_guests: bool  # each tenant has another user, which connects never and may leave
 
 
@@ -57,6 +59,7 @@ OF_CLIENTS = {
     "release": 3, "cancel": 3, "bye": 2, "drop": 4, "die": 2, "stall": 1, "read_only": 1, "list": 1,
     "stats": 1, "explain": 1, "grow": 1, "watch": 1, "adopt": 2, "purge": 1, "half": 1, "recheck": 2,
 }  # fmt: skip
+OF_ENGINES, MORE = ("direct", "resident", "resident"), 12  # one for each MORE others
 OF_OPERATORS = {"tier": 6, "reload": 2}
 OF_DISKS = {"slow": 4, "fail": 6, "hang": 3, "rot": 1}
 OF_MACHINES = {"stop": 3, "kill": 3, "power": 3}
@@ -96,6 +99,7 @@ def config_of(seed: int) -> SimulatedConfig:
         has_guests=chance.random() < 0.5,
         resumes=pick((0.0, 0.5, 1.0)),
         compressed_pages=compressed if directories else 0,
+        has_direct_reads=bool(directories) and random.Random(f"direct {seed}").random() < 0.7,
     )
 
 
@@ -116,7 +120,12 @@ def plan_of(seed: int) -> list[Operation]:
     for _ in range(chance.choice((20, 60, 80, 100))):
         at += chance.expovariate(1 / pace) if chance.random() < 0.97 else 6 * chance.random()
         plan.append(Operation(at, chance.choices(kinds, shares)[0], chance.getrandbits(32)))
-    return plan
+    # Of its own, as above.
+    chance = random.Random(f"more {seed}")
+    for _ in range(len(plan) // MORE):
+        kind = chance.choice(OF_ENGINES)
+        plan.append(Operation(at * chance.random(), kind, chance.getrandbits(32)))
+    return sorted(plan, key=lambda one: one.at)
 
 
 # --- what clients save ---------------------------------------------------------------------------

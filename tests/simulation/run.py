@@ -19,7 +19,7 @@ from typing import Any
 
 from . import virtual  # first: it replaces the clocks
 from .loop import NumberedTask
-from .machine import Machine, ViolationError
+from .machine import MACHINE, Machine, ViolationError
 from .oracle import Oracle
 from .plan import (
     KEYS,
@@ -36,9 +36,11 @@ from .plan import (
 from kvtier import wire
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.leases import NOBODY
+from kvtier_daemon.tenant import Tenant
 
 from .clients import Client, Link
 from .daemon import FIRST_UID, Daemon
+from .direct import DirectRead
 from .virtual import CLOCK
 
 OPERATOR_PID = 4000
@@ -66,7 +68,7 @@ class Simulation:
         config = config_of(seed)
         virtual.reset(seed, config.tick_s)
         NumberedTask.made = 0
-        self.base_fds = _descriptors()
+        self.base_fds = _open_of(_descriptors())
         self.machine = machine = Machine(seed, config, folder, is_traced or keeps_lines)
         machine.lines = [] if keeps_lines else None
         machine.counts = self.counts = Counter()
@@ -75,6 +77,7 @@ class Simulation:
         self.oracle = Oracle(machine)
         self.daemon: Daemon | None = None
         self.runs = 0
+        self.is_finishing = False
         machine.clients = self.clients = [
             Client(machine, self.oracle, f"client {at}", at % config.tenants, FIRST_UID + at % config.tenants,
                    self.current)
@@ -154,7 +157,7 @@ class Simulation:
         for client in (*self.clients, self.operator):
             for link in [client.link] if client.link else []:
                 known |= set(link._fds)
-        left = _descriptors() - known
+        left = _open_of(_descriptors() - known)
         if leaks and left:
             names = [os.readlink(f"/proc/self/fd/{fd}") for fd in sorted(left)]
             machine.violate(f"the daemon left {len(left)} descriptors open: {names[:8]}")
@@ -185,6 +188,9 @@ class Simulation:
                 self.counts["fail"] += 1
                 machine.disk.fails = {"read": chance.choice((0.1, 0.5))}  # during the scan
                 machine.after(0.2, self._heal, "fail")
+            if machine.config.has_direct_reads and chance.random() < 0.5:
+                # Few blocks are in memory now.
+                machine.after(chance.choice((0.1, 0.5)), self._read_soon, chance.getrandbits(32))
         elif kind in OF_DISKS:
             self.harm(kind, chance)
         elif kind in OF_OPERATORS:
@@ -192,6 +198,11 @@ class Simulation:
         else:
             chance.choice(self.clients).act(kind, chance)
         machine.trace("done")
+
+    def _read_soon(self, number: int) -> None:
+        if not self.is_finishing:
+            chance = random.Random(number)
+            chance.choice(self.clients).act("direct", chance)
 
     def harm(self, kind: str, chance: random.Random) -> None:
         """Give the disk a fault for some time."""
@@ -263,7 +274,7 @@ class Simulation:
 
     def finish(self) -> None:
         """Heal the machine, let everything end, check that nothing is left, and load everything."""
-        machine = self.machine
+        machine, self.is_finishing = self.machine, True
         machine.disk.heal()
         self.wait_serving()
         for client in (*self.clients, self.operator):
@@ -284,6 +295,8 @@ class Simulation:
         reused = self.reused(tenants) - reused
         self.wait_serving()
         self.check_kept(before, how, keeps_memory, reused + self.reused(self.daemon.app.tenants))
+        if machine.config.has_direct_reads and chance.random() < 0.5:
+            self.read_directly(chance)
         self.sweep()
         self.operator.die()  # it may have connected to switch the tiers on
         self.settle()
@@ -317,6 +330,26 @@ class Simulation:
         client.die()
         self.operator.die()
 
+    def read_directly(self, chance: random.Random) -> None:
+        """Read all blocks on disk without the daemon, while some of them are forgotten."""
+        machine = self.machine
+        client = Client(machine, self.oracle, "direct", 0, FIRST_UID, self.current)
+        link = client.connected()
+        assert link is not None
+        for space in machine.config.spaces:
+            client._open(link, space, lambda: None)
+        machine.run(CLOCK.now + 0.02)
+        for space in machine.config.spaces:
+            for chain in KEYS[space][: machine.config.chains]:
+                DirectRead(link, space, chain, chance).begin()
+            if chance.random() < 0.5:
+                delay = chance.choice((0.0, 0.001, 0.02, 0.3))
+                machine.after(delay, client._do, link, "forget", space, chance)
+        machine.run(CLOCK.now + 0.5)
+        if chance.random() < 0.5:
+            link.close("bye")
+        client.die()
+
     def settle(self) -> None:
         """Wait until nothing is held any longer, but not longer than that may take."""
         until = CLOCK.now + SETTLE_S
@@ -338,17 +371,24 @@ class Simulation:
         }  # fmt: skip
         for name, tenant in app.tenants.items():
             catalog = tenant.catalog
+            residency = catalog.blocks.residency
             counts = catalog.counts()
             # Those of session 0 may be written to by a disk that hung when a daemon was killed.
             held = catalog._writing._quarantined
             counts["blocks"]["quarantined"] -= len(held.get(0, b"")) // ID_BYTES
             found |= {
+                f"{name} direct reads": len(getattr(tenant.tier.direct, "_leases", ())),
+                f"{name} blocks of engines": residency._held + len(residency._leave_first),
+                f"{name} blocks away": len(residency._away) + len(residency._returning),
                 f"{name} leases": len(catalog.leases) - len(catalog.pins._living()),
                 f"{name} holds": len(catalog.holds),
                 f"{name} write leases": len(catalog._writing.of),
                 f"{name} quarantined": len(held.keys() - {0}),
                 f"{name} reading": catalog.promotions.reading,
                 f"{name} writing": catalog.demotions.writing if self.writes_end(name) else 0,
+                f"{name} ready without the policy": self.unordered(
+                    tenant, counts["blocks"]["ready"]
+                ),
                 f"{name} unsent": server.share_of(tenant).unsent_bytes,
                 f"{name} receiving": server.share_of(tenant).receiving_bytes,
             }
@@ -358,7 +398,18 @@ class Simulation:
                 if state.lower() not in ("ready", "free", "absent", "cold")
             }
             found |= {f"{name} blocks {state}": count for state, count in states.items()}
+        if self.machine.config.directories and app.lower.tier is not None:
+            found["reads of segments"] = sum(one.reading for one in app.lower.tier.table.segments)
         return {what: count for what, count in found.items() if count}
+
+    def unordered(self, tenant: Tenant, ready: int) -> int:
+        """How many more blocks are in memory (`ready`) than the policy may evict, or fewer. Pinned ones may
+        not be, nor those that are being written."""
+        catalog = tenant.catalog
+        if catalog.pins._living() or catalog.demotions.writing:
+            return 0
+        catalog.blocks.policy.settle()
+        return ready - len(catalog.blocks.policy)
 
     def writes_end(self, tenant: str) -> bool:
         """Whether all blocks of this tenant that are only in memory get written. Not if a start could not
@@ -444,6 +495,17 @@ class Simulation:
             client.link.close("bye")
 
 
+class _Unused:
+    """The chance of a load of which nothing was used."""
+
+    @staticmethod
+    def random() -> float:
+        return 0.9
+
+
+UNUSED: Any = _Unused()
+
+
 class _Swept:
     """Loads one chain until nothing more is coming."""
 
@@ -470,7 +532,7 @@ class _Swept:
         )
         client.machine.count("swept", reply.ready)
         if reading is not None:
-            client._release_reading(self.link, reading, random.Random(0))
+            client._release_reading(self.link, reading, UNUSED)
         if reply.coming and CLOCK.now < self.until:
             client.machine.after(0.05, self.ask)
         elif reply.coming:
@@ -478,8 +540,11 @@ class _Swept:
 
 
 def _descriptors() -> set[int]:
-    with os.scandir("/proc/self/fd") as found:
-        fds = {int(one.name) for one in found}
+    """The descriptors of this process, and that of the list itself, which is closed."""
+    return set(map(int, os.listdir("/proc/self/fd")))
+
+
+def _open_of(fds: set[int]) -> set[int]:
     return {fd for fd in fds if _is_open(fd)}
 
 
@@ -502,7 +567,7 @@ def simulate(
     folder = Path(tempfile.mkdtemp(prefix="kvtier-simulation-", dir=FOLDERS))
     simulation = None
     gc.disable()
-    before = _descriptors()
+    before = _open_of(_descriptors())
     try:
         simulation = Simulation(seed, plan, folder, keeps_lines, is_traced)
         try:
@@ -518,7 +583,7 @@ def simulate(
         outcome.trace, outcome.steps = machine.hash.hexdigest(), machine.steps
         outcome.counts, outcome.lines = simulation.counts, machine.lines or []
         _discard(simulation)
-        simulation = machine = None
+        simulation = machine = MACHINE.now = None
         gc.collect()
     finally:
         for fd in _descriptors() - before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,3 +70,35 @@ def test_a_seed_that_fails_is_shrunk() -> None:
     assert {"forget", "purge"} & set(kinds), done.stdout
     keep = done.stdout.partition("--keep ")[2].split()[0]
     assert keep.split(",") == [line.split()[0] for line in listed]
+
+
+def test_ranges_of_seeds_are_run_in_portions_and_recorded(tmp_path: Path) -> None:
+    record = tmp_path / "seeds.jsonl"
+    run("--seeds", "3+4", "--jobs", "2", "--record", str(record))
+    told = run("--seeds", "+2", "--jobs", "1", "--record", str(record))
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [row["seeds"] for row in rows] == [[3, 7], [7, 9]]
+    assert [row["run"] for row in rows] == [4, 2]
+    assert not any(row["failed"] for row in rows)
+    assert "seeds 7:9: 2 of 2 seeds" in told
+
+
+# The second seed ends its process, as a crash of native code does.
+CRASH = """
+import os, sys
+import tests.simulation.__main__ as program
+right = program.simulate
+program.simulate = lambda seed, *more: os.abort() if seed == 1 else right(seed, *more)
+sys.argv[1:] = ["--seeds", "0:3", "--jobs", "1", "--record", sys.argv[1]]
+sys.exit(program.main())
+"""
+
+
+def test_a_process_that_dies_counts_as_a_failure(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH, tmp_path / "seeds.jsonl"], cwd=ROOT, text=True, check=False,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "ended with -6 in seeds 0 to 2" in done.stdout
+    assert json.loads((tmp_path / "seeds.jsonl").read_text())["failed"] == [0, 1, 2]

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 from kvtier.errors import ConfigError
 
 log = logging.getLogger(__name__)
+log.setLevel(logging.INFO)  # whatever the level of the daemon's log is
 
 WINDOW_S: Final = 10.0
 LIMIT_ENTRIES: Final = 20  # of one user in a window; further ones are summed by order and outcome
@@ -68,7 +69,6 @@ class AuditLog:
         self._wall = wall
         self._windows: dict[tuple[Order, str, int], Repeated] = {}
         self._file = AuditFile()
-        log.setLevel(logging.INFO)
 
     @property
     def lost(self) -> int:
@@ -150,12 +150,13 @@ class AuditFile:
     def start(self, path: Path | None) -> None:
         """Use this file, or none. Raises OSError."""
         self._path = path
-        self._open()
+        self._open(path)
 
     def reopen(self, path: Path | None) -> None:
         """Use this file, or none, after the lines so far."""
-        self._path = path
-        self._do(self._open)
+        if path is not None or self._path is not None:
+            self._path = path
+            self._do(partial(self._open, path))
 
     def put(self, line: str) -> None:
         if self._path is not None:
@@ -187,8 +188,7 @@ class AuditFile:
                     log.error("the audit log cannot be written to its file: %s", error)
                 self._is_failing = True
 
-    def _open(self) -> None:
-        path = self._path
+    def _open(self, path: Path | None) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

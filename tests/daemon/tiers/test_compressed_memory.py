@@ -28,7 +28,6 @@ from kvtier_daemon.tiers.cold.compressor import Compressor
 from kvtier_daemon.tiers.cold.frame_memory import (
     GIVE_BYTES,
     GIVE_LEAST,
-    RESERVED_BYTES,
     CompressedFrame,
     CompressedFrames,
     FrameMemory,
@@ -386,7 +385,7 @@ def test_the_memory_of_frames_is_given_to_the_system_in_portions(count: int, nby
 
     assert asyncio.run(turns()) > count // 2 * max(nbytes, GIVE_LEAST) / GIVE_BYTES
     assert not len(frames) and not frames.used_bytes
-    assert sum(map(len, frames.memory._free.values())) % (RESERVED_BYTES // nbytes) == 0
+    assert len(frames.memory._free[nbytes]) == count
 
 
 @pytest.mark.parametrize("size", ["1MiB", "2MiB"])
@@ -644,7 +643,7 @@ def test_a_failure_to_start_a_job_leaves_no_holds_and_no_pieces(tmp_path: Path) 
             prompts.space.forget(prompts.keys(number))
         prompts.until(lambda tiers: tiers["warm"]["states"]["doomed"] == 0)
         ((size, free),) = compressor.frames.memory._free.items()
-        assert len(free) == RESERVED_BYTES // size
+        assert free and len(free) == compressor.frames.memory._rest[size][1] // size
 
     in_process(tmp_path, work)
 

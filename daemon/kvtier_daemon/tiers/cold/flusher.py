@@ -457,6 +457,8 @@ class Flusher:
         """Wait until a write may be tried: not at once again, and after the copies of the reclaimer."""
         if tries:
             await asyncio.sleep(BEGIN_S)
+        if self._reclaimer.idle.is_set():
+            return
         try:
             async with asyncio.timeout(COPY_S):
                 await self._reclaimer.idle.wait()

@@ -64,19 +64,25 @@ class FrameMemory:
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[mmap.mmap, int]]] = {}  # by the size of the pieces
+        self._rest: dict[int, tuple[mmap.mmap, int]] = {}  # from here on, never used
         self._leaving = deque[tuple[tuple[mmap.mmap, int], int]]()
 
     def take(self, nbytes: int) -> tuple[mmap.mmap, int]:
         """Return a piece. Raises OSError."""
         size = pages(nbytes)
-        free = self._free.setdefault(size, [])
-        if not free:
-            count = max(1, RESERVED_BYTES // size)
-            memory = mmap.mmap(-1, count * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise unused pages would be filled
-            memory.madvise(mmap.MADV_DONTDUMP)
-            free.extend((memory, at * size) for at in reversed(range(count)))
-        return free.pop()
+        if free := self._free.get(size):
+            return free.pop()
+        memory, at = self._rest.get(size, (None, 0))
+        if memory is None or at + size > len(memory):
+            memory, at = self._reserved(size), 0
+        self._rest[size] = memory, at + size
+        return memory, at
+
+    def _reserved(self, size: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, max(size, RESERVED_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise unused pages would be filled
+        memory.madvise(mmap.MADV_DONTDUMP)
+        return memory
 
     def trim(self, place: tuple[mmap.mmap, int], nbytes: int, used: int) -> None:
         """Give the pages behind the first `used` bytes of a piece to the system."""
@@ -94,7 +100,7 @@ class FrameMemory:
         while self._leaving and left > 0:
             place, nbytes = self._leaving.popleft()
             self.trim(place, nbytes, 0)
-            self._free[pages(nbytes)].append(place)
+            self._free.setdefault(pages(nbytes), []).append(place)
             left -= max(nbytes, GIVE_LEAST)
         return bool(self._leaving)
 

@@ -131,7 +131,7 @@ class TombstonePages:
         return int.from_bytes(self._bits, "little").bit_count()
 
     def __bool__(self) -> bool:
-        return any(self._bits)
+        return self._bits.count(0) < len(self._bits)
 
     def add(self, page: int) -> None:
         if page not in self:
