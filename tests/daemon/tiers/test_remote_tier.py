@@ -41,6 +41,7 @@ from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
+from kvtier_daemon.planning import planner
 from kvtier_daemon.planning.read_order import STALE_S
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import CopiedBlock, NullTier
@@ -298,6 +299,12 @@ class TestRemoteTier(TierTests):
     def make_lower(self) -> MakeLowerTier:
         return OnlyRemote
 
+    @pytest.mark.sampled(1)
+    def test_a_tier_full_of_held_blocks_refuses_new_ones_and_keeps_the_held_ones(
+        self, tier: ServedTenant
+    ) -> None:
+        super().test_a_tier_full_of_held_blocks_refuses_new_ones_and_keeps_the_held_ones(tier)
+
     def test_a_block_that_memory_lost_comes_from_the_store(self, tier: ServedShared) -> None:
         identity = Identity(key=bytes([7]) * 32)
         assert tier.put(identity, self.data(tier, 7))
@@ -364,7 +371,8 @@ def test_a_slow_or_late_store_is_measured_by_reads_that_no_request_waits_for(
 ) -> None:
     """Nothing is promised from an assumption. A store whose reads were late is used again when they are in
     time, and one that was slow when it was measured again."""
-    monkeypatch.setattr(probing, "LATE_S", 60.0)  # the machine may be busy
+    for module in (planner, probing):
+        monkeypatch.setattr(module, "LATE_S", 60.0)  # the machine may be busy
     tier = ServedShared(tmp_path, faulty.config + 'write = "all"\n', 16 * BLOCK_BYTES)
     fetcher, requests = tier.shared.fetcher, 0
     link, names = fetcher._queue.link, [Identity(key=bytes([at]) * 32) for at in range(1, 6)]
