@@ -21,16 +21,22 @@ help:           ## this list
 
 venv: $(VENV)/.ready  ## build .venv with everything the tests need
 
-# What kvtier needs to be built and to run; `make demo` needs no more.
-$(VENV)/.runtime: pyproject.toml tools/requirements.py
-	@test -x $(BIN)/python || { echo "create $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "install the dependencies into $(VENV)"
-	@$(BIN)/python tools/requirements.py build | $(BIN)/python -m pip install $(PIP_QUIET) -r /dev/stdin
+$(VENV)/.builds: pyproject.toml tools/requirements.py
+	@test -x $(BIN)/python || { echo "create $(VENV)"; $(PYTHON) -m venv --without-pip $(VENV); }
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || \
+	    $(PYTHON) -m pip --python $(BIN)/python install $(PIP_QUIET) --no-compile pip 2> /dev/null || \
+	    $(PYTHON) -m venv $(VENV)  # slower: it compiles all files of pip
+	@$(BIN)/python tools/requirements.py only-build | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin
 	@touch $@
 
-$(VENV)/.native: $(VENV)/.runtime $(NATIVE)
+# What kvtier needs to be built and to run; `make demo` needs no more. The dependencies arrive while the compiler
+# works, and Python compiles what of them is imported when it is.
+$(VENV)/.native: $(VENV)/.builds $(NATIVE)
 	@echo "compile the native module: $$(ls kernels/cpu/*.cpp | wc -l) files on $$(nproc) processors"
-	@$(BIN)/python -m pip install $(PIP_QUIET) --no-build-isolation --editable .
+	@echo "install the dependencies into $(VENV)"
+	@$(BIN)/python tools/requirements.py | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin & installs=$$!; \
+	    $(BIN)/python -m pip install $(PIP_QUIET) --no-build-isolation --no-deps --editable .; built=$$?; \
+	    wait $$installs && exit $$built
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.native

@@ -90,7 +90,11 @@ def load(daemon: Daemon, space: Space, number: int) -> None:
             assert bytes(block) == content(key, space.spec.block_bytes)
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "sealed",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["plain", "encrypted"],
+)
 def test_what_is_archived_is_found_after_it_left_the_disk(
     host: Hosts, store: ObjectStore, tmp_path: Path, sealed: bool
 ) -> None:

@@ -19,7 +19,7 @@ OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
 COLD = "/srv/disk/cold"
 CONFIG = f'[warm]\nsize = "64MiB"\n[cold]\ndirectories = ["{COLD}"]\nsize = "256MiB"\n'
 CLIENT = """
-import sys
+import sys, time
 from kvtier import Client, KvSpec
 spec = KvSpec.dense(model="m", layers=4, kv_heads=8, head_dim=64, dtype="bfloat16", block_tokens=16,
                     weights="rev:1")
@@ -33,6 +33,7 @@ with Client.connect() as client:
     data = [bytes([n]) * spec.block_bytes for n in range(1, 5)]
     while space.match(keys).ready < 4:
         space.save(keys, data)
+        time.sleep(0.01)
     with space.load(keys) as blocks:
         print([block[-1] for block in blocks])
 """
@@ -48,6 +49,7 @@ with Client.connect() as client:
         # Right after a start there is no memory yet to read into.
         if not found.coming and sys.argv[1:] != ["patient"]:
             sys.exit(f"not found: {{found}}")
+        time.sleep(0.01)
 """
 # A client that is connected while the service restarts goes on.
 RECONNECT = f"""{CLIENT}

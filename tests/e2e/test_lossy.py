@@ -347,7 +347,7 @@ def test_after_a_kill_lossy_blocks_are_correct_or_missing(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     chance, came = random.Random(5), 0
-    for cycle in range(4):
+    for cycle in range(effort(3, 4, 4)):
         daemon = began(daemon_of, disk, "ecsq-mid")
         with daemon.connect() as client:
             daemon.wait_for_disks()

@@ -9,6 +9,9 @@ import numpy as np
 
 from kvtier.layout import Group, KvSpec
 from support.daemons import start_daemon
+from support.effort import effort
+
+SPACES = effort(100, 200, 200)
 
 
 def test_headers_of_removed_spaces_use_no_memory(tmp_path: Path) -> None:
@@ -21,7 +24,7 @@ def test_headers_of_removed_spaces_use_no_memory(tmp_path: Path) -> None:
     try:
         before = daemon.process_bytes()
         group = Group(kind="state", layers=16384, state_bytes=1)
-        for number in range(200):
+        for number in range(SPACES):
             spec = KvSpec(
                 model=f"m{number}",
                 weights="rev:1",
@@ -36,6 +39,6 @@ def test_headers_of_removed_spaces_use_no_memory(tmp_path: Path) -> None:
                 while client.stats()["tiers"]["cold"]["states"]["written"] <= number:
                     time.sleep(0.002)
                 space.forget(keys)
-        assert daemon.process_bytes() - before < 40 << 20
+        assert daemon.process_bytes() - before < SPACES * 200_000
     finally:
         daemon.stop()

@@ -489,9 +489,15 @@ def on_disk(count: int) -> Callable[[dict[str, Any]], bool]:
     return lambda stats: stats["tiers"]["cold"]["blocks"] >= count
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("codec", ["raw", "r32"])
-@pytest.mark.parametrize("what", ["--space", "--all"])
+@pytest.mark.parametrize(
+    ("what", "codec"),
+    [
+        ("--space", "r32"),
+        ("--all", "raw"),
+        pytest.param("--space", "raw", marks=pytest.mark.slow),
+        pytest.param("--all", "r32", marks=pytest.mark.slow),
+    ],
+)
 def test_no_bytes_of_purged_blocks_remain_on_disk(
     daemon_of: Callable[..., Daemon], tmp_path: Path, codec: str, what: str
 ) -> None:

@@ -107,7 +107,11 @@ def order(daemon: Daemon) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "sealed",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["plain", "encrypted"],
+)
 def test_the_first_request_on_a_new_host_hits_what_others_want(
     host: Hosts, store: ObjectStore, tmp_path: Path, sealed: bool
 ) -> None:

@@ -90,7 +90,8 @@ class StagesEngine(DeviceEngine):
         return [place for place in super().wrong_pages(request) if place[0] == 0 or place[2] == 0]
 
 
-@pytest.mark.parametrize("way", ["batch", "kernel"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("way", ["kernel", "batch"])
 def test_a_smaller_stage_has_a_part_of_its_shard(
     daemon_of: Callable[..., Daemon], fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path, way: str,

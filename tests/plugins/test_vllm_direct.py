@@ -32,7 +32,7 @@ from support.fake_engine import BLOCK, LAYERS, PAGE_BYTES, layout_of, spec_for
 BLOCKS = 8
 PROMPT = range(BLOCKS * BLOCK + 3)
 BYTES = LAYERS * PAGE_BYTES
-WARM_BLOCKS = (4 << 20) // BYTES
+WARM_BLOCKS = (2 << 20) // BYTES
 OTHERS = count(1_000_000)  # tokens of other prompts
 BY_KVIKIO = os.environ.get("TESTED_READS") == "kvikio"  # set by test_direct_kvikio.py
 EngineOf = Callable[..., DeviceEngine]
@@ -48,7 +48,7 @@ def daemon_on(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Callable[...,
         return daemon_of(
             folder=tmp_path / "daemon",
             haste={"LIMIT_DIRECT_S": 60.0},  # a busy machine is slow
-            config=f'[warm]\nsize = "4MiB"\n[cold]\ndirectories = ["{cold}"]\nsize = "64MiB"\n'
+            config=f'[warm]\nsize = "2MiB"\n[cold]\ndirectories = ["{cold}"]\nsize = "64MiB"\n'
             f'segment = "1MiB"\nwrite = "through"\nscrub = 0\ncodec = "{codec}"\n'
             f'[tenants.default]\nuids = ["*"]\ndirect_reads = {str(permits).lower()}\n',
         )  # fmt: skip
@@ -154,8 +154,13 @@ def states(daemon: Daemon) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("way", ["batch", "kernel"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        (1, "batch"), (2, "kernel"),
+        pytest.param(1, "kernel", marks=pytest.mark.slow), pytest.param(2, "batch", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_blocks_on_disk_are_read_by_the_ranks(
     daemon_on: Callable[..., Daemon], engine_of: EngineOf, fake_cuda: FakeCuda, ranks: int, way: str
 ) -> None:

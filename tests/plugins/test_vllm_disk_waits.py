@@ -20,7 +20,7 @@ from support.fake_engine import BLOCK, LAYERS, PAGE_BYTES, FakeEngine, FakeReque
 BLOCKS = 8
 PROMPT = range(BLOCKS * BLOCK + 3)
 BYTES = LAYERS * PAGE_BYTES
-WARM_BLOCKS = (16 << 20) // BYTES
+WARM_BLOCKS = (4 << 20) // BYTES
 EngineOf = Callable[..., FakeEngine]
 
 
@@ -29,14 +29,14 @@ def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
     """A daemon with a disk, which is written to immediately."""
     cold = tmp_path / "cold"
     cold.mkdir()
-    config = f'[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
-    return daemon_of(config='[warm]\nsize = "16MiB"\n' + config)
+    config = f'[cold]\ndirectories = ["{cold}"]\nsize = "96MiB"\nwrite = "through"\n'
+    return daemon_of(config='[warm]\nsize = "4MiB"\n' + config)
 
 
 @pytest.fixture
 def engine(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """An engine whose prompt is only on disk, and which expects a read to be faster than recompute."""
-    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 1.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 20.0)  # a busy machine is slow
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
     monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
     engine = engine_of(daemon, patience_ms=20_000)
@@ -154,7 +154,7 @@ def on_its_way(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeReque
 @pytest.fixture
 def patient(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """An engine with a patience of 10 s, and whose prompt is only on disk."""
-    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 1.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 20.0)  # a busy machine is slow
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
     monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
     monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 0.0)

@@ -46,7 +46,7 @@ from support.fake_engine import (
 
 PROMPT = range(8 * BLOCK + 3)
 BYTES = LAYERS * PAGE_BYTES
-WARM_BLOCKS = (16 << 20) // BYTES
+WARM_BLOCKS = (4 << 20) // BYTES
 EngineOf = Callable[..., FakeEngine]
 
 
@@ -55,13 +55,13 @@ def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
     """A daemon with a disk, which is written to immediately."""
     cold = tmp_path / "cold"
     cold.mkdir()
-    config = f'[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
-    return daemon_of(config='[warm]\nsize = "16MiB"\n' + config)
+    config = f'[cold]\ndirectories = ["{cold}"]\nsize = "96MiB"\nwrite = "through"\n'
+    return daemon_of(config='[warm]\nsize = "4MiB"\n' + config)
 
 
 @pytest.fixture
 def warm(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="16MiB")
+    return daemon_of(warm="4MiB")
 
 
 def crowd_out(daemon: Daemon, engine: FakeEngine, on_disk: int = 0) -> None:
@@ -455,7 +455,7 @@ def test_missed_changes_are_reported_as_removals(warm: Daemon, engine_of: Engine
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
     with warm.connect() as client:
         space = client.open(spec_for(engine.layout))
-        for start in range(1, 13):
+        for start in range(1, 49):
             keys = space.keys([start] * (BLOCK * WARM_BLOCKS))
             space.save(keys, bytes(WARM_BLOCKS * BYTES))
     index.until(lambda: engine.scheduler.counts["missed"] > 0)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,11 +61,12 @@ class Daemon:
             return checked(client.stats())
 
     def wait_for(
-        self, holds: Callable[[dict[str, Any]], bool], seconds: float = 60.0
-    ) -> dict[str, Any]:
-        """Wait until `holds` is true for a report; return that report."""
+        self, holds: Callable[[dict[str, Any]], bool], seconds: float = 60.0,
+        of: Client | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Wait until `holds` is true for a report, which the client `of` asks for; return that report."""
         deadline, pause_s = time.monotonic() + seconds, 0.002
-        with self.connect(timeout_s=BUSY_S) as client:
+        with nullcontext(of) if of else self.connect(timeout_s=BUSY_S) as client:
             while not holds(stats := checked(client.stats())):
                 assert time.monotonic() < deadline, f"still not so after {seconds} s: {stats}"
                 time.sleep(pause_s)
@@ -90,9 +91,9 @@ class Daemon:
             warm = stats["tiers"]["warm"]
             return bool(warm["allocated_bytes"] == warm["capacity_bytes"])
 
-        with self.connect() as client:
+        with self.connect(timeout_s=BUSY_S) as client:
             client.wait_ready(START_S)  # all of this tenant's memory is announced
-        self.wait_for(complete)
+            self.wait_for(complete, of=client)
 
     def wait_for_disks(self) -> None:
         """Wait until the cold tier has opened and read its directories: a start does not wait for a directory

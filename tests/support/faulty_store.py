@@ -18,7 +18,8 @@ ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code></Error>"
 
 class FaultyStore:
     """Its attributes are the faults: it refuses puts as a full store does, refuses lists, cuts the contents
-    of objects, waits before each answer, and before those to puts and to deletes."""
+    of objects, waits before each answer, and before those to puts and to deletes. A pause in the middle of an
+    object ends with the fault."""
 
     def __init__(self, folder: Path) -> None:
         self.credentials = folder / "any-credentials"
@@ -53,7 +54,8 @@ class FaultyStore:
                     if self.command != "HEAD":
                         half = len(body) // 2 if faulty.pauses_s and len(body) > 4096 else 0
                         self.wfile.write(body[:half])
-                        time.sleep(faulty.pauses_s if half else 0.0)
+                        if half:
+                            faulty.pause()
                         self.wfile.write(body[half:sent])
                 if sent is not None:
                     self.close_connection = True
@@ -100,6 +102,11 @@ class FaultyStore:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+
+    def pause(self) -> None:
+        until = time.monotonic() + self.pauses_s
+        while self.pauses_s and time.monotonic() < until:
+            time.sleep(0.02)
 
     def listed(self, prefix: str) -> bytes:
         rows = "".join(

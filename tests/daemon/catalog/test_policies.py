@@ -352,7 +352,7 @@ def hits_with_hints(policies, importance):
 def test_auto_uses_hints_that_tell_what_is_used_again_and_learns_which_ones_are_wrong():
     without = hits_with_hints([make("auto")], lambda goes_on, _: 0.5)
     models = [ValueModel()] if ALL else []
-    right = hits_with_hints([make("auto"), ValueModel()], lambda on, _: 1.0 if on else 0.1)
+    right = hits_with_hints([make("auto"), *models], lambda on, _: 1.0 if on else 0.1)
     wrong = hits_with_hints([make("auto"), *models], lambda on, _: 0.1 if on else 1.0)
     noise = hits_with_hints([make("auto")], lambda _, rnd: rnd.choice([0.1, 1.0]))
     print(f"hits: {without} without hints, {right} right, {wrong} wrong, {noise} random ones")

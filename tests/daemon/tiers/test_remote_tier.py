@@ -342,6 +342,12 @@ class TestRemoteTier(TierTests):
     def make_lower(self) -> MakeLowerTier:
         return OnlyRemote
 
+    @pytest.mark.sampled(1)
+    def test_a_tier_full_of_held_blocks_refuses_new_ones_and_keeps_the_held_ones(
+        self, tier: ServedTenant
+    ) -> None:
+        super().test_a_tier_full_of_held_blocks_refuses_new_ones_and_keeps_the_held_ones(tier)
+
     def test_a_block_that_memory_lost_comes_from_the_store(self, tier: ServedShared) -> None:
         identity = Identity(key=bytes([7]) * 32)
         assert tier.put(identity, self.data(tier, 7))

@@ -53,7 +53,7 @@ class ColdTierTests(TierTests):
 
 
 class PressureInAll(ColdTierTests):
-    """Under pressure, `make test` tests only one engine, one codec, and compressed memory."""
+    """Under pressure, `make test` tests only one engine, and one codec with compressed memory."""
 
     @pytest.mark.slow
     def test_a_full_tier_evicts_old_blocks_for_new_ones(self, tier: ServedTenant) -> None:
@@ -99,7 +99,7 @@ class TestColdTierOfFix4(PressureInAll, EncodedTests):
     codec = "fix4"
 
 
-class TestColdTierOfR32(EncodedTests):
+class TestColdTierOfR32(PressureInAll, EncodedTests):
     codec = "r32"
 
 
