@@ -117,7 +117,7 @@ class Disk {
             engine_ = "io_uring";
             why_ = engine == "auto" ? "the kernel offers it" : "asked for";
         }
-        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_, decoders_, staged_bytes);
+        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_, staged_bytes);
         if (engine_ == "io_uring") {
             for (size_t i = 0; i < threads; i++) {
                 auto ring = std::make_shared<RingWorker>(queue_, (depth + threads - 1) / threads);

@@ -7,7 +7,7 @@
 
 namespace kvtier {
 
-Chains::Chains(List lists) : lists_(lists), nonempty_(lists / 64 + 1), made_(lists) {
+Chains::Chains(List lists) : nonempty_(lists / 64 + 1), made_(lists) {
     for (List list = 0; list < lists; ++list) {
         links_.reach(list);
         links_[list] = {list, list, none};

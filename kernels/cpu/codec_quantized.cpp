@@ -395,10 +395,13 @@ constexpr LevelKernels kLevel = {
 
 KVTIER_COMPILED(Plain, )
 #if KVTIER_X86
-#define KVTIER_LINES                                                               \
-    __attribute__((                                                                \
-        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,prefer-vector-width=" \
-               "512")))
+#if defined(__clang__)  // does not know the last one
+#define KVTIER_WIDE_LOOPS
+#else
+#define KVTIER_WIDE_LOOPS ",prefer-vector-width=512"
+#endif
+#define KVTIER_LINES \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2" KVTIER_WIDE_LOOPS)))
 KVTIER_COMPILED(Half, KVTIER_AVX2)
 KVTIER_COMPILED(Whole, KVTIER_LINES)
 

@@ -207,12 +207,11 @@ void Operation::finish() {
     }
 }
 
-DiskQueue::DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t staged_most)
+DiskQueue::DiskQueue(int notify_fd, size_t depth, uint64_t staged_most)
     : notify_fd_(notify_fd),
       depth_(depth),
       spare_(depth < 2 ? 0 : std::max<size_t>(1, depth / 8)),
       writes_most_(std::max<size_t>(1, depth / 2)),
-      decoders_(decoders),
       page_pool_(staged_most),
       staged_most_(staged_most) {
     partly_read_.reserve(depth);  // enough for all operations in the kernel

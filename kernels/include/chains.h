@@ -90,7 +90,6 @@ class Chains : public Policy {
     void leave(std::span<const Id> ids, std::uint32_t to);
     bool is_evictable(Id id) const { return states_[id].where == here; }
 
-    List lists_;
     Chunks<Node> nodes_;
     Chunks<BlockState> states_;
     Chunks<Link> links_;                           // the first ones are the ends of the lists

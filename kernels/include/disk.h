@@ -221,7 +221,7 @@ struct Completion {
 class DiskQueue {
  public:
     // Owns the descriptor. `staged_most`: memory for encoded frames; one frame may exceed it.
-    DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t staged_most);
+    DiskQueue(int notify_fd, size_t depth, uint64_t staged_most);
     DiskQueue(const DiskQueue&) = delete;
     DiskQueue& operator=(const DiskQueue&) = delete;
     ~DiskQueue();
@@ -322,7 +322,6 @@ class DiskQueue {
     Operations read_, decoding_;  // encoded frames that are completely in memory
     // frames that are partly in memory; their reads are still in the kernel
     std::vector<Operation*> partly_read_;
-    const size_t decoders_;
     PagePool page_pool_;
     const uint64_t staged_most_;
     Moved moved_;

@@ -10,7 +10,7 @@ class Prefix : public Ages {
     Prefix() : Prefix(1) {}
 
  protected:
-    explicit Prefix(unsigned levels) : Ages(2 * levels), levels_(levels) {}
+    explicit Prefix(unsigned levels) : Ages(2 * levels) {}
     // How much longer than others a block of this level stays, in eighths.
     virtual std::uint64_t eighths(unsigned) const { return 8; }
 
@@ -28,8 +28,6 @@ class Prefix : public Ages {
         return (own >> level_shift) * 2 + (own & shared_bit ? 1 : 0);
     }
     std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const override;
-
-    unsigned levels_;
 };
 
 class Attention final : public Prefix {
