@@ -27,6 +27,7 @@ from support.disks import Shim
 from support.effort import effort
 from support.fake_cuda import FakeCuda, build, toolkit
 from support.object_store import ObjectStore
+from support.rings import WHY_NO_RING
 
 # The tests and their modules stay: a garbage collection while they are collected finds nothing.
 if "PYTEST_XDIST_WORKER" in os.environ:  # the first process collects none
@@ -153,6 +154,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(group):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+    if WHY_NO_RING:
+        for item in items:
+            wanted = getattr(getattr(item, "callspec", None), "params", {}).get("engine")
+            if (wanted or getattr(getattr(item, "cls", None), "engine", "")) == "io_uring":
+                item.add_marker(pytest.mark.skip(reason=WHY_NO_RING))
     if hasattr(config, "workerinput"):
         ranks = {name: rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))

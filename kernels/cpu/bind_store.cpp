@@ -297,7 +297,7 @@ class PyStore {
     TwoLists frames(nb::bytes ids) const {
         auto packed = [this](Id id, char* row) {
             Frame frame = store_.frame(id);
-            frame.tier = frame.has_own = frame.rounds = 0;
+            frame.tier = frame.has_own = frame.rounds = frame.zero = 0;
             std::memcpy(row, &frame, sizeof(Frame));
         };
         auto digest = [this](Id id, char* row) {

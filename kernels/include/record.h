@@ -95,6 +95,7 @@ struct Frame {
     std::uint8_t tier : 2;
     std::uint8_t has_own : 1;  // encoded, and the checksum of the bytes in memory is known
     std::uint8_t rounds : 3;   // in how many rounds of its segments it was used
+    std::uint8_t zero : 2;     // named, because compilers do not clear bits without a name
 
     // The size in its tier: header and payload are whole pages.
     std::uint64_t bytes() const {

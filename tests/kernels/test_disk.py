@@ -29,28 +29,14 @@ from kvtier_daemon.tiers.cold.disk import SEAL
 from models import kernels as reference
 from models.codecs import seal
 from models.kernels.disk import DIGEST, URGENT
+from support.rings import WHY_NO_RING
 
 PAGE = 4096
 MIB = 1 << 20
 SLOT = 64 * PAGE
 
 
-def refused_ring() -> str | None:
-    fd = os.eventfd(0)
-    try:
-        kernels.Disk(fd, "io_uring").stop()
-    except OSError as error:
-        return str(error)
-    finally:
-        os.close(fd)
-    return None
-
-
-WHY_NO_RING = refused_ring()
-ENGINES = [
-    pytest.param("io_uring", marks=pytest.mark.skipif(bool(WHY_NO_RING), reason=f"{WHY_NO_RING}")),
-    "threads",
-]
+ENGINES = ["io_uring", "threads"]
 
 
 class Bench:
@@ -851,7 +837,7 @@ def wait_for_registration(disk, nbytes):
     return disk.registered_bytes
 
 
-@pytest.mark.skipif(bool(WHY_NO_RING), reason=str(WHY_NO_RING))
+@pytest.mark.skipif(bool(WHY_NO_RING), reason=WHY_NO_RING)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_extents_are_registered_during_operations(tmp_path, threads):
     one = Bench(tmp_path, "io_uring", depth=8, threads=threads)
@@ -920,7 +906,7 @@ print(disk.registered_bytes)
 """
 
 
-@pytest.mark.skipif(bool(WHY_NO_RING), reason=str(WHY_NO_RING))
+@pytest.mark.skipif(bool(WHY_NO_RING), reason=WHY_NO_RING)
 def test_memory_that_may_not_be_locked_is_used_unregistered():
     assert int(run_python(SMALL_MEMLOCK)) == 1 << 16
 

@@ -247,6 +247,7 @@ def test_a_slot_that_is_reused_before_its_copy_fails_the_load(
     request = engine.add(PROMPT)
     fake_cuda.hold()
     engine.until(lambda: fake_cuda.held == 1)
+    daemon.wait_for(lambda stats: not stats["tenants"]["default"]["leases"])  # they have expired
     crowd_out(daemon, engine)
     fake_cuda.hold(False)
     engine.run(request)
