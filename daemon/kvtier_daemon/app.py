@@ -62,7 +62,7 @@ from kvtier_kernels import Store, trim_heaps
 log = logging.getLogger(__name__)
 
 TEND_S = 0.1
-TRIM_S = 60.0  # free parts of the heaps would grow by 2 MB an hour under load
+TRIM_S = 600.0  # free parts of the heaps would grow by 2 MB an hour under load
 REMOTE = "remote"
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 MakeLowerTier = Callable[[CurrentConfig, Mapping[str, Tenant], WarmTier, InternalErrors], LowerTier]

@@ -22,9 +22,7 @@ EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits
 EXIT_UNREAD = 141  # the status that a shell reports for SIGPIPE
-IMPORTED = (
-    50_000  # objects between two garbage collections, which took 20 ms of the imports of a daemon
-)
+IMPORTED = 50_000  # objects between two garbage collections: these took 20 ms of a daemon's imports
 COMPLETE = "_KVTIER_COMPLETE"  # set by a shell that requests completions
 
 # Each with the first line of its help; a test compares them.
