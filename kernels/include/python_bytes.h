@@ -29,7 +29,10 @@ enum class Shape { kContiguous, kDense };  // dense: the axes in any order, with
 class HeldMemory {
  public:
     HeldMemory() = default;
-    HeldMemory(nb::handle object, Access access, const char* what) { take(object, access, what); }
+    // Delegates, so that memory which is refused after it was taken is released.
+    HeldMemory(nb::handle object, Access access, const char* what) : HeldMemory() {
+        take(object, access, what);
+    }
     HeldMemory(const HeldMemory&) = delete;
     HeldMemory& operator=(const HeldMemory&) = delete;
     ~HeldMemory();

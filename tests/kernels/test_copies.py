@@ -530,3 +530,17 @@ def test_the_environment_caps_the_level(level):
     assert order.index(taken) <= order.index(level)
     assert level in implementations or taken != level
     assert all(order.index(name) <= order.index(level) for name in implementations)
+
+
+def test_memory_that_is_refused_is_released():
+    target, source = bytearray(16), memoryview(np.array([1, 2], dtype=object))
+    for refused in (
+        lambda: kernels.copy(target, source),
+        lambda: kernels.xxh3_128(source),
+        lambda: kernels.copy_runs(target, source, 1, 8, 0, 0, 0, 0),
+        lambda: kernels.Buffers([source], 0, 1, 16),
+    ):
+        with pytest.raises(TypeError, match="Python objects"):
+            refused()
+    source.release()  # raises BufferError while it is in use
+    target.append(0)
