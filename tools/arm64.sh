@@ -57,7 +57,12 @@ if ! test -e "$objects/done" || find kernels/include kernels/cpu -newer "$object
     touch "$objects/done"
 fi
 
-for one in proc dev; do mountpoint -q "$root/$one" || mount --rbind "/$one" "$root/$one"; done
+# Not after this script: whatever deletes build/ would delete the devices of this machine.
+trap 'umount --recursive --lazy "$root/proc" "$root/dev" 2>/dev/null || true' EXIT
+for one in proc dev; do
+    mount --rbind "/$one" "$root/$one"
+    mount --make-rslave "$root/$one"
+done
 test "$#" -gt 0 || set -- tests/kernels tests/kvtier tests/daemon
 # Python 3.11.2 fails to explain some assertions.
 inside PYTHONPATH=kvtier:daemon:kernels:plugins sh -c 'cd /kvtier && exec python -m pytest --assert=plain -p no:cacheprovider "$@"' \

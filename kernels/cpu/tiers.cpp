@@ -396,6 +396,7 @@ Restored Store::restore(std::uint32_t tier, std::uint32_t in, const char* rows, 
                     static_cast<std::uint8_t>(row.flags()),
                     static_cast<std::uint8_t>(tier),
                     0,
+                    0,
                     0};
         std::uint32_t place = found.first_place[row.group()] + row.shard();
         std::uint64_t hash = hashes[i % ring];
