@@ -74,7 +74,6 @@ STOP_S = 25.0  # less than the unit's TimeoutStopSec
 
 def run(loaded: LoadedConfig, with_process: int | None = None) -> None:
     """Serve until SIGTERM, SIGINT, or the end of the process with this number, after `preflight.require`."""
-    gc.set_threshold(700, 10, 10)  # Python's own: frequent collections are short
     config = loaded.config
     owner = None
     if with_process is not None:

@@ -23,6 +23,7 @@ EXIT_UNAVAILABLE = 3
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits
 EXIT_UNREAD = 141  # the status that a shell reports for SIGPIPE
 IMPORTED = 50_000  # objects between two garbage collections: these took 20 ms of a daemon's imports
+USUAL = gc.get_threshold()
 COMPLETE = "_KVTIER_COMPLETE"  # set by a shell that requests completions
 
 # Each with the first line of its help; a test compares them.
@@ -128,7 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if isinstance(sys.stdout, TextIOWrapper):  # names of models in a locale that cannot print them
         sys.stdout.reconfigure(errors="replace")
-    usual = gc.get_threshold()
     gc.set_threshold(IMPORTED)
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
@@ -149,7 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_BUG)
     finally:
         gc.freeze()  # skips the last garbage collection at exit, which takes 9 ms
-        gc.set_threshold(*usual)
+        collect_as_usual()
+
+
+def collect_as_usual() -> None:
+    """The imports are over: collect garbage as often as Python does. Such collections are short."""
+    gc.set_threshold(*USUAL)
 
 
 BUG = (

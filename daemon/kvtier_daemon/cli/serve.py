@@ -40,5 +40,7 @@ def serve(
     preflight.require(loaded)
 
     from kvtier_daemon.app import run
+    from kvtier_daemon.cli import collect_as_usual
 
+    collect_as_usual()
     run(loaded, with_process)

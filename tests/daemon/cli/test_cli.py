@@ -1,3 +1,5 @@
+import contextlib
+import gc
 import io
 import json
 import os
@@ -20,6 +22,7 @@ from rich.console import Console
 import kvtier
 from kvtier.errors import KvtierError, ProtocolError, Unavailable
 from kvtier.units import GIB, MIB
+from kvtier_daemon import app
 from kvtier_daemon.cli import main
 from kvtier_daemon.cli.progress import progress
 from kvtier_daemon.cli.status import draw
@@ -758,3 +761,15 @@ def test_the_table_fits_80_columns_without_truncation(stats):
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
     assert any(line.startswith(" tenant ") for line in lines) == bool(stats["tenants"])
+
+
+def test_a_daemon_serves_with_the_usual_garbage_collections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, seen = gc.get_threshold(), list[tuple[int, int, int]]()
+    monkeypatch.setattr(app, "run", lambda *_: seen.append(gc.get_threshold()))
+    monkeypatch.setenv("KVTIER_STATE", str(tmp_path / "state"))
+    with contextlib.suppress(SystemExit):
+        main(["serve", "--socket", str(tmp_path / "socket"), "--warm-size", "16MiB"])
+    assert seen == [usual]
+    assert gc.get_threshold() == usual
