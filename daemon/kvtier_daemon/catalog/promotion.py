@@ -168,7 +168,7 @@ class Promotions:
         limit_blocks: int,
         out_of_reach: Set[int],
     ) -> tuple[int, list[Missing]]:
-        """This prefix and its blocks; or a shorter one with at most so many blocks, none out of reach."""
+        """This prefix and its blocks; or a shorter one with at most `limit_blocks`, none out of reach."""
         store = self._blocks.store
 
         def fits(parts: list[Missing]) -> bool:

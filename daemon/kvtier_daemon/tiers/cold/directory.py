@@ -125,21 +125,22 @@ class ColdDirectory:
 
     def tenants(self) -> list[str]:
         """Return the tenants that have a folder here."""
-        try:
-            with os.scandir(self.opened(self.path / SEGMENTS)) as found:
-                return sorted(one.name for one in found if one.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        return sorted(one.name for one in self._entries(self.path / SEGMENTS) if one.is_dir())
 
     def files(self, tenant: str) -> list[Path]:
         """Return the tenant's segment files in the order of their numbers."""
         folder = self.path / SEGMENTS / tenant
+        entries = self._entries(folder)
+        names = [one.name for one in entries if one.name.isdecimal() and not one.is_dir()]
+        return [folder / name for name in sorted(names)]
+
+    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        """What this folder has, if it exists."""
         try:
             with os.scandir(self.opened(folder)) as found:
-                names = [one.name for one in found if one.name.isdecimal() and not one.is_dir()]
+                return list(found)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [folder / name for name in sorted(names)]
 
     def lacks_bytes(self) -> int:
         """Return how many bytes the file system lacks for the segments. Waits for the disk."""
