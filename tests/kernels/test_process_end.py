@@ -59,8 +59,7 @@ def test_a_disk_is_deleted_while_one_of_its_threads_is_stopped(engine: str) -> N
     ) as process:  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         assert process.stderr is not None
-        if process.stdout.readline() != "ready\n":
-            pytest.skip(f"{engine}: {process.stderr.read().splitlines()[-1]}")
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
         tasks = [int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir()]
         worker = next(task for task in tasks if task != process.pid)
         if libc.ptrace(ATTACH, worker, None, None) != 0:
