@@ -97,6 +97,7 @@ def stored(daemon: Daemon, engine: DeviceEngine) -> None:
 
 def crowd_out(daemon: Daemon, engine: DeviceEngine) -> None:
     written(daemon, BLOCKS * engine.layout.shards.count)
+    daemon.wait_for(lambda stats: not stats["tenants"]["default"]["leases"])  # they keep blocks
     with daemon.connect() as client:
         space = client.open(spec_for(engine.layout))
         for _ in range(3):
@@ -247,7 +248,6 @@ def test_a_slot_that_is_reused_before_its_copy_fails_the_load(
     request = engine.add(PROMPT)
     fake_cuda.hold()
     engine.until(lambda: fake_cuda.held == 1)
-    daemon.wait_for(lambda stats: not stats["tenants"]["default"]["leases"])  # they have expired
     crowd_out(daemon, engine)
     fake_cuda.hold(False)
     engine.run(request)
