@@ -46,13 +46,15 @@ def engine(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch)
 
 
 def crowd_out(daemon: Daemon, engine: FakeEngine) -> None:
-    """Fill the memory with other blocks after the prompt was written to disk."""
+    """Fill the memory with other blocks after the prompt was written to disk, and wait until these are
+    written too: blocks that are only in memory keep their slots, and a read from disk would find none."""
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= BLOCKS)
     with daemon.connect() as client:
         space = client.open(spec_for(engine.layout))
         for token in (1, 2, 3):
             keys = space.keys([token] * (BLOCK * WARM_BLOCKS // 2))
             space.save(keys, bytes(len(keys) * BYTES))
+    daemon.wait_for(lambda stats: not stats["tiers"]["cold"]["dirty"])
 
 
 def blocks_read(daemon: Daemon) -> int:
@@ -137,7 +139,7 @@ def held(engine: FakeEngine, request: FakeRequest, after_s: float) -> bool:
 def on_its_way(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeRequest:
     """A request with 3 blocks in memory. The others are being read, and will be for a long time."""
     side = engine.scheduler
-    engine.serve(range(3 * BLOCK + 1))
+    assert engine.serve(range(3 * BLOCK + 1)).cached == 3 * BLOCK
     request = engine.add(PROMPT)
     prompt = side._prompts[request.request_id]
     engine.waiting.remove(request)
@@ -214,7 +216,7 @@ def test_a_new_lookup_is_answered_at_once_if_there_is_no_time_to_hold_the_reques
     """The engine lost its cached blocks after the request was queued: blocks that the daemon has in
     memory are loaded without another step."""
     monkeypatch.setattr(lookups, "LAST_WAIT_S", 10.0)
-    patient.serve(range(3 * BLOCK + 1))
+    assert patient.serve(range(3 * BLOCK + 1)).cached == 3 * BLOCK
     enter(patient, Cache(5 * BLOCK), most_requests=0)
     request, _ = patient.add(PROMPT), patient.add(range(5000, 5000 + BLOCK))
     side = patient.scheduler
