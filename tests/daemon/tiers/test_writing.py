@@ -6,7 +6,9 @@ import asyncio
 import errno
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,6 +202,7 @@ def test_a_save_while_others_are_written_is_written(tmp_path: Path) -> None:
 def test_many_blocks_wake_all_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flusher, "WRITE_BLOCKS", 8)
     at_once: list[int] = []
+    ended: list[Callable[[], None]] = []
 
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0, through=True)
@@ -207,10 +210,23 @@ def test_many_blocks_wake_all_writers(tmp_path: Path, monkeypatch: pytest.Monkey
 
         def begin(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
             at_once.append(desk.catalog.demotions.writing)
-            return write(tenant, blocks, done)
+
+            def wrote(*results: Any) -> None:
+                ended.append(partial(done, *results))
+                if len(at_once) > 1:
+                    tell()
+
+            return write(tenant, blocks, wrote)
+
+        def tell() -> None:
+            while ended:
+                ended.pop()()
 
         monkeypatch.setattr(desk.bench.tier.writer, "write", begin)
         desk.save(100, 16)
+        # The first write ends after the second has begun, however fast the disk is.
+        await until(lambda: len(at_once) > 1)
+        tell()
         await desk.written(16)
         assert max(at_once) == 16
         await desk.end()
