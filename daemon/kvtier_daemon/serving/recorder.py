@@ -167,8 +167,7 @@ class Recorder:
         """Convert noted requests to lines with the names of this trace; yield between portions."""
         hashed = 0
         while self._waiting:
-            seen = self._waiting.popleft()
-            self._waiting_bytes -= len(seen.keys)
+            seen = self._waiting[0]
             within = blake2b(seen.place, key=trace.secret).digest()
             names = []
             for at in range(0, len(seen.keys), KEY_BYTES):
@@ -178,6 +177,8 @@ class Recorder:
                 hashed += 1
                 if hashed % PIECE_KEYS == 0:
                     yield
+            self._waiting.popleft()  # after its portions: between them, the daemon may end
+            self._waiting_bytes -= len(seen.keys)
             if not seen.saved or not all(name in self._recent for name in names):
                 self._add_line(trace, seen, names)
 
@@ -236,23 +237,36 @@ class Recorder:
 
     async def _write(self, trace: Trace, fd: int) -> None:
         """Write this trace until it or the daemon ends."""
-        import aiofiles
+        from aiofiles.threadpool import wrap
 
-        async with aiofiles.open(fd, "wb") as file:
+        file = wrap(open(fd, "wb"))  # noqa: ASYNC230, SIM115 - it is open, and a thread may be late
+        try:
+            while not trace.ending or self._waiting:
+                for _ in self._put_into_lines(trace):
+                    await asyncio.sleep(0)  # let the loop serve clients
+                await self._flush(file)
+                if not trace.ending:
+                    await asyncio.sleep(PAUSE_S)
+        finally:
             try:
-                while not trace.ending or self._waiting:
-                    for _ in self._put_into_lines(trace):
-                        await asyncio.sleep(0)  # let the loop serve clients
-                    await self._flush(file)
-                    if not trace.ending:
-                        await asyncio.sleep(PAUSE_S)
-            finally:
                 for _ in self._put_into_lines(trace):
                     pass
                 await self._flush(file)
+            finally:
+                await file.close()
 
     async def _flush(self, file: AsyncBufferedIOBase) -> None:
-        if self._lines:
-            lines, self._lines = self._lines, bytearray()
-            await file.write(lines)
-            await file.flush()
+        """Write the lines. A write that waits for a thread when the daemon ends is not cancelled."""
+        lines, self._lines = self._lines, bytearray()
+        if not lines:
+            return
+        writing = asyncio.ensure_future(_write_lines(file, lines))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            await writing
+
+
+async def _write_lines(file: AsyncBufferedIOBase, lines: bytearray) -> None:
+    await file.write(lines)
+    await file.flush()
