@@ -47,7 +47,7 @@ BAR = 0.85
 LOCAL_BAR = 1.02
 LOOKUPS, LOADS, TURNS = 200, 60, 20
 LOOK_S = 0.001
-FIRST_LOOK = 0.9  # of the shortest time of the client's own put: no look before that
+FIRST_LOOK = 0.9  # of the shortest time of a write so far: no look before that
 PAGE = PAGE_NAMES  # objects of a page of a list
 SPEC = KvSpec.dense(
     model="bench",
@@ -61,7 +61,7 @@ SPEC = KvSpec.dense(
 
 
 class OwnClient(Protocol):
-    def has(self, name: str) -> bool: ...
+    def has(self, names: list[str]) -> bool: ...
     def put(self, names: list[str], content: bytes, size: int) -> None: ...
     def get(self, names: list[str], size: int) -> None: ...
 
@@ -79,15 +79,11 @@ class S3Client:
         self._store = S3Store(
             BUCKET, prefix="fleet", config=config, client_options={"allow_http": True}
         )
+        self._folder = server.folder / "data" / BUCKET / "fleet"
 
-    def has(self, name: str) -> bool:
-        import obstore
-
-        try:
-            obstore.head(self._store, name)
-        except FileNotFoundError:
-            return False
-        return True
+    def has(self, names: list[str]) -> bool:
+        """Whether the server has these files. A request would cost it a millisecond of its one processor."""
+        return all((self._folder / name).exists() for name in names)
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         import obstore
@@ -135,8 +131,8 @@ class MooncakeClient:
     def _places(self, count: int) -> list[int]:
         return [self._at + at * self._room for at in range(count)]
 
-    def has(self, name: str) -> bool:
-        return bool(self._store.is_exist(f"fleet/{name}") == 1)
+    def has(self, names: list[str]) -> bool:
+        return set(self._store.batch_is_exist([f"fleet/{name}" for name in names])) == {1}
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         names = [f"fleet/{name}" for name in names]
@@ -237,10 +233,10 @@ class Scene:
         def write() -> float:
             began = time.perf_counter()
             assert len(self.a[2].save(keys, blocks)) == BLOCKS
-            time.sleep(FIRST_LOOK * min(self.seconds.get("write, client", [0.0])))
-            for name in names:
-                while not self.own.has(name):
-                    time.sleep(LOOK_S)
+            time.sleep(FIRST_LOOK * min(self.seconds.get("write, kvtier", [0.0])))
+            while not self.own.has(names):
+                time.sleep(LOOK_S)
+            self._until(lambda: self._remote(self.a)["states"]["written"] >= written)
             return time.perf_counter() - began
 
         def put() -> float:
@@ -254,7 +250,6 @@ class Scene:
 
         written = self._remote(self.a)["states"]["written"] + BLOCKS
         timed_both = both(lambda: ours("write", self.a, write), lambda: theirs("write", put), order)
-        self._until(lambda: self._remote(self.a)["states"]["written"] >= written)
         self._note("write", *timed_both, counts)
         space = self.b[2]
         space.match(keys)
