@@ -43,6 +43,8 @@ TEXTS: Final = {
 }
 BATCH_BYTES: Final = 16 << 20  # of one call: the blocks of one are verified during the next
 READS_AT_ONCE: Final = 2  # one call waits for the network while the other one asks the master
+# A call of the client waits actively: the client's own threads, which transfer the data, go before it.
+CALLS_NICE: Final = 10
 OWN_BYTES: Final = 1 << 20  # of the client's own buffer, which nothing uses
 T = TypeVar("T", GetObject, PutObject)
 U = TypeVar("U")
@@ -63,7 +65,7 @@ class Batches(Generic[T]):
         self._size: Callable[[T], int] = size
         self._at_once = at_once
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(at_once)
+        self._threads = ThreadPoolExecutor(at_once, initializer=os.nice, initargs=(CALLS_NICE,))
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[T, asyncio.Future[int], float]] = []
         self._running = 0
