@@ -47,7 +47,7 @@ BAR = 0.85
 LOCAL_BAR = 1.02
 LOOKUPS, LOADS, TURNS = 200, 60, 20
 LOOK_S = 0.001
-FIRST_LOOK = 0.9  # of the shortest time of a write so far: no look before that
+FIRST_LOOK = 0.9  # of the shortest time of the client's own put: no look before that
 PAGE = PAGE_NAMES  # objects of a page of a list
 SPEC = KvSpec.dense(
     model="bench",
@@ -233,7 +233,7 @@ class Scene:
         def write() -> float:
             began = time.perf_counter()
             assert len(self.a[2].save(keys, blocks)) == BLOCKS
-            time.sleep(FIRST_LOOK * min(self.seconds.get("write, kvtier", [0.0])))
+            time.sleep(FIRST_LOOK * min(self.seconds.get("write, client", [0.0])))
             while not self.own.has(names):
                 time.sleep(LOOK_S)
             self._until(lambda: self._remote(self.a)["states"]["written"] >= written)

@@ -42,7 +42,7 @@ TEXTS: Final = {
     -900: "the master does not answer",
 }
 BATCH_BYTES: Final = 16 << 20  # of one call: the blocks of one are verified during the next
-READS_AT_ONCE: Final = 2  # one call waits for the network while the other one asks the master
+AT_ONCE: Final = 2  # calls of reads, and of writes: one asks the master while the other one waits
 # A call of the client waits actively: the client's own threads, which transfer the data, go before it.
 CALLS_NICE: Final = 10
 OWN_BYTES: Final = 1 << 20  # of the client's own buffer, which nothing uses
@@ -125,8 +125,8 @@ class PooledObjects:
         self._store = MooncakeDistributedStore()
         self._round_trip_s = 0.0  # of the last question to the master
         timeout_s = request.timeout_s
-        self._reads = Batches(self._get, lambda one: one.room, READS_AT_ONCE, timeout_s)
-        self._writes = Batches(self._put, lambda one: one.nbytes, 1, timeout_s)
+        self._reads = Batches(self._get, lambda one: one.room, AT_ONCE, timeout_s)
+        self._writes = Batches(self._put, lambda one: one.nbytes, AT_ONCE, timeout_s)
         self._questions = ThreadPoolExecutor(1)
 
     async def _ask(self, call: Callable[[], U]) -> U:
