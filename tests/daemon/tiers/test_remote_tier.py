@@ -238,14 +238,14 @@ def test_blocks_are_encoded_also_in_a_daemon_that_was_started_as_nice(tmp_path: 
 
 def test_a_call_that_waits_actively_lets_all_other_threads_go_before_it() -> None:
     master_program()  # skips without the client
-    from kvtier_daemon.tiers.remote.mooncake import CALLS_NICE, Batches
+    from kvtier_daemon.tiers.remote.mooncake import Batches
 
     async def call() -> int:
-        calls = Batches[PutObject](lambda some: [os.nice(0) for _ in some], lambda one: 1, 1, 30.0)
+        calls = Batches[PutObject](lambda some: [os.nice(0) for _ in some], lambda one: 1, 5, 30.0)
         return await calls.result(PutObject(1, "a", 0, 1))
 
     before = os.nice(0)
-    assert asyncio.run(call()) == min(before + CALLS_NICE, 19)
+    assert asyncio.run(call()) == min(before + 5, 19)
     assert os.nice(0) == before
 
 
