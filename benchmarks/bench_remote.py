@@ -233,6 +233,8 @@ class Scene:
         def write() -> float:
             began = time.perf_counter()
             assert len(self.a[2].save(keys, blocks)) == BLOCKS
+            if counts:
+                self.seconds.setdefault("write, save", []).append(time.perf_counter() - began)
             time.sleep(FIRST_LOOK * min(self.seconds.get("write, client", [0.0])))
             while not self.own.has(names):
                 time.sleep(LOOK_S)
@@ -367,6 +369,8 @@ def rows_of(scene: Scene, store: str) -> list[Row]:
             f"{side} ms": median(scene.seconds[f"{name}, {key}"]) * 1e3
             for side, key in (("kvtier", "kvtier"), ("other", "client"))
         }
+        if f"{name}, save" in scene.seconds:
+            more["of which save ms"] = median(scene.seconds[f"{name}, save"]) * 1e3
         if f"{name}, kvtier" in scene.cpu_s:
             rounds = scene.cpu_s[f"{name}, kvtier"]
             gigabytes = BLOCKS * SPEC.block_bytes / 1e9
