@@ -61,7 +61,7 @@ SPEC = KvSpec.dense(
 
 
 class OwnClient(Protocol):
-    def has(self, name: str) -> bool: ...
+    def has(self, names: list[str]) -> bool: ...
     def put(self, names: list[str], content: bytes, size: int) -> None: ...
     def get(self, names: list[str], size: int) -> None: ...
 
@@ -79,15 +79,11 @@ class S3Client:
         self._store = S3Store(
             BUCKET, prefix="fleet", config=config, client_options={"allow_http": True}
         )
+        self._folder = server.folder / "data" / BUCKET / "fleet"
 
-    def has(self, name: str) -> bool:
-        import obstore
-
-        try:
-            obstore.head(self._store, name)
-        except FileNotFoundError:
-            return False
-        return True
+    def has(self, names: list[str]) -> bool:
+        """Whether the server has these files. A request would cost it a millisecond of its one processor."""
+        return all((self._folder / name).exists() for name in names)
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         import obstore
@@ -135,8 +131,8 @@ class MooncakeClient:
     def _places(self, count: int) -> list[int]:
         return [self._at + at * self._room for at in range(count)]
 
-    def has(self, name: str) -> bool:
-        return bool(self._store.is_exist(f"fleet/{name}") == 1)
+    def has(self, names: list[str]) -> bool:
+        return set(self._store.batch_is_exist([f"fleet/{name}" for name in names])) == {1}
 
     def put(self, names: list[str], content: bytes, size: int) -> None:
         names = [f"fleet/{name}" for name in names]
@@ -237,10 +233,12 @@ class Scene:
         def write() -> float:
             began = time.perf_counter()
             assert len(self.a[2].save(keys, blocks)) == BLOCKS
+            if counts:
+                self.seconds.setdefault("write, save", []).append(time.perf_counter() - began)
             time.sleep(FIRST_LOOK * min(self.seconds.get("write, client", [0.0])))
-            for name in names:
-                while not self.own.has(name):
-                    time.sleep(LOOK_S)
+            while not self.own.has(names):
+                time.sleep(LOOK_S)
+            self._until(lambda: self._remote(self.a)["states"]["written"] >= written)
             return time.perf_counter() - began
 
         def put() -> float:
@@ -254,7 +252,6 @@ class Scene:
 
         written = self._remote(self.a)["states"]["written"] + BLOCKS
         timed_both = both(lambda: ours("write", self.a, write), lambda: theirs("write", put), order)
-        self._until(lambda: self._remote(self.a)["states"]["written"] >= written)
         self._note("write", *timed_both, counts)
         space = self.b[2]
         space.match(keys)
@@ -372,6 +369,8 @@ def rows_of(scene: Scene, store: str) -> list[Row]:
             f"{side} ms": median(scene.seconds[f"{name}, {key}"]) * 1e3
             for side, key in (("kvtier", "kvtier"), ("other", "client"))
         }
+        if f"{name}, save" in scene.seconds:
+            more["of which save ms"] = median(scene.seconds[f"{name}, save"]) * 1e3
         if f"{name}, kvtier" in scene.cpu_s:
             rounds = scene.cpu_s[f"{name}, kvtier"]
             gigabytes = BLOCKS * SPEC.block_bytes / 1e9

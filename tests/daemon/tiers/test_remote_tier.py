@@ -8,6 +8,8 @@ import errno
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from array import array
@@ -57,6 +59,7 @@ from kvtier_daemon.tiers.remote.messages import (
     Answer,
     GetObject,
     HeadObjects,
+    PutObject,
     Request,
     packed,
 )
@@ -71,7 +74,7 @@ from kvtier_kernels import Mapping as MappedExtent
 from support.effort import effort
 from support.faulty_store import FaultyStore
 from support.heads import ranks_spec
-from support.mooncake import MooncakePool
+from support.mooncake import MooncakePool, master_program
 from support.object_store import ObjectStore
 
 
@@ -198,6 +201,52 @@ def store(
 def wait_for_end(pid: int) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.001)
+
+
+NICE_DAEMON = """
+import asyncio
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from kvtier_daemon.config.schema import load
+from kvtier_daemon.tiers.remote.tier import OpenRemote
+from kvtier_daemon.tiers.tier_keys import TierKeys
+
+
+async def encode():
+    settings = SimpleNamespace(config=load(Path(sys.argv[1]), environ={}).config)
+    remote = OpenRemote(settings.config.remote, TierKeys("remote", settings, []), Path(sys.argv[2]))
+    os.nice(15)
+    if not os.geteuid():
+        os.setuid(65534)  # who may not make a thread less nice
+    print(await asyncio.get_running_loop().run_in_executor(remote.encoder, os.nice, 0))
+
+
+asyncio.run(encode())
+"""
+
+
+def test_blocks_are_encoded_also_in_a_daemon_that_was_started_as_nice(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n[remote]\nbucket = "blocks"\n')
+    command = [sys.executable, "-c", NICE_DAEMON, str(file), str(tmp_path)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert ended.stdout == "19\n"
+
+
+def test_a_call_that_waits_actively_lets_all_other_threads_go_before_it() -> None:
+    master_program()  # skips without the client
+    from kvtier_daemon.tiers.remote.mooncake import Batches
+
+    async def call() -> int:
+        calls = Batches[PutObject](lambda some: [os.nice(0) for _ in some], lambda one: 1, 5, 30.0)
+        return await calls.result(PutObject(1, "a", 0, 1))
+
+    before = os.nice(0)
+    assert asyncio.run(call()) == min(before + 5, 19)
+    assert os.nice(0) == before
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])

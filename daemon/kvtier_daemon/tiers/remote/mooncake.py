@@ -42,7 +42,10 @@ TEXTS: Final = {
     -900: "the master does not answer",
 }
 BATCH_BYTES: Final = 16 << 20  # of one call: the blocks of one are verified during the next
-READS_AT_ONCE: Final = 2  # one call waits for the network while the other one asks the master
+AT_ONCE: Final = 2  # calls of reads, and of writes: one asks the master while the other one waits
+# A call of the client waits actively: the client's own threads, which transfer the data, go before it. The
+# daemon's thread that encodes (+10) goes before writes.
+READS_NICE, WRITES_NICE = 10, 15
 OWN_BYTES: Final = 1 << 20  # of the client's own buffer, which nothing uses
 T = TypeVar("T", GetObject, PutObject)
 U = TypeVar("U")
@@ -56,14 +59,12 @@ class Batches(Generic[T]):
     """Passes requests to `call`, many at once, in a thread. `size` returns the bytes of one."""
 
     def __init__(
-        self, call: Callable[[list[T]], list[int]], size: Callable[[T], int], at_once: int,
-        timeout_s: float,
+        self, call: Callable[[list[T]], list[int]], size: Callable[[T], int], nice: int, timeout_s: float
     ) -> None:  # fmt: skip
         self._call: Callable[[list[T]], list[int]] = call
         self._size: Callable[[T], int] = size
-        self._at_once = at_once
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(at_once)
+        self._threads = ThreadPoolExecutor(AT_ONCE, initializer=os.nice, initargs=(nice,))
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[T, asyncio.Future[int], float]] = []
         self._running = 0
@@ -77,7 +78,7 @@ class Batches(Generic[T]):
         return future
 
     def _start(self) -> None:
-        while self._waiting and self._running < self._at_once:
+        while self._waiting and self._running < AT_ONCE:
             batch: list[tuple[T, asyncio.Future[int]]] = []
             left, now = BATCH_BYTES, self._loop.time()
             while self._waiting and left > 0:
@@ -123,8 +124,8 @@ class PooledObjects:
         self._store = MooncakeDistributedStore()
         self._round_trip_s = 0.0  # of the last question to the master
         timeout_s = request.timeout_s
-        self._reads = Batches(self._get, lambda one: one.room, READS_AT_ONCE, timeout_s)
-        self._writes = Batches(self._put, lambda one: one.nbytes, 1, timeout_s)
+        self._reads = Batches(self._get, lambda one: one.room, READS_NICE, timeout_s)
+        self._writes = Batches(self._put, lambda one: one.nbytes, WRITES_NICE, timeout_s)
         self._questions = ThreadPoolExecutor(1)
 
     async def _ask(self, call: Callable[[], U]) -> U:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -219,10 +218,6 @@ class SharedBlocks:
         return True
 
 
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENCODER_NICE)
-
-
 class OpenRemote:
     """The parts that all tenants share."""
 
@@ -236,7 +231,7 @@ class OpenRemote:
         self.known = KnownObjects(config.known_bytes, clock)
         self.places = Places(config.buffer_bytes // 2)
         self.decoders = ThreadPoolExecutor(DECODERS, "kvtier-remote")
-        self.encoder = ThreadPoolExecutor(1, "kvtier-share", _be_nice)
+        self.encoder = ThreadPoolExecutor(1, "kvtier-share", os.nice, (ENCODER_NICE,))
         self.driver = StoreDriver(config, keys, self._changed)
         self.questions = Questions(self.driver, self.known, self.places)
         self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)

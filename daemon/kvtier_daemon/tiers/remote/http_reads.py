@@ -1,0 +1,154 @@
+"""Reads objects of a bucket from the socket straight to their places in the buffer. Runs in the store's
+process.
+
+The store's library copies what it has received two more times. Here it only signs the address of an object.
+What is not an ordinary answer is left to it, and so are proxies.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Final
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from kvtier_daemon.tiers.remote.messages import (
+    BROKEN,
+    CONNECT_S,
+    FAILED,
+    TIMED_OUT,
+    TOO_LARGE,
+    Answer,
+    GetObject,
+    StoreFailedError,
+    short_reason,
+)
+
+LATE_SHARE: Final = 0.95  # of the deadline, after which a transfer that fails was too slow
+# What fails later is not read by the library: the daemon waits little longer than the deadline.
+AGAIN_S: Final = 1.0
+IN_VAIN: Final = 4  # objects in a row that only the library could read, after which it reads all
+OK, MISSING = 200, 404
+
+
+def has_proxy(scheme: str, host: str) -> bool:
+    """Whether the environment names a proxy for this address."""
+    proxies = getproxies()
+    return not proxies.keys().isdisjoint((scheme, "all")) and not proxy_bypass(host)
+
+
+class HttpReads:
+    """`get` is for threads. `signed` returns the address of an object, with a signature."""
+
+    def __init__(self, signed: Callable[[str], str], buffer: memoryview, timeout_s: float) -> None:
+        self._signed = signed
+        self._buffer = buffer
+        self._timeout_s = timeout_s
+        self._idle: list[http.client.HTTPConnection] = []
+        self._in_vain = 0
+
+    @property
+    def can_read(self) -> bool:
+        return self._in_vain < IN_VAIN
+
+    def only_the_library_can(self) -> None:
+        """It has read an object that `get` left to it."""
+        self._in_vain += 1
+
+    def get(self, request: GetObject, until: float) -> Answer | None:
+        """Read an object to its place. Return None, with nothing read, if that is left to the library. Raises
+        FileNotFoundError."""
+        began = time.monotonic()
+        try:
+            connection, end, answer = self._begin(urlsplit(self._signed(request.name)), until)
+        except Exception as error:  # noqa: BLE001  # the library's errors have no common base
+            now = time.monotonic()
+            if now < min(began + AGAIN_S, until):
+                return None
+            return Answer(request.id, FAILED, TIMED_OUT if now >= until else short_reason(error))
+        self._in_vain = 0
+        first_s, nbytes = time.monotonic() - began, answer.length or 0
+        if answer.status == MISSING:
+            connection.close()
+            raise FileNotFoundError(request.name)
+        if nbytes > request.room:
+            connection.close()
+            return Answer(request.id, TOO_LARGE, f"{request.name} has {nbytes} bytes")
+        try:
+            self._receive(end, answer, self._buffer[request.at : request.at + nbytes], until)
+        except (OSError, EOFError) as error:
+            connection.close()
+            # An object that is slow is not a damaged one.
+            is_late = time.monotonic() > until - (1 - LATE_SHARE) * self._timeout_s
+            outcome = FAILED if is_late else BROKEN
+            return Answer(request.id, outcome, TIMED_OUT if is_late else short_reason(error))
+        answer.close()
+        if answer.will_close:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        return Answer(request.id, nbytes=nbytes, first_s=first_s)
+
+    def _begin(
+        self, url: SplitResult, until: float
+    ) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
+        """Return a connection, its socket, and the begin of the answer: an object of known size, or none."""
+        while True:
+            try:
+                connection, is_new = self._idle.pop(), False
+            except IndexError:
+                connection, is_new = self._connected(url, until), True
+            end: socket.socket = connection.sock
+            try:
+                end.settimeout(left(until))
+                connection.request("GET", f"{url.path}?{url.query}")
+                answer = connection.getresponse()
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                if is_new or time.monotonic() >= until:
+                    raise
+                continue  # the server has closed an idle connection
+            if answer.status == MISSING or (answer.status == OK and answer.length is not None):
+                return connection, end, answer
+            connection.close()
+            raise StoreFailedError(f"{answer.status} {answer.reason}")
+
+    def _connected(self, url: SplitResult, until: float) -> http.client.HTTPConnection:
+        if has_proxy(url.scheme, url.netloc):
+            raise StoreFailedError("the environment names a proxy")
+        timeout_s = min(CONNECT_S, left(until))
+        connection = (
+            http.client.HTTPSConnection(url.netloc, timeout=timeout_s, context=self._tls)
+            if url.scheme == "https"
+            else http.client.HTTPConnection(url.netloc, timeout=timeout_s)
+        )
+        connection.connect()
+        return connection
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    @staticmethod
+    def _receive(
+        end: socket.socket, answer: http.client.HTTPResponse, place: memoryview, until: float
+    ) -> None:
+        at = 0
+        while at < len(place):
+            end.settimeout(left(until))
+            nbytes = answer.fp.readinto1(place[at:])
+            if not nbytes:
+                raise EOFError("the connection was closed")
+            at += nbytes
+
+
+def left(until: float) -> float:
+    """Return the seconds until then. Raises TimeoutError."""
+    if (seconds := until - time.monotonic()) <= 0:
+        raise TimeoutError(TIMED_OUT)
+    return seconds
