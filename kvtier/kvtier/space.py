@@ -406,11 +406,12 @@ class Space:
         if link.connection.timeout_s < 2 * LONGEST_DELAY_S:
             # A daemon that recovers delays an answer by up to half of this.
             given_ms = min(given_ms, max(1, int(link.connection.timeout_s * 1000)))
+        longest_s = link.connection.timeout_s / 2  # an answer must arrive within that of a request
+        first_ms = min(given_ms, max(1, int(longest_s * 1000))) if meanwhile is None else 0
         try:
-            lease = Lease.of(link, ask(number), again, True)
+            lease = Lease.of(link, ask(number, first_ms), again, True)
             while lease.coming and (left_s := until - clock()) > 0:
-                # An answer must arrive within the deadline of a request.
-                turn_s = min(left_s, link.connection.timeout_s / 2)
+                turn_s = min(left_s, longest_s)
                 before, began = lease, clock()
                 try:
                     if meanwhile is not None:
