@@ -452,10 +452,10 @@ class Space:
         """Send a lease request and return its ticket at once. `client.poll()` returns the Lease later.
 
         `request`, `within_ms`, `queued_ms` and `awaits` are as in `match`. `wait_ms`: for a request that
-        asked before, delay the answer until its blocks are in memory, at most for this time; with `awaits`
-        also those that another client is writing. `first`: the
-        caller has the blocks before this one itself; they are not read from disk, and the lease may not
-        contain them. With `bring=False` nothing is read from disk.
+        asked before, or of which no block is ready, delay the answer until its blocks are in memory, at most
+        for this time; with `awaits` also those that another client is writing. `first`: the caller has the
+        blocks before this one itself; they are not read from disk, and the lease may not contain them. With
+        `bring=False` nothing is read from disk.
         """
         asked = _lease_request(
             self,
