@@ -5,8 +5,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -109,6 +111,54 @@ nb::bytes read_parts(const std::vector<FrameTuple>& rows, uint32_t element, size
     }
     return sound.object;
 }
+
+// An element, a header without the zeros at its end, the bytes that it has with them, the payload,
+// and room for the block.
+using MemoryFrame = std::tuple<uint32_t, nb::bytes, size_t, nb::object, nb::object>;
+
+// Frames that were never on a disk, and that several threads decode: each the next one.
+class FrameBatch {
+ public:
+    explicit FrameBatch(const std::vector<MemoryFrame>& frames)
+        : frames_(frames.begin(), frames.end()), ends_(frames.size()) {}
+
+    void run() {
+        const Unlocked unlocked;
+        for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < frames_.size();) {
+            One& one = frames_[i];
+            FrameDecoder decoder(nullptr, one.element, one.header.data(), one.header.size(),
+                                 one.payload.data(), one.payload.size(), nullptr, one.into.data(),
+                                 one.into.size());
+            ends_[i] = decoder.take(one.payload.size()) ? kRight : kWrong;
+        }
+    }
+
+    nb::bytes ends() const {
+        return nb::bytes(reinterpret_cast<const char*>(ends_.data()), ends_.size());
+    }
+
+ private:
+    static constexpr uint8_t kRight = 1, kWrong = 2;
+
+    struct One {
+        explicit One(const MemoryFrame& frame)
+            : element(codec::element_of(std::get<0>(frame))),
+              header(std::get<2>(frame)),
+              payload(std::get<3>(frame), Access::kRead, "payload"),
+              into(std::get<4>(frame), Access::kWrite, "into") {
+            const nb::bytes& text = std::get<1>(frame);
+            if (text.size() > header.size()) throw nb::value_error("header: too many bytes");
+            if (text.size() != 0) std::memcpy(header.data(), text.c_str(), text.size());
+        }
+        codec::Element element;
+        std::vector<uint8_t> header;
+        HeldMemory payload, into;
+    };
+
+    std::deque<One> frames_;  // held memory cannot be moved
+    std::vector<uint8_t> ends_;
+    std::atomic<size_t> next_{0};
+};
 
 SharedKeys keys_of(const std::vector<std::tuple<nb::bytes, nb::bytes>>& secrets) {
     if (secrets.empty()) throw nb::value_error("keys: at least one is needed");
@@ -232,6 +282,10 @@ void bind_frame(nb::module_& m) {
         "element"_a, "header"_a, "payload"_a, "digest"_a.none(), "into"_a,
         "lossy"_a.none() = nb::none(), "arrived"_a = std::vector<size_t>(),
         "keys"_a.none() = nb::none(), "identity"_a = nb::bytes("", 0));
+    nb::class_<FrameBatch>(m, "FrameBatch", nb::is_final())
+        .def(nb::init<const std::vector<MemoryFrame>&>(), "frames"_a)
+        .def("run", &FrameBatch::run)
+        .def("ends", &FrameBatch::ends);
     m.def("read_frame_parts", &read_parts, "frames"_a, "element"_a, "block_bytes"_a, "starts"_a,
           "each"_a, "into"_a, "threads"_a = 1, "layer_bytes"_a = 0);
     nb::class_<SharedKeys>(m, "FrameKeys", nb::is_final())

@@ -46,11 +46,11 @@ void pack_planes_plain(PlaneWriter& to, const uint8_t* codes, size_t rows) {
             const uint64_t number = to.numbers[codes[i]], least = number < 4 ? number : 3;
             first[0] |= (least & 1) << i, first[1] |= least >> 1 << i;
             if (number < 4) continue;
-            const uint64_t next = number < 8 ? number - 4 : 3;
+            const uint64_t next = number < 8 ? 7 - number : 3;
             second[0] |= (next & 1) << others, second[1] |= next >> 1 << others;
             others++;
             if (number < 8) continue;
-            for (size_t k = 0; k < 3; k++) third[k] |= (number >> k & 1) << rare;
+            for (size_t k = 0; k < 3; k++) third[k] |= ((number ^ 4) >> k & 1) << rare;
             rare++;
             if (number == kPlaneEscape) *to.escapes++ = codes[i];
         }
@@ -63,7 +63,7 @@ void pack_planes_plain(PlaneWriter& to, const uint8_t* codes, size_t rows) {
 bool unpack_planes_plain(PlaneReader& from, uint8_t* codes, size_t rows) {
     for (size_t row = 0; row < rows; row++) {
         uint64_t planes[4];
-        if (!number_planes(from, planes)) return false;
+        number_planes(from, planes);
         for (size_t i = 0; i < kRow; i++) {
             size_t number = 0;
             for (size_t k = 0; k < 4; k++) number |= (planes[k] >> i & 1) << k;
@@ -76,7 +76,7 @@ bool unpack_planes_plain(PlaneReader& from, uint8_t* codes, size_t rows) {
             codes++;
         }
     }
-    return true;
+    return from.is_sound();
 }
 
 namespace {
@@ -723,7 +723,7 @@ inline constexpr size_t kPlanesHeader = kCodesAt + kPlaneNumbers;
 inline constexpr uint8_t kPlaneTop = 255;  // of the codes of exponents
 
 // The rests of a row are behind the bits, so that these can be read some bytes too far.
-static_assert(kBeyond <= kRow * 3 / 8);
+static_assert(kBeyond <= kRow * 3 / 8 && kRestRow<Element::kE5m2> == kRow * 3 / 8);
 
 size_t fixed_of_planes(const Shape& shape) {
     return kPlanesHeader + shape.rows * (kFirstPlanes + shape.sizes.rest_row) + shape.odd;
@@ -742,7 +742,7 @@ std::array<uint8_t, 256> plane_numbers(const uint32_t* counts, uint8_t* codes) {
     numbers.fill(kPlaneEscape);
     std::memset(codes, 0, kPlaneNumbers);
     for (size_t i = 0, number = 0; i < found && number < kPlaneEscape; i++, number++) {
-        if (number == 3 || number == 7) number++;
+        if (number == 3) number = 5;
         codes[number] = order[i];
         numbers[order[i]] = static_cast<uint8_t>(number);
     }
@@ -817,11 +817,13 @@ size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
                 if (!reader.add(part, i)) return reader.failed();
                 break;
             case Codec::kPlanes:
-                if (!decode_planes(element, part,
-                                   [&, to = part.raw](auto* from, size_t nbytes) mutable {
-                                       put_bytes(to, from, nbytes, streaming);
-                                       to += nbytes;
-                                   })) {
+                if (!decode_planes(
+                        element, part,
+                        [&, to = part.raw](auto* from, size_t nbytes) mutable {
+                            put_bytes(to, from, nbytes, streaming);
+                            to += nbytes;
+                        },
+                        nullptr)) {
                     return i;
                 }
                 break;
@@ -841,7 +843,7 @@ size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
 
 }  // namespace
 
-bool decode_planes(Element is, const Decoded& part, const Emit& emit) {
+bool decode_planes(Element is, const Decoded& part, const Emit& emit, const Lend& lend) {
     static constexpr uint8_t kZeros[kTileRows * kRow] = {};  // the exponents of the code 255
     const Shape shape(is, part.raw_bytes);
     const size_t fixed = fixed_of_planes(shape);
@@ -864,14 +866,23 @@ bool decode_planes(Element is, const Decoded& part, const Emit& emit) {
     uint8_t codes[kTileRows * kRow];
     alignas(64) uint8_t tile[kTileRows * kRowMost];
     size_t left = shape.elements * shape.sizes.bytes;
-    for (size_t first = 0; first < shape.rows; first += kTileRows) {
-        const size_t rows = std::min(kTileRows, shape.rows - first);
-        if (!by.unpack_planes(from, codes, rows)) return false;
-        by.rows[static_cast<size_t>(is)].join(codes, rest, kZeros, sizeof kZeros, kPlaneTop,
-                                              kPlaneTop, rows, tile, false);
-        const size_t some = std::min(left, rows * shape.row_bytes());
-        emit(tile, some);
-        left -= some, rest += rows * shape.sizes.rest_row;
+    const bool is_lent = lend != nullptr && is == Element::kBf16 && by.digest_planes != nullptr;
+    for (size_t first = 0, rows; first < shape.rows; first += rows) {
+        const LentDigest lent = is_lent ? lend(2 * (shape.whole - first)) : LentDigest{};
+        if (lent.lines != 0) {
+            rows = lent.lines / 2;
+            if (!by.digest_planes(from, rest, lent)) return false;
+            left -= rows * shape.row_bytes();
+        } else {
+            rows = std::min(kTileRows, shape.rows - first);
+            if (!by.unpack_planes(from, codes, rows)) return false;
+            by.rows[static_cast<size_t>(is)].join(codes, rest, kZeros, sizeof kZeros, kPlaneTop,
+                                                  kPlaneTop, rows, tile, false);
+            const size_t some = std::min(left, rows * shape.row_bytes());
+            emit(tile, some);
+            left -= some;
+        }
+        rest += rows * shape.sizes.rest_row;
     }
     emit(part.from + part.bytes - shape.odd, shape.odd);
     const bool is_over = from.second.end - from.second.at < 8 && from.third.end - from.third.at < 8;

@@ -9,6 +9,8 @@
 #include <cstring>
 
 #include "codec/codec.h"
+#include "codec/parts.h"
+#include "xxh3_x86.h"
 
 namespace kvtier::codec {
 namespace {
@@ -512,37 +514,145 @@ KVTIER_VBMI void count512(const uint8_t* codes, size_t rows, uint32_t* counts) {
 
 KVTIER_NUMBER_PLANES(WIDE, _pdep_u64)
 
+// The codes of rows; with another table, its bytes in place of codes.
+struct Codes512 {
+    __m512i table, one, two, four, eight;
+
+    // In place: with the intrinsic, the compiler copies the sum before each addition.
+    static WIDE void add_where(__m512i& sum, __mmask64 where, __m512i what) {
+        __asm__("vpaddb %2, %0, %0 %{%1%}" : "+v"(sum) : "Yk"(where), "v"(what));
+    }
+
+    explicit WIDE Codes512(__m128i codes)
+        : table(_mm512_broadcast_i32x4(codes)),
+          one(_mm512_set1_epi8(1)),
+          two(_mm512_set1_epi8(2)),
+          four(_mm512_set1_epi8(4)),
+          eight(_mm512_set1_epi8(8)) {
+        // Otherwise the compiler makes them again for each row.
+        __asm__("" : "+v"(one), "+v"(two), "+v"(four), "+v"(eight));
+    }
+
+    // Those of the next row, except for the elements that are `escaped`.
+    WIDE __m512i next(PlaneReader& in, uint64_t& escaped) const {
+        uint64_t planes[4];
+        number_planes(in, planes);
+        __m512i numbers = _mm512_maskz_mov_epi8(planes[0], one);
+        add_where(numbers, planes[1], two);
+        add_where(numbers, planes[2], four);
+        add_where(numbers, planes[3], eight);
+        escaped = planes[0] & planes[1] & planes[2] & planes[3];
+        return _mm512_shuffle_epi8(table, numbers);
+    }
+};
+
+// The codes of the next escapes at their elements. Returns false if there are too few.
+WIDE bool expand_escapes(PlaneReader& in, uint64_t escaped, __m512i turn, __m512i& codes) {
+    const auto count = static_cast<size_t>(std::popcount(escaped));
+    if (count > in.escaped) return false;
+    const __m512i here =
+        _mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, static_cast<unsigned>(count)), in.escapes);
+    codes = _mm512_mask_expand_epi8(codes, escaped, _mm512_xor_si512(here, turn));
+    in.escapes += count, in.escaped -= count;
+    return true;
+}
+
 KVTIER_VBMI bool unpack_planes512(PlaneReader& from, uint8_t* codes, size_t rows) {
-    const __m512i table =
-        _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(from.codes)));
-    __m512i one = _mm512_set1_epi8(1), two = _mm512_set1_epi8(2);
-    __m512i four = _mm512_set1_epi8(4), eight = _mm512_set1_epi8(8);
-    // Otherwise the compiler makes them again for each row.
-    __asm__("" : "+v"(one), "+v"(two), "+v"(four), "+v"(eight));
+    const Codes512 by(_mm_load_si128(reinterpret_cast<const __m128i*>(from.codes)));
+    const __m512i as_it_is = _mm512_setzero_si512();
     PlaneReader in = from;
     for (size_t row = 0; row < rows; row++, codes += kRow) {
         fetch(in.next, 64);
         fetch(in.next, in.next_step - 64);
-        uint64_t planes[4];
-        if (!number_planes(in, planes)) return false;
-        __m512i numbers = _mm512_maskz_mov_epi8(planes[0], one);
-        numbers = _mm512_mask_add_epi8(numbers, planes[1], numbers, two);
-        numbers = _mm512_mask_add_epi8(numbers, planes[2], numbers, four);
-        numbers = _mm512_mask_add_epi8(numbers, planes[3], numbers, eight);
-        __m512i found = _mm512_shuffle_epi8(table, numbers);
-        const uint64_t escaped = planes[0] & planes[1] & planes[2] & planes[3];
-        if (escaped != 0) {
-            const auto count = static_cast<size_t>(std::popcount(escaped));
-            if (count > in.escaped) return false;
-            const __m512i here =
-                _mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, static_cast<unsigned>(count)), in.escapes);
-            found = _mm512_mask_expand_epi8(found, escaped, here);
-            in.escapes += count, in.escaped -= count;
-        }
+        uint64_t escaped;
+        __m512i found = by.next(in, escaped);
+        if (escaped != 0 && !expand_escapes(in, escaped, as_it_is, found)) return false;
         _mm512_storeu_si512(codes, found);
     }
     from = in;
-    return true;
+    return from.is_sound();
+}
+
+// Rows of bf16: what other elements do in steps, from buffer to buffer, without leaving registers.
+struct Rows512 {
+    Codes512 by;
+    __m512i first, last, inverted, latest;
+    PlaneReader in;
+    const uint8_t* rest;
+    uint8_t* to;
+    Stripes512 digest;
+
+    WIDE Rows512(const PlaneReader& from, const uint8_t* rests, const LentDigest& lent)
+        : by(_mm_xor_si128(_mm_load_si128(reinterpret_cast<const __m128i*>(from.codes)),
+                           _mm_set1_epi8(-1))),  // an exponent is 255 minus its code
+          first(line(kFirstPairs)),
+          last(line(kLastPairs)),
+          inverted(_mm512_set1_epi8(-1)),
+          latest(inverted),
+          in(from),
+          rest(rests),
+          to(lent.to) {
+        digest.load(*lent.acc);
+    }
+
+    // Row `k` after the present one.
+    template <bool kStreaming>
+    WIDE bool row(size_t k, const uint8_t* secret) {
+        uint64_t escaped;
+        __m512i exponents = by.next(in, escaped);
+        if (__builtin_expect(escaped != 0, 0) &&
+            !expand_escapes(in, escaped, inverted, exponents)) {
+            return false;
+        }
+        __m512i lower = line(rest + k * kRow);
+        __asm__("" : "+v"(lower));  // otherwise it is copied through memory
+        __m512i a = _mm512_permutex2var_epi8(lower, first, exponents);
+        __m512i b = _mm512_permutex2var_epi8(lower, last, exponents);
+        a = _mm512_shrdi_epi16(a, a, 1), b = _mm512_shrdi_epi16(b, b, 1);
+        give<kStreaming>(to + 2 * k * kStripe, a);
+        give<kStreaming>(to + (2 * k + 1) * kStripe, b);
+        digest.add(a, secret);
+        digest.add(b, secret + 8);
+        latest = b;
+        return true;
+    }
+    WIDE void skip(size_t rows) { rest += rows * kRow, to += 2 * rows * kStripe; }
+};
+
+template <bool kStreaming>
+KVTIER_VBMI bool digest_planes512(PlaneReader& from, const uint8_t* rest, const LentDigest& lent) {
+    constexpr size_t kTogether = kStripesPerRun / 2;  // rows between two scrambles
+    constexpr size_t kLinesAhead = 12;                // of what so many rows are encoded in
+    const uint8_t* const scrambling = kXxh3Secret + kSecretBytes - kStripe;
+    Rows512 rows(from, rest, lent);
+    size_t row = lent.position / 2, left = lent.lines / 2;
+    while (left != 0) {
+        if (row == 0 && left >= kTogether) {
+            for (size_t k = 0; k < kLinesAhead; k++) {
+                _mm_prefetch(reinterpret_cast<const char*>(rows.in.next + 64 * k), _MM_HINT_NTA);
+            }
+            rows.in.next += kTogether * rows.in.next_step;
+            _mm_prefetch(reinterpret_cast<const char*>(rows.to + kPagesAhead), _MM_HINT_T0);
+            _Pragma("GCC unroll 8") for (size_t k = 0; k < kTogether; k++) {
+                if (!rows.row<kStreaming>(k, kXxh3Secret + 16 * k)) return false;
+            }
+            rows.skip(kTogether);
+            rows.digest.scramble(scrambling);
+            left -= kTogether;
+            continue;
+        }
+        if (!rows.row<kStreaming>(0, kXxh3Secret + 16 * row)) return false;
+        rows.skip(1);
+        left--;
+        if (++row == kTogether) {
+            rows.digest.scramble(scrambling);
+            row = 0;
+        }
+    }
+    rows.digest.save(*lent.acc);
+    _mm512_storeu_si512(lent.last, rows.latest);
+    from = rows.in;
+    return from.is_sound();
 }
 
 KVTIER_VBMI void pack_planes512(PlaneWriter& to, const uint8_t* codes, size_t rows) {
@@ -562,10 +672,11 @@ KVTIER_VBMI void pack_planes512(PlaneWriter& to, const uint8_t* codes, size_t ro
         const uint64_t first[2] = {planes[0] | other, planes[1] | other};
         std::memcpy(out.first, first, sizeof first);
         const auto n = static_cast<unsigned>(std::popcount(other));
-        out.second.add(_pext_u64(planes[0] | rare, other), n);
-        out.second.add(_pext_u64(planes[1] | rare, other), n);
+        out.second.add(_pext_u64(~planes[0] | rare, other), n);
+        out.second.add(_pext_u64(~planes[1] | rare, other), n);
         const auto m = static_cast<unsigned>(std::popcount(rare));
-        for (int k = 0; k < 3; k++) out.third.add(_pext_u64(planes[k], rare), m);
+        const uint64_t third[3] = {planes[0], planes[1], ~planes[2]};
+        for (const uint64_t plane : third) out.third.add(_pext_u64(plane, rare), m);
         const uint64_t escaped = planes[0] & planes[1] & planes[2] & rare;
         if (escaped != 0) {
             const auto count = static_cast<unsigned>(std::popcount(escaped));
@@ -1086,7 +1197,11 @@ const Kernels kKernelsVbmi = {
     table512,
     count512,
     pack_planes512,
-    unpack_planes512};
+    unpack_planes512,
+    [](PlaneReader& from, const uint8_t* rest, const LentDigest& lent) {
+        return (lent.streaming ? digest_planes512<true> : digest_planes512<false>)(from, rest,
+                                                                                   lent);
+    }};
 
 const Kernels kKernelsAvx2 = {
     {kRows256<Element::kBf16>, kRows256<Element::kFp16>, kRows256<Element::kFp32>,
@@ -1100,7 +1215,8 @@ const Kernels kKernelsAvx2 = {
     table256,
     count_plain,
     pack_planes_plain,
-    unpack_planes_plain};
+    unpack_planes_plain,
+    nullptr};
 
 }  // namespace kvtier::codec
 #endif

@@ -34,7 +34,12 @@ void stream_copy(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next
     const size_t whole = n / kLine;
     const size_t last = next == nullptr ? 0 : std::min(whole, kAhead / kLine);
     const size_t first = whole - last;
-    lines(dst, src, first, next == nullptr ? nullptr : src + kAhead);
+    for (size_t at = 0; at < first; at += kPageLines) {
+        const size_t some = std::min(first - at, kPageLines);
+        const uint8_t* const from = src + at * kLine;
+        prefetch_pages(dst + at * kLine + kPagesAhead, some * kLine);
+        lines(dst + at * kLine, from, some, next == nullptr ? nullptr : from + kAhead);
+    }
     lines(dst + first * kLine, src + first * kLine, last, next);
     std::memcpy(dst + whole * kLine, src + whole * kLine, n - whole * kLine);
 }

@@ -6,24 +6,15 @@
 
 #include "copy.h"
 #include "xxh3.h"
+#include "xxh3_x86.h"
 
 namespace kvtier {
 namespace {
 
-#define KVTIER_INLINE inline __attribute__((always_inline))
-
 // What happens to the line of a stripe in addition to hashing it.
 enum class Line { kLeave, kStream, kStreamAhead, kStreamShifted };
 
-struct Wide512 {
-    __m512i acc;
-
-    KVTIER_AVX512 KVTIER_INLINE void load(const Accumulators& from) {
-        acc = _mm512_load_si512(from.lane);
-    }
-    KVTIER_AVX512 KVTIER_INLINE void save(Accumulators& to) const {
-        _mm512_store_si512(to.lane, acc);
-    }
+struct Wide512 : Stripes512 {
     template <Line kLineIs>
     KVTIER_AVX512 KVTIER_INLINE void take(uint8_t* dst, const uint8_t* src, size_t lead,
                                           const uint8_t* secret) {
@@ -34,15 +25,7 @@ struct Wide512 {
             _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + lead),
                                 _mm512_loadu_si512(src + lead));
         }
-        const __m512i keyed = _mm512_xor_si512(data, _mm512_loadu_si512(secret));
-        const __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
-        const __m512i swapped = _mm512_shuffle_epi32(data, _MM_PERM_BADC);
-        acc = _mm512_add_epi64(acc, _mm512_add_epi64(product, swapped));
-    }
-    KVTIER_AVX512 KVTIER_INLINE void scramble(const uint8_t* key) {
-        const __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(acc, _mm512_srli_epi64(acc, 47)),
-                                               _mm512_loadu_si512(key));
-        acc = _mm512_mullo_epi64(mixed, _mm512_set1_epi64(kPrime32First));
+        add(data, secret);
     }
 };
 
@@ -92,8 +75,9 @@ struct Wide256 {
     }
 };
 
+// Each line is read once: it does not have to enter the second cache.
 KVTIER_INLINE void fetch(const uint8_t* line) {
-    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_NTA);
 }
 
 // The loop over stripes, compiled for each width.

@@ -625,18 +625,23 @@ bool FrameDecoder::decode(const FrameRun& run) {
     }
     const auto emit = [&](const uint8_t* from, size_t bytes) {
         for (size_t at = 0; at < bytes;) {
-            const size_t some = std::min(codec::kPage, bytes - at);
-            if (streaming_) codec::prefetch_pages(block_ + codec::kPagesAhead, some);
+            const size_t some = std::min<size_t>(kPage, bytes - at);
+            if (streaming_) prefetch_pages(block_ + kPagesAhead, some);
             block_digest_.add(block_, from + at, some);
             block_ += some, at += some;
         }
     };
     if (!in_planes) return decode_run(order(), element_, parts, run.bytes, emit);
+    const auto lend = [&](size_t lines) {
+        const LentDigest lent = block_digest_.lend(block_, lines);
+        block_ += lent.lines * kLine;
+        return lent;
+    };
     for (const codec::Decoded& part : parts) {
         if (part.codec == Codec::kRaw) {
             if (part.bytes != part.raw_bytes) return false;
             emit(part.from, part.bytes);
-        } else if (!codec::decode_planes(element_, part, emit)) {
+        } else if (!codec::decode_planes(element_, part, emit, lend)) {
             return false;
         }
     }

@@ -123,8 +123,13 @@ void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count, const
     } else if (lead == 0) {
         const size_t last = next == nullptr ? 0 : std::min(count, kAhead / kStripe);
         const size_t first = count - last, at = kStripe * first;
-        position_ = kernels_.take_and_stream(acc_, dst, src, 0, first, position_, kXxh3Secret,
-                                             next == nullptr ? nullptr : src + kAhead);
+        for (size_t done = 0; done < first; done += kPageLines) {
+            const size_t some = std::min(first - done, kPageLines), here = kStripe * done;
+            prefetch_pages(dst + here + kPagesAhead, kStripe * some);
+            position_ = kernels_.take_and_stream(acc_, dst + here, src + here, 0, some, position_,
+                                                 kXxh3Secret,
+                                                 next == nullptr ? nullptr : src + here + kAhead);
+        }
         position_ = kernels_.take_and_stream(acc_, dst + at, src + at, 0, last, position_,
                                              kXxh3Secret, next);
     } else {
@@ -182,6 +187,17 @@ void DigestedCopy::take(uint8_t* dst, const uint8_t* src, size_t n, const uint8_
         if (dst != nullptr) std::memcpy(dst, src, n);
         carried_ = n % kStripe;
     }
+}
+
+LentDigest DigestedCopy::lend(uint8_t* dst, size_t most) {
+    const size_t lines = static_cast<size_t>(std::min<uint64_t>(most, left_)) / 2 * 2;
+    const bool aligned = reinterpret_cast<uintptr_t>(dst) % kLine == 0;
+    if (carried_ != 0 || position_ % 2 != 0 || total_ <= kShortMost || (streaming_ && !aligned)) {
+        return {};
+    }
+    const LentDigest lent = {lines, dst, &acc_, position_, last_, streaming_};
+    position_ = (position_ + lines) % kStripesPerRun, left_ -= lines;
+    return lent;
 }
 
 void DigestedCopy::finish(uint8_t* digest) const {

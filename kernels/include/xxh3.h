@@ -35,6 +35,16 @@ const StripeKernels& stripe_kernels_for_hash();  // the implementation chosen fo
 // Writes the digest of `size` bytes in canonical (big-endian) order.
 void xxh3_128(const uint8_t* data, size_t size, uint64_t seed, uint8_t* digest);
 
+// The state of a DigestedCopy, for code that writes and digests the next lines itself.
+struct LentDigest {
+    size_t lines = 0;  // how many
+    uint8_t* to = nullptr;
+    Accumulators* acc = nullptr;
+    size_t position = 0;
+    uint8_t* last = nullptr;  // gets the last line, too
+    bool streaming = false;   // the lines bypass the caches; then `to` is line-aligned
+};
+
 // A digest of bytes that arrive in pieces while they are copied. The total must be known in
 // advance, because XXH3 treats the last stripe differently.
 class DigestedCopy {
@@ -45,6 +55,9 @@ class DigestedCopy {
     // Digests the next n bytes, and copies them from src to dst unless dst is null. `next` as for
     // stream_copy.
     void add(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next = nullptr);
+    // Lets the caller write up to `most` whole lines to dst, and digest them: an even number of
+    // lines from an even position on, or none.
+    LentDigest lend(uint8_t* dst, size_t most);
     // Writes the digest; exactly `total` bytes must have been added.
     void finish(uint8_t* digest) const;
 

@@ -311,6 +311,21 @@ def decode_frame(
     `keys` the frame must be an encrypted one of this identity; the payload, which must be
     writable, is then undefined."""
 
+@final
+class FrameBatch:
+    """Frames that were never on a disk: of each its element, its header without the zeros at its
+    end, the bytes that it has with them, its payload, and memory for its block. Several threads may
+    decode them."""
+
+    def __init__(self, frames: Sequence[tuple[int, bytes, int, _Memory, _Memory]]) -> None: ...
+    def run(self) -> None:
+        """Decodes frames that no other thread decodes, as `decode_frame` without a digest, until
+        none is left. Other threads run meanwhile."""
+
+    def ends(self) -> bytes:
+        """A byte for each frame: 1 if its block is right, 2 if it is wrong, 0 if no `run` has
+        ended that decoded it."""
+
 def read_frame_parts(
     frames: Sequence[tuple[int, int, int, int, int, int, bytes, bytes]],
     element: int,

@@ -172,7 +172,8 @@ class DirectLease:
             self._link.tell(
                 wire.DirectReadUsed(
                     0, self._space.index, name.group, name.shard, good, bad, *(used or ())
-                )
+                ),
+                at_once=False,
             )
 
 

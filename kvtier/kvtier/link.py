@@ -33,6 +33,7 @@ from kvtier.layout import KvSpec
 from kvtier_kernels import Mapping
 
 LIMIT_DEFERRED = 4096
+LIMIT_LATER = 16  # requests that wait for the next one
 GROWTH_TURN_MS = 100  # how long one Grow request occupies the connection
 GROWTH_PAUSE_S = 0.001
 DELAYED_LOOK_MS = 1  # between two looks for a delayed answer
@@ -234,10 +235,11 @@ class Link:
                 return grown.growing
             time.sleep(GROWTH_PAUSE_S)
 
-    def tell(self, request: wire.Message | Make) -> int:
+    def tell(self, request: wire.Message | Make, at_once: bool = True) -> int:
         """Send a request without waiting, and return its id. While another thread uses the connection, the
         request is deferred and that thread sends it. With a function, the request is answered, and is sent
-        again if the connection is made again; see `ask`."""
+        again if the connection is made again; see `ask`. If not `at_once`, it is sent with the next one, or
+        by `close`: that saves the time in which the kernel wakes the daemon."""
         self.connection.check_process()
         message = request if isinstance(request, wire.Message) else request(self.new_id())
         # Validate now: the thread that sends a deferred frame must not get this request's error.
@@ -250,7 +252,8 @@ class Link:
             make = _always(request) if isinstance(request, wire.Message) else request
             self._pending[message.id] = type(message), make
         self._deferred.append((message.id, frame))
-        self._flush()
+        if at_once or len(self._deferred) > LIMIT_LATER:
+            self._flush()
         return message.id
 
     def replies(self) -> dict[int, tuple[type[wire.Message], wire.Reply]]:
@@ -315,6 +318,8 @@ class Link:
             if self.is_closed:
                 return
             self.is_closed = True
+            with contextlib.suppress(Unavailable):
+                self._send_deferred()
             said = self.connection.close(farewell=not self._writing)
             if not said and not self._writing:
                 self._keep_token()

@@ -406,11 +406,12 @@ class Space:
         if link.connection.timeout_s < 2 * LONGEST_DELAY_S:
             # A daemon that recovers delays an answer by up to half of this.
             given_ms = min(given_ms, max(1, int(link.connection.timeout_s * 1000)))
+        longest_s = link.connection.timeout_s / 2  # an answer must arrive within that of a request
+        first_ms = min(given_ms, max(1, int(longest_s * 1000))) if meanwhile is None else 0
         try:
-            lease = Lease.of(link, ask(number), again, True)
+            lease = Lease.of(link, ask(number, first_ms), again, True)
             while lease.coming and (left_s := until - clock()) > 0:
-                # An answer must arrive within the deadline of a request.
-                turn_s = min(left_s, link.connection.timeout_s / 2)
+                turn_s = min(left_s, longest_s)
                 before, began = lease, clock()
                 try:
                     if meanwhile is not None:
@@ -451,10 +452,10 @@ class Space:
         """Send a lease request and return its ticket at once. `client.poll()` returns the Lease later.
 
         `request`, `within_ms`, `queued_ms` and `awaits` are as in `match`. `wait_ms`: for a request that
-        asked before, delay the answer until its blocks are in memory, at most for this time; with `awaits`
-        also those that another client is writing. `first`: the
-        caller has the blocks before this one itself; they are not read from disk, and the lease may not
-        contain them. With `bring=False` nothing is read from disk.
+        asked before, or of which no block is ready, delay the answer until its blocks are in memory, at most
+        for this time; with `awaits` also those that another client is writing. `first`: the caller has the
+        blocks before this one itself; they are not read from disk, and the lease may not contain them. With
+        `bring=False` nothing is read from disk.
         """
         asked = _lease_request(
             self,

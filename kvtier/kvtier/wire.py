@@ -147,7 +147,7 @@ class Load(Message, tag=4):
 
     `shards`: the shards whose slots the answer contains. `wait_ms`: while blocks of an earlier lookup of
     `request` are being read, or with `awaits` written, the answer is delayed until that ends, at most for
-    this time. `first`: the
+    this time; so is that of the first lookup, if it has started reads and no block is ready. `first`: the
     client has the blocks before this one itself: they are not read from disk, and `ready` counts them.
     Without `bring` nothing is read from disk. Other fields: see `MatchPrefix`.
     """

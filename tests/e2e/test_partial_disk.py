@@ -443,6 +443,20 @@ def test_the_layers_of_a_block_count_its_tokens_once(disk: OnDisk) -> None:
         assert stats["bytes"]["loaded"] == BLOCKS * SPEC.block_bytes
 
 
+@pytest.mark.parametrize("how", ["the next request", "the end"])
+def test_what_was_read_without_a_lease_is_reported_later(disk: OnDisk, how: str) -> None:
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
+        assert len(load(space, keys[:1], [2], None)) == 1
+        assert disk.direct(client) == 1
+        assert len(load(space, keys[:1], [2], None)) == 1
+        assert disk.all_direct() - disk.before == 1
+        if how == "the next request":
+            space.match(keys[:1])
+            disk.daemon.wait_for(lambda _: disk.all_direct() - disk.before == 2)
+    disk.daemon.wait_for(lambda _: disk.all_direct() - disk.before == 2)
+
+
 def test_without_a_wait_nothing_is_read_directly(disk: OnDisk) -> None:
     with disk.daemon.connect() as client:
         space, keys = disk.open(client)
@@ -558,6 +572,7 @@ def test_blocks_behind_those_that_only_the_daemon_can_read_are_read_directly(
         assert [one.at for one in lease.frames] == list(range(4, BLOCKS))[:most]
         lease.end([False] * len(lease.frames))
         assert load(space, keys, [3], None) == [part_of(SPEC, 0, one, [3], None) for one in blocks]
+        client.ping()
         assert daemon.stats()["tiers"]["cold"]["states"]["direct"] == 4
 
 

@@ -11,6 +11,7 @@
 #include "codec/lossless.h"
 #include "codec/quantized.h"
 #include "cpu.h"
+#include "xxh3.h"
 
 namespace kvtier::codec {
 
@@ -102,10 +103,12 @@ size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* o
 // first part that is damaged or has an unknown codec. Never accesses memory outside of the parts.
 size_t decode(Element element, std::span<const Decoded> parts);
 
-// Decodes a part of `planes`, and passes on its bytes in pieces that are in the first cache.
-// Returns false if the part is damaged. `part.raw` is not used.
+// Decodes a part of `planes`, and passes on its bytes in pieces that are in the first cache; or, if
+// it was given a digest for the next lines by `lend`, writes and digests them itself. Returns false
+// if the part is damaged. `part.raw` is not used.
 using Emit = std::function<void(const uint8_t*, size_t)>;
-bool decode_planes(Element element, const Decoded& part, const Emit& emit);
+using Lend = std::function<LentDigest(size_t lines)>;
+bool decode_planes(Element element, const Decoded& part, const Emit& emit, const Lend& lend);
 
 // --- the kernels ---------------------------------------------------------------------------------
 
@@ -155,11 +158,12 @@ inline constexpr size_t kWordsAhead = 128, kRestAhead = 512;
 inline constexpr size_t kWordSlack = 32;
 
 // The rows of a part in `planes`: each element has a code, 255 minus its exponent. The 13 most
-// frequent codes of a part have the numbers 0 to 2, 4 to 6 and 8 to 14; all others have 15 and are
+// frequent codes of a part have the numbers 0 to 2, 5 to 7 and 8 to 14; all others have 15 and are
 // escapes. A row has two bits of each element, in a plane each: the number if it is below 4, else
-// 3. For the latter, two bits of `second` follow: the number minus 4 if that is below 4, else 3;
-// and then three bits of `third`: the number minus 8. The bits of a row in `second` and `third` are
-// planes too, which skip the elements that have none: so a decoder needs one deposit for each.
+// 3. For the latter, two bits of `second` follow: 7 minus the number if that is positive, else 3;
+// and for those of at least 8, three bits of `third`: the lowest bits of the number, the highest of
+// them inverted. The bits of a row in `second` and `third` are planes too, which skip the elements
+// that have none. So a decoder needs one deposit for each, and one exclusive or.
 inline constexpr size_t kPlaneNumbers = 16, kPlaneEscape = 15;
 inline constexpr size_t kFirstPlanes = 2 * kRow / 8;  // bytes of a row
 static_assert(std::endian::native == std::endian::little);
@@ -199,7 +203,7 @@ struct BitReader {
         return bits >> place % 8;
     }
     // The next 64 bits, of which those after the end are undefined.
-    __attribute__((noinline)) uint64_t all(uint64_t place) const {
+    __attribute__((always_inline)) uint64_t all(uint64_t place) const {
         if (place > end) return 0;
         return (some(place) & 0xFFFFFFFF) | some(place + 32) << 32;
     }
@@ -219,35 +223,39 @@ struct PlaneReader {
     size_t escaped;
     const uint8_t* next;  // the input to prefetch: next_step bytes per row, at most 128
     size_t next_step;
+
+    // Whether all bits that were read exist.
+    bool is_sound() const { return second.at <= second.end && third.at <= third.end; }
 };
-// The planes of the numbers of a row's elements, lowest bit first. Returns false if bits are
-// missing. A macro, because each level has its own instructions.
-#define KVTIER_NUMBER_PLANES(TARGET, DEPOSIT)                                \
-    TARGET bool number_planes(PlaneReader& in, uint64_t (&planes)[4]) {      \
-        uint64_t first[2];                                                   \
-        std::memcpy(first, in.first, sizeof first);                          \
-        in.first += kFirstPlanes;                                            \
-        const uint64_t other = first[0] & first[1];                          \
-        const auto n = static_cast<unsigned>(std::popcount(other));          \
-        const uint64_t at = in.second.at, last = in.third.at;                \
-        uint64_t low = in.second.some(at), high = low >> n % 64;             \
-        if (__builtin_expect(2 * n > 57, 0)) {                               \
-            low = in.second.all(at), high = in.second.all(at + n);           \
-        }                                                                    \
-        low = DEPOSIT(low, other), high = DEPOSIT(high, other);              \
-        const uint64_t rare = low & high;                                    \
-        const auto m = static_cast<unsigned>(std::popcount(rare));           \
-        uint64_t a = in.third.some(last), b = a >> m % 64, c = b >> m % 64;  \
-        if (__builtin_expect(3 * m > 57, 0)) {                               \
-            a = in.third.all(last), b = in.third.all(last + m);              \
-            c = in.third.all(last + 2 * m);                                  \
-        }                                                                    \
-        in.second.at += 2 * n, in.third.at += 3 * m;                         \
-        planes[0] = (first[0] ^ other) | (low ^ rare) | DEPOSIT(a, rare);    \
-        planes[1] = (first[1] ^ other) | (high ^ rare) | DEPOSIT(b, rare);   \
-        planes[2] = (other ^ rare) | DEPOSIT(c, rare);                       \
-        planes[3] = rare;                                                    \
-        return in.second.at <= in.second.end && in.third.at <= in.third.end; \
+// The planes of the numbers of a row's elements, lowest bit first. Bits may be missing: whether
+// they were is known afterwards, because at most 24 bytes of a row are read beyond the end, and the
+// rests of the rows, which have at least as many bytes each, are behind it. A macro, because each
+// level has its own instructions.
+#define KVTIER_NUMBER_PLANES(TARGET, DEPOSIT)                               \
+    TARGET void number_planes(PlaneReader& in, uint64_t (&planes)[4]) {     \
+        uint64_t first[2];                                                  \
+        std::memcpy(first, in.first, sizeof first);                         \
+        in.first += kFirstPlanes;                                           \
+        const uint64_t other = first[0] & first[1];                         \
+        const auto n = static_cast<unsigned>(std::popcount(other));         \
+        const uint64_t at = in.second.at, last = in.third.at;               \
+        uint64_t low = in.second.some(at), high = low >> n % 64;            \
+        if (__builtin_expect(2 * n > 57, 0)) {                              \
+            low = in.second.all(at), high = in.second.all(at + n);          \
+        }                                                                   \
+        low = DEPOSIT(low, other), high = DEPOSIT(high, other);             \
+        const uint64_t rare = low & high;                                   \
+        const auto m = static_cast<unsigned>(std::popcount(rare));          \
+        uint64_t a = in.third.some(last), b = a >> m % 64, c = b >> m % 64; \
+        if (__builtin_expect(3 * m > 57, 0)) {                              \
+            a = in.third.all(last), b = in.third.all(last + m);             \
+            c = in.third.all(last + 2 * m);                                 \
+        }                                                                   \
+        in.second.at += 2 * n, in.third.at += 3 * m;                        \
+        planes[0] = first[0] ^ low ^ DEPOSIT(a, rare);                      \
+        planes[1] = first[1] ^ high ^ DEPOSIT(b, rare);                     \
+        planes[2] = other ^ DEPOSIT(c, rare);                               \
+        planes[3] = rare;                                                   \
     }
 
 struct RowKernels {
@@ -279,6 +287,8 @@ struct Kernels {
     // The codes of whole rows to planes, and back; false if bits or escapes are missing.
     void (*pack_planes)(PlaneWriter& to, const uint8_t* codes, size_t rows);
     bool (*unpack_planes)(PlaneReader& from, uint8_t* codes, size_t rows);
+    // The lines of whole rows of bf16 in planes, two for each. May be null.
+    bool (*digest_planes)(PlaneReader& from, const uint8_t* rest, const LentDigest& to);
 };
 inline constexpr size_t kCountedRows = 32;
 void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts);

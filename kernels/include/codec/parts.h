@@ -25,17 +25,6 @@ inline void put32(uint8_t* at, size_t value) {
 // Larger results bypass the caches: else they evict other data, and their lines are read first.
 inline constexpr size_t kStreamingLeast = size_t{1} << 20;
 
-// Prefetches one line of each page that begins in these bytes: a streaming store that waits for the
-// address of its page delays all later ones. (With pages of 4 KiB in a virtual machine, decoding is
-// a fifth faster.) A prefetch is harmless at any address.
-inline constexpr size_t kPage = 4096, kPagesAhead = 2 * kPage;
-inline void prefetch_pages(const uint8_t* at, size_t nbytes) {
-    for (size_t page = (0 - reinterpret_cast<uintptr_t>(at)) % kPage; page < nbytes;
-         page += kPage) {
-        __builtin_prefetch(at + page);
-    }
-}
-
 inline void put_bytes(uint8_t* to, const void* from, size_t nbytes, bool streaming) {
     if (streaming) return stream_copy(to, static_cast<const uint8_t*>(from), nbytes);
     std::memcpy(to, from, nbytes);

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import pytest
 
 from conformance.codec_tests import kv
@@ -19,6 +21,7 @@ from kvtier.frame import (
     GENERATION_AT,
     HEADER,
     RAW,
+    Entry,
     Frame,
     Identity,
     Template,
@@ -34,7 +37,14 @@ from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.grid import HEADS_FIRST, grids
 from kvtier_daemon.codec.losses import FIXED, Loss, Losses
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
-from kvtier_kernels import decode_frame, encode_frame, xxh3_128
+from kvtier_kernels import (
+    FrameBatch,
+    decode_frame,
+    encode_frame,
+    force,
+    implementations,
+    xxh3_128,
+)
 from models.codecs import decode_entries, decode_frame_by, encode_by, layer, seal
 from support.losses_by_twins import encode_lossy_by, profile_of
 from support.specs import spec_of
@@ -172,6 +182,100 @@ def test_planes_are_decoded_from_memory_alone_and_every_changed_byte_of_the_bloc
         odd = bytearray(sealed)
         odd[at] ^= 1
         assert not decode_frame(0, odd, payload, None, back)
+
+
+def in_planes(pieces: list[bytes], dtype: str = "bfloat16") -> tuple[bytes, bytes]:
+    """The sealed header, and the payload, of a block that consists of these pieces."""
+    at, entries = 0, []
+    for number, piece in enumerate(pieces):
+        entries.append(Entry(number, 0, RAW, at, len(piece), len(piece)))
+        at += len(piece)
+    header = Template(SPACE, 0, 1, RAW, tuple(entries)).blank(b"")
+    into = bytearray(at)
+    nbytes = encode_frame(13, ELEMENTS[dtype], header, b"".join(pieces), into)
+    assert nbytes < at
+    return seal(bytes(header), bytes(into[:nbytes])), bytes(into[:nbytes])
+
+
+def of_exponents(elements: int, seed: int, rare: float = 0.0) -> bytes:
+    """Elements of bf16. A share of them, `rare`, has any exponents."""
+    chance = np.random.default_rng(seed)
+    wide = chance.standard_normal(elements).astype(np.float32).view(np.uint32)
+    bits = (wide >> 16).astype(np.uint16)
+    odd = chance.random(elements) < rare
+    bits[odd] = chance.integers(0, 1 << 16, int(odd.sum()), np.uint16)
+    return bits.tobytes()
+
+
+# Pieces of elements. The stripes of the digest begin at others in the middle of a row, after raw pieces, and
+# where a piece has odd elements. Blocks of a mebibyte and more bypass the caches.
+PIECES = {
+    "small": [(4096, 0.0)],
+    "one row": [(64, 0.0)],
+    "rows": [(64 * rows, 0.01) for rows in (1, 2, 3, 7, 8, 9, 31, 32, 33, 100)],
+    "escapes": [(16384, 0.2), (8192, 0.5), (4096, 0.0)],
+    "not whole rows": [(1000, 0.0), (4096, 0.0), (65, 0.0), (8192, 0.0)],
+    "raw between": [(4096, 0.0), (96, 1.0), (4096, 0.0), (4096, 1.0), (4096, 0.0)],
+    "large": [(16384, 0.003)] * 40,
+    "large, not whole rows": [(100_000, 0.0), (33, 0.0), (500_000, 0.01), (1, 0.0), (8000, 0.0)],
+}
+
+
+@pytest.mark.parametrize("skip", [0, 2, 64])
+@pytest.mark.parametrize("name", PIECES)
+def test_every_level_decodes_planes_to_the_block_at_any_address(name: str, skip: int) -> None:
+    pieces = [of_exponents(count, seed, rare) for seed, (count, rare) in enumerate(PIECES[name])]
+    sealed, payload = in_planes(pieces)
+    block = b"".join(pieces)
+    room = np.zeros(len(block) + skip + 8192, np.uint8)
+    at = -room.ctypes.data % 4096 + skip
+    try:
+        for level in implementations("codec"):
+            for copies in implementations("copy"):
+                force("codec", level)
+                force("copy", copies)
+                room[:] = 7
+                back = memoryview(room)[at : at + len(block)]
+                assert decode_frame(0, bytearray(sealed), payload, None, back)
+                assert back == block
+                assert (room[:at] == 7).all() and (room[at + len(block) :] == 7).all()
+                for half in steps(len(payload)):
+                    text = bytearray(payload)
+                    text[min(half, len(payload) - 1)] ^= 64
+                    good = decode_frame(0, bytearray(sealed), text, None, back)
+                    assert not good or back == block
+    finally:
+        force("codec", "auto")
+        force("copy", "auto")
+
+
+def test_the_threads_of_a_batch_decode_each_frame_once_and_only_the_damaged_ones_are_wrong() -> (
+    None
+):
+    made = [in_planes([of_exponents(4096, seed)] * 3) for seed in range(40)]
+    rows, backs = [], []
+    for number, (sealed, payload) in enumerate(made):
+        text = bytearray(payload)
+        text[1000] ^= number % 7 == 2
+        backs.append(bytearray(3 * 8192))
+        rows.append((0, sealed.rstrip(b"\0"), len(sealed), text, backs[-1]))
+    rows.append((0, b"", 0, b"", bytearray(8)))  # no frame
+    rows.append((0, *rows[0][1:4], bytearray(8192)))  # of another block
+    batch = FrameBatch(rows)
+    assert batch.ends() == bytes(len(rows))
+    with ThreadPoolExecutor(3) as threads:
+        for running in [threads.submit(batch.run) for _ in range(5)]:
+            running.result()
+    expected = [2 if number % 7 == 2 else 1 for number in range(40)]
+    assert batch.ends() == bytes([*expected, 2, 2])
+    for number, good in enumerate(expected):
+        assert good == 2 or backs[number] == of_exponents(4096, number) * 3
+    batch.run()
+    assert FrameBatch([]).ends() == b""
+    with pytest.raises(ValueError, match="header"):
+        FrameBatch([(0, bytes(300), 299, b"", bytearray(8))])
+    with pytest.raises(ValueError, match="element"):
+        FrameBatch([(9, *rows[0][1:])])
 
 
 @pytest.mark.parametrize("codec", CODECS)

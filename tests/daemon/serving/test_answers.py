@@ -285,17 +285,37 @@ def test_a_waiting_request_is_answered_when_its_last_block_is_ready(tmp_path: Pa
         before = client.counted
         assert client.load(request=7).coming == COUNT
         client.wait(60_000)
-        client.wait(60_000, request=8)
-        assert client.last().coming == COUNT, "that one asked for nothing before"
+        client.wait(60_000, request=8, number=3)  # it asked for nothing before
         await client.held.turn()
         assert not client.sent
         await client.held.submit_reads()
         await client.held.turn()
-        reply = client.last()
-        assert (reply.id, reply.ready, reply.coming) == (2, COUNT, 0) and reply.lease
+        first, reply = client.sent
+        client.sent.clear()
+        for one, number in ((first, 2), (reply, 3)):
+            assert isinstance(one, wire.Loaded) and one.lease
+            assert (one.id, one.ready, one.coming) == (number, COUNT, 0)
         assert since(client, before) == {"asked": 2 * COUNT, "cold": 2 * COUNT}
         client.wait(60_000)
         assert client.last().ready == COUNT, "nothing is on its way any more"
+
+    with_client(tmp_path, work)
+
+
+def test_a_first_request_that_waits_is_answered_at_once_if_a_block_is_ready_or_none_is_read(
+    tmp_path: Path,
+) -> None:
+    async def work(client: Client) -> None:
+        client.load(COUNT // 2, request=6)
+        await client.held.submit_reads()
+        client.load(COUNT // 2, request=6)
+        client.wait(60_000)
+        reply = client.last()
+        assert (reply.ready, reply.coming) == (COUNT // 2, COUNT // 2) and reply.lease
+        client.prefill(1e-15)
+        space, asked = client.space, keys(COUNT)[KEY_BYTES * COUNT // 2 :]
+        client.serve(wire.Load(3, space, asked, 60_000, [0], 9, 5000, wait_ms=60_000))
+        assert client.last().id == 3, "it would have been computed earlier"
 
     with_client(tmp_path, work)
 

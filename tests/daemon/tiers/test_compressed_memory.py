@@ -624,6 +624,36 @@ def test_a_failure_to_compress_disables_nothing_else(tmp_path: Path) -> None:
     in_process(tmp_path, work)
 
 
+def test_a_batch_has_ended_when_its_last_thread_has(tmp_path: Path) -> None:
+    """A thread that has not ended may still write to a slot."""
+
+    def work(prompts: Prompts, mover: Mover) -> None:
+        prompts.cooled()
+        assert isinstance(mover._compressor, Compressor)
+        threads = mover._compressor._threads
+        submit, go_on, late = threads._decoders.submit, threading.Event(), list[str]()
+
+        def with_a_late_one(job: Callable[[], Any]) -> Any:
+            def ends_late() -> None:
+                job()
+                go_on.wait(30)
+
+            if late:
+                return submit(job)
+            late.append("the first of the batch")
+            return submit(ends_late)
+
+        threads.decoders = 2
+        threads._decoders.submit = with_a_late_one  # type: ignore[method-assign, assignment]
+        try:
+            assert prompts.load(0, wait_ms=300) < PROMPT and late
+        finally:
+            go_on.set()
+        assert prompts.load(0) == PROMPT
+
+    in_process(tmp_path, work)
+
+
 def test_a_failure_to_start_a_job_leaves_no_holds_and_no_pieces(tmp_path: Path) -> None:
     def work(prompts: Prompts, mover: Mover) -> None:
         compressor = mover._compressor

@@ -16,7 +16,7 @@ HEADER = struct.Struct("<BBBxI")  # element, top, symbols, escapes (fix4) or str
 STREAM = struct.Struct("<II")  # words, escapes
 # Of planes: the element, the bytes of the second and of the third level, escapes, the codes of the numbers
 PLANES_HEADER = struct.Struct("<B3xIII16s")
-NUMBERS = (0, 1, 2, 4, 5, 6, *range(8, 15))
+NUMBERS = (0, 1, 2, 5, 6, 7, *range(8, 15))
 
 
 class Form(NamedTuple):
@@ -324,8 +324,8 @@ def _encode_planes(element: int, data: bytes) -> bytes:
     for row in number_of[codes]:
         first += _bits_of(np.where(row < 4, row, 3), 2)
         others = row[row >= 4]
-        second += _bits_of(np.where(others < 8, others - 4, 3), 2)
-        third += _bits_of(row[row >= 8] - 8, 3)
+        second += _bits_of(np.where(others < 8, 7 - others, 3), 2)
+        third += _bits_of(row[row >= 8] ^ 4, 3)
     levels = [_packed(planes) for planes in (first, second, third)]
     escapes = codes[number_of[codes] == 15].astype(np.uint8).tobytes()
     header = PLANES_HEADER.pack(element, *map(len, (*levels[1:], escapes)), bytes(table))
@@ -354,8 +354,8 @@ def _decode_planes(element: int, encoded: bytes, raw_bytes: int) -> bytes:
 
     for _ in range(rows):
         row = taken(0, ROW)
-        row[row == 3] = 4 + taken(1, int((row == 3).sum()))
-        row[row == 7] = 8 + taken(2, int((row == 7).sum()))
+        row[row == 3] = 7 - taken(1, int((row == 3).sum()))
+        row[row == 4] = 8 + (taken(2, int((row == 4).sum())) ^ 4)
         numbers.append(row)
     found = np.concatenate([np.zeros(0, np.int64), *numbers])
     codes = np.frombuffer(table, np.uint8).astype(np.int64)[found]

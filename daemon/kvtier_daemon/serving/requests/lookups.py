@@ -336,6 +336,14 @@ class LookupRequests:
         self._later.append(
             partial(self._load_answered, tenant, space, request, found, is_new, counted, coming)
         )
+        # Its reads have just begun. Without a block there is nothing that the client could do meanwhile.
+        if (
+            coming
+            and not found.lease
+            and request.wait_ms
+            and deferred.defers(tenant.pending, request)
+        ):
+            return None
         return self._loaded(tenant, request.id, found, coming, eta_ms, why)
 
     def _load_answered(

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
 from typing import Any, TypeVar, TypeVarTuple
 
 START_S = 10.0
@@ -33,6 +35,27 @@ class CodingThreads:
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return asyncio.wrap_future(job)
+
+    def _submit_all(
+        self, pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], Any]],
+        ended: Callable[[Sequence[Future[Any]]], None],
+    ) -> None:  # fmt: skip
+        """Run these jobs. `ended` is called in the loop when the last one has ended, or was cancelled: the
+        loop is woken once for all."""
+        loop, left = asyncio.get_running_loop(), count(1)
+        running: list[Future[Any]] = []
+
+        def one_ended(job: Future[Any]) -> None:
+            self._jobs.discard(job)
+            if next(left) == len(jobs):  # atomic: threads call this
+                with suppress(RuntimeError):  # the loop may be closed
+                    loop.call_soon_threadsafe(ended, running)
+
+        for job in jobs:
+            running.append(pool.submit(job))
+        self._jobs.update(running)
+        for one in running:
+            one.add_done_callback(one_ended)
 
     async def close(self, timeout_s: float) -> bool:
         """Cancel the jobs that have not started, and wait for the others. False if one may still write."""

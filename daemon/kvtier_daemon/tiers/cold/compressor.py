@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,8 @@ from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
 from kvtier_daemon.tiers.cold.encoder import THREADS_MOST, threads_here
 from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame, CompressedFrames
 from kvtier_daemon.tiers.cold.frames import AllRead, Incoming, Outgoing, ids_of, outgoing, place_of
+from kvtier_kernels import FrameBatch, encode_frame, implementations, seal_frame
 from kvtier_kernels import Mapping as MappedExtent
-from kvtier_kernels import decode_frame, encode_frame, implementations, seal_frame
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,11 @@ UNFIT_MOST = 65_536  # blocks
 RATIO_BYTES = 64 << 20  # of blocks: older measurements have half of the weight
 CHECK_S = 1.0
 WAIT_S, PAUSE_S = 0.1, 0.02
-CHUNK = 4  # blocks that one thread decodes at once
+CHUNK = 4  # blocks of a batch, for each thread that decodes it
+
+ENDS = (errno.ECANCELED, 0, errno.EBADMSG)  # of a frame in a batch
+
+MemoryFrame = tuple[int, bytes, int, memoryview | bytes, memoryview]  # as a batch takes it
 
 
 class FrameThreads(CodingThreads):
@@ -89,32 +94,36 @@ class FrameThreads(CodingThreads):
 
     def read(self, blocks: Sequence[Incoming], done: AllRead) -> None:
         """Decode these frames into their slots; `done` gets some at a time, each with an errno or 0."""
-        each = max(1, min(CHUNK, -(-len(blocks) // self.decoders)))
+        each = CHUNK * self.decoders
         for at in range(0, len(blocks), each):
             some = blocks[at : at + each]
-            jobs = [self._job(block) for block in some]
-            reading = self._submit(self._decoders, partial(run_all, jobs))
-            reading.add_done_callback(partial(self._have_read, some, done))
+            batch = FrameBatch([self._frame_of(block) for block in some])
+            # The digest of a decoded block, which is that of the save, proves more than that of the payload.
+            runs = [batch.run] * min(self.decoders, len(some))
+            self._submit_all(self._decoders, runs, partial(self._have_read, some, batch, done))
 
-    def _job(self, block: Incoming) -> Callable[[], int]:
+    def _frame_of(self, block: Incoming) -> MemoryFrame:
         frame = block.compressed
         assert frame is not None
+        slot = self.view(block.extent, block.offset, frame.block_bytes)
         if not _is_of(block, frame):
-            return lambda: errno.EBADMSG
+            return frame.element, b"", 0, b"", slot  # no frame at all
         if block.coding is not None:
             block.checksum = frame.raw_digest
-        slot = self.view(block.extent, block.offset, frame.block_bytes)
-        return partial(_decode, frame, frame.payload(), slot)
+        return frame.element, frame.header, frame.header_bytes, frame.payload(), slot
 
     def _have_read(
-        self, blocks: Sequence[Incoming], done: AllRead, reading: asyncio.Future[list[int]]
+        self,
+        blocks: Sequence[Incoming],
+        batch: FrameBatch,
+        done: AllRead,
+        jobs: Sequence[Future[None]],
     ) -> None:
-        codes = [errno.ECANCELED] * len(blocks)
-        if not reading.cancelled():
-            if error := reading.exception():
+        """No thread decodes these now."""
+        for job in jobs:
+            if not job.cancelled() and (error := job.exception()):
                 log.error("cold: cannot decode frames in memory; keeping them", exc_info=error)
-            else:
-                codes = reading.result()
+        codes = [ENDS[end] for end in batch.ends()]
         lost = {extent for extent in {block.extent for block in blocks} if self.is_lost(extent)}
         try:
             done(
@@ -361,11 +370,3 @@ def _encode(
         return nbytes, b"", b""
     digest = seal_frame(header, into[:nbytes])
     return nbytes, bytes(header), digest
-
-
-def _decode(frame: CompressedFrame, payload: memoryview, slot: memoryview) -> int:
-    header = bytearray(frame.header_bytes)
-    header[: len(frame.header)] = frame.header
-    # The digest of the decoded block, which is that of the save, proves more than that of the payload.
-    right = decode_frame(frame.element, header, payload, None, slot)
-    return 0 if right else errno.EBADMSG
