@@ -26,7 +26,7 @@ from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import LIMIT_GHOSTS, Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_kernels import Store
-from support.daemons import BUSY_S, Daemon
+from support.daemons import Daemon
 from support.raw import Raw
 from support.specs import pattern, spec_of
 
@@ -34,7 +34,7 @@ from support.specs import pattern, spec_of
 def works(daemon: Daemon) -> None:
     """Another client can save and load."""
     spec = spec_of("bystander")
-    with daemon.connect(timeout_s=BUSY_S) as client:
+    with daemon.connect() as client:
         space = client.open(spec)
         keys = space.keys(list(range(64)))
         space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
