@@ -328,7 +328,8 @@ def test_a_daemon_that_hangs_delays_a_call_by_one_timeout(daemon_of: Callable[..
     import signal
 
     daemon = daemon_of()
-    client = daemon.connect(timeout_s=0.3)
+    client = daemon.connect()
+    client.link.connection.timeout_s = 0.3
     daemon.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
