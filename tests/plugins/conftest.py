@@ -10,8 +10,19 @@ import pytest
 
 from kvtier.connection import Connection
 from kvtier_vllm.daemon import Reconnect
-from support.daemons import Daemon
+from support.daemons import BUSY_S, Daemon
 from support.fake_engine import FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon on a busy machine is not given up because it answers late."""
+    for name in (
+        "kvtier_vllm.daemon.CONNECT_S",
+        "kvtier_plugins.keeper.TIMEOUT_S",
+        "kvtier_plugins.page_store.TIMEOUT_S",
+    ):
+        monkeypatch.setattr(name, BUSY_S)
 
 
 @pytest.fixture
