@@ -497,13 +497,14 @@ def test_batches_of_a_slow_disk_are_smaller(
 
 
 def test_a_batch_that_has_begun_is_used_after_the_wait(
-    shared_disk: OnDisk, monkeypatch: pytest.MonkeyPatch
+    disk: OnDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The daemon is asked for the others, and may read them."""
     monkeypatch.setattr(kvtier.direct_parts, "BATCH_BYTES", 4 * SPEC.block_bytes // 8)
-    with shared_disk.daemon.connect() as client:
-        space, keys = shared_disk.open(client)
+    with disk.daemon.connect() as client:
+        space, keys = disk.open(client)
         counts = batches_of(client, monkeypatch, row_s=0.15)
-        expected = [part_of(SPEC, 0, one, [3], None) for one in shared_disk.blocks[0, 0]]
+        expected = [part_of(SPEC, 0, one, [3], None) for one in disk.blocks[0, 0]]
         assert load(space, keys, [3], None, wait_ms=400) == expected[:4]
     assert counts == [4], "no other one begins"
 
