@@ -17,12 +17,8 @@ from support.fake_engine import FakeEngine
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon on a busy machine is not given up because it answers late."""
-    for name in (
-        "kvtier_vllm.daemon.CONNECT_S",
-        "kvtier_plugins.keeper.TIMEOUT_S",
-        "kvtier_plugins.page_store.TIMEOUT_S",
-    ):
-        monkeypatch.setattr(name, BUSY_S)
+    for name in ("keeper", "page_store"):
+        monkeypatch.setattr(f"kvtier_plugins.{name}.TIMEOUT_S", BUSY_S)
 
 
 @pytest.fixture

@@ -249,10 +249,10 @@ def test_a_daemon_that_ends_or_hangs_costs_one_deadline_and_is_used_again(
     daemon = daemon_of(folder=tmp_path)
     store = store_of(daemon.socket, {KV: pool}, patience_ms=100)
     assert store.save(KV, keys, indices_of([0, 1])) == [True] * 2
+    assert store.keeper.client is not None
+    store.keeper.client.link.connection.timeout_s = 0.3  # the next connection has more time
     if end == "hang":
         daemon.process.send_signal(signal.SIGSTOP)
-        assert store.keeper.client is not None
-        store.keeper.client.link.connection.timeout_s = 0.3  # the next connection has more time
     elif end == "kill":
         daemon.process.kill()
         daemon.process.wait()
