@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from kvtier.units import GIB, parse_bytes
 from kvtier_daemon.app import STOP_S
 from kvtier_daemon.config.schema import load
 from support.daemons import SERVE, Daemon, kvtier
+from support.ports import reserved_port
 
 ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "daemon" / "helm" / "kvtier"
@@ -174,12 +174,6 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     assert chart["appVersion"] == project["version"] == chart["version"]
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
     """The chart rendered for this folder, and a daemon that was started from it as a pod starts it."""
@@ -188,7 +182,7 @@ def served(tmp_path: Path) -> Any:
     values = EVERYTHING | {
         "runDirectory": str(tmp_path / "run"), "stateDirectory": str(tmp_path / "state"),
         "warm": {"size": "1GiB"}, "cold": {"directories": [str(disk)], "size": "1GiB"},
-        "http": {"address": "127.0.0.1", "port": free_port()},
+        "http": {"address": "127.0.0.1", "port": reserved_port()},
         "tenants": {"search": {"uids": ["*"]}},
     }  # fmt: skip
     objects = rendered(values, tmp_path)

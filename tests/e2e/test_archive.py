@@ -175,7 +175,7 @@ def test_a_store_that_hangs_does_not_delay_the_reuse_of_a_segment(
     host: Hosts, tmp_path: Path
 ) -> None:
     with FaultyStore(tmp_path) as store:
-        store.put_s = 20.0
+        store.put_s = 60.0
         a = host(store.config + 'write = "none"\narchive = "all"\n')
         with a.connect() as client:
             space = client.open(spec_of("archive-hangs"))
@@ -229,7 +229,7 @@ def test_what_was_purged_or_forgotten_after_it_left_the_disk_is_not_warmed_up(
     remote = remote.replace('"fleet"', f'"of-{how}"')
     a = host(remote)
     a.wait_for(lambda _: "lists name" in a.log.read_text())  # it was empty
-    with a.connect(timeout_s=60) as client:
+    with a.connect() as client:
         space = client.open(spec_of(f"archive-{how}"))
         first, number, pause_s = 0, 0, 0.1
         # Not faster than the archive, as above.

@@ -203,7 +203,7 @@ def test_an_interrupted_request_breaks_the_connection(daemon_of: Callable[..., D
 
 def test_poll_and_begin_calls_never_wait(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
-    client = daemon.connect(timeout_s=60)
+    client = daemon.connect()
     space = client.open(spec_of("poll"))
     keys = space.keys(list(range(16 * 512)))
     daemon.process.send_signal(signal.SIGSTOP)
@@ -216,7 +216,7 @@ def test_poll_and_begin_calls_never_wait(daemon_of: Callable[..., Daemon]) -> No
     finally:
         daemon.process.send_signal(signal.SIGCONT)
     client.close()
-    client = daemon.connect(timeout_s=60)
+    client = daemon.connect()
     locked, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:

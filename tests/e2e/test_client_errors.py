@@ -46,7 +46,7 @@ class World:
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
-        self.client = daemon.connect(timeout_s=60)
+        self.client = daemon.connect()
         self.space = self.client.open(spec_of("errors"))
         self.keys = self.space.keys(TOKENS)
         self.arrays = [bytes(self.space.block_bytes)] * len(self.keys)

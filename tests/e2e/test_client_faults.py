@@ -255,7 +255,7 @@ def test_a_large_begun_request_may_wait_alone(daemon_of: Callable[..., Daemon]) 
 
 def test_a_save_reports_its_first_error(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
-    client = daemon.connect(timeout_s=60)
+    client = daemon.connect()
     space = client.open(spec_of("first"))
     with pytest.raises(ZeroDivisionError), space.reserve(space.keys(TOKENS)):
         daemon.process.kill()

@@ -140,10 +140,9 @@ def test_a_delayed_answer_comes_when_the_writer_is_done(daemon: Daemon, how: str
                 saving = stack.enter_context(ours.reserve(keys))
             asked(0)
             assert answer().coming == PROMPT
-            asked(1000)
+            asked(60_000)
             decode.ping()  # the daemon has the second question
             assert not decode.poll()
-            began = time.monotonic()
             if how == "is killed":
                 writer.kill()
             elif how == "commits":
@@ -154,7 +153,6 @@ def test_a_delayed_answer_comes_when_the_writer_is_done(daemon: Daemon, how: str
                 prefill.link.connection.close(farewell=False)
             stack.pop_all().close() if how == "gives up" else None
             lease = answer()
-            assert time.monotonic() - began < 0.9, "it waited for its time limit"
             assert (lease.ready, lease.coming) == ((PROMPT, 0) if how == "commits" else (0, 0))
             if how == "commits":
                 part = lease.part(0, 0)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -30,7 +30,6 @@ from kvtier.errors import FrameError
 from kvtier.frame import PAGE
 from kvtier_daemon.cli import COMMANDS, listing
 from kvtier_daemon.cli.connecting import ANSWER_S, LEAST_ANSWER_S
-from kvtier_daemon.cli.monitor import DOUBTED
 from kvtier_daemon.cli.top_views import VIEWS, Moment, ScreenHistory
 from kvtier_daemon.observing.events import LIMIT_KEPT
 from kvtier_daemon.tiers.cold.segment import Head, Trailer
@@ -215,7 +214,7 @@ def test_purge_asks_what_it_would_forget(daemon_of: Callable[..., Daemon]) -> No
 def test_a_command_reports_that_its_daemon_stopped(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     with started("monitor", "--socket", daemon.socket) as watching:
-        wait_for_a_watcher(daemon)
+        wait_for_a_monitor(daemon)
         daemon.process.send_signal(signal.SIGSTOP)
         _, err = watching.communicate(timeout=60)
     assert watching.returncode == 3
@@ -406,7 +405,7 @@ def test_purged_blocks_stay_purged_after_a_kill(
 ) -> None:
     config = cold(tmp_path)
     daemon = daemon_of(folder=tmp_path / "d", config=config)
-    with daemon.connect(timeout_s=60) as client:
+    with daemon.connect() as client:
         going = saved(client, "going", 700)
         staying = saved(client, "staying", 20)
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 720)
@@ -688,8 +687,8 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for_a_watcher(daemon: Daemon) -> None:
-    """Wait until `kvtier monitor` is connected and watches."""
+def wait_for_a_monitor(daemon: Daemon) -> None:
+    """Wait until `kvtier monitor` is connected. It may not watch yet."""
     deadline = time.monotonic() + 60
     with daemon.connect() as client:
         while True:
@@ -698,7 +697,19 @@ def wait_for_a_watcher(daemon: Daemon) -> None:
                 break
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    time.sleep(0.1)
+
+
+def repeat_until(holds: Callable[[], bool], cause: Callable[[], object]) -> None:
+    """Cause events until a monitor has shown one: it misses those that come before it watches."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        cause()
+        time.sleep(0.01)
+
+
+def is_readable(file: IO[str] | None) -> bool:
+    return bool(select.select([file], [], [], 0)[0])
 
 
 def printed_until(
@@ -721,7 +732,7 @@ def printed_until(
 def test_monitor_prints_events(daemon_of: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = daemon_of(folder=tmp_path / "d", config=cold(tmp_path))
     with started("monitor", "--json", "--socket", daemon.socket) as watching:
-        wait_for_a_watcher(daemon)
+        repeat_until(lambda: is_readable(watching.stdout), lambda: daemon.connect().close())
         with daemon.connect(name="engine 7") as client:
             keys = saved(client, "watched", 900)  # 56 MiB
             space = client.open(spec_of("watched"))
@@ -762,13 +773,15 @@ def test_monitor_prints_events(daemon_of: Callable[..., Daemon], tmp_path: Path)
 def test_monitor_shows_only_the_requested_events(shared_daemon: Daemon) -> None:
     flags = ["--filter", "lookup,space", "--filter", "why=absent", "--limit", "2"]
     with started("monitor", *flags, "--socket", shared_daemon.socket) as watching:
-        wait_for_a_watcher(shared_daemon)
         with shared_daemon.connect() as client:
             keys = saved(client, "filtered", 2)
             space = client.open(spec_of("filtered"))
-            for number in range(3):
+
+            def look() -> None:
                 space.match(keys)
-                space.match(space.keys([number + 5] * 16))
+                space.match(space.keys([5] * 16))
+
+            repeat_until(lambda: watching.poll() is not None, look)
             space.forget(keys)
         out, err = watching.communicate(timeout=60)
     assert watching.returncode == 0, err
@@ -782,12 +795,11 @@ def test_monitor_shows_only_the_requested_events(shared_daemon: Daemon) -> None:
 def test_monitor_reports_a_filter_that_no_event_can_match(shared_daemon: Daemon) -> None:
     flags = ["--filter", "lookup", "--filter", "wy=absent", "--filter", "tenant=default"]
     with started("monitor", *flags, "--socket", shared_daemon.socket) as watching:
-        wait_for_a_watcher(shared_daemon)
         assert watching.stderr is not None
         with shared_daemon.connect() as client:
             space = client.open(spec_of("mistyped"))
-            for number in range(DOUBTED):
-                space.match(space.keys([number] * 16))
+            keys = space.keys([1] * 16)
+            repeat_until(lambda: is_readable(watching.stderr), lambda: space.match(keys))
             line = watching.stderr.readline()
             watching.send_signal(signal.SIGINT)
         out, err = watching.communicate(timeout=60)
@@ -842,15 +854,13 @@ def test_a_monitor_that_does_not_read_learns_the_number_of_missed_events(
 
 def test_a_command_whose_reader_ended_exits_silently(shared_daemon: Daemon) -> None:
     with started("monitor", "--filter", "lookup", "--socket", shared_daemon.socket) as watching:
-        wait_for_a_watcher(shared_daemon)
         assert watching.stdout is not None and watching.stderr is not None
         watching.stdout.close()
         with shared_daemon.connect() as client:
             space = client.open(spec_of("pipe"))
-            for _ in range(5):
-                space.match(space.keys([1] * 16))
-                time.sleep(0.05)
-        assert watching.wait(60) == 141
+            keys = space.keys([1] * 16)
+            repeat_until(lambda: watching.poll() is not None, lambda: space.match(keys))
+        assert watching.returncode == 141
         assert watching.stderr.read() == ""
         watching.stdout = None  # closed: it must not be read at the end
 

@@ -4,7 +4,6 @@ on their way."""
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier import wire
 from kvtier.key import Keys
 from kvtier.space import Space
 from support.daemons import Daemon, kvtier
@@ -76,17 +76,17 @@ def test_a_purge_in_portions_deletes_the_objects_of_each(host: Hosts, store: Fau
 
 
 def forget_meanwhile(daemon: Daemon, space: Space, keys: Keys) -> int:
-    """Forget these blocks; return the most that a lookup finds meanwhile, after the first one."""
+    """Forget these blocks; return the most that a lookup finds until that is answered, and then."""
     with daemon.connect() as client:
-        other = client.open(space.spec)
-        forgetting = threading.Thread(target=other.forget, args=(keys,))
-        forgetting.start()
-        time.sleep(0.1)
+        number, link = client.open(space.spec).index, client.link
+        link.tell(lambda id_: wire.Forget(id_, number, keys.packed))
+        client.ping()  # the daemon has received it
         most = 0
-        while forgetting.is_alive():
+        while not (answers := link.replies()):
             most = max(most, space.match(keys).ready)
             time.sleep(0.005)
-        forgetting.join()
+        ((_, answer),) = answers.values()
+        assert isinstance(answer, wire.Counted)
     return max(most, space.match(keys).ready)
 
 

@@ -211,7 +211,7 @@ def test_a_lease_is_adopted_by_another_process_of_the_tenant(shared_daemon: Daem
         keys = space.keys(TOKENS)
         for shard in range(2):
             space.save(keys, [pattern(k, spec.block_bytes) for k in keys], shard=shard)
-        lease = space.lease(keys, shards=[])
+        lease = space.lease(keys, 60_000, shards=[])
         assert (lease.ready, lease.parts) == (12, [])
         joined = worker.adopt(lease.token, shards=[1])
         views = joined.views(joined.part(0, 1), spec.block_bytes)
@@ -328,7 +328,8 @@ def test_a_daemon_that_hangs_delays_a_call_by_one_timeout(daemon_of: Callable[..
     import signal
 
     daemon = daemon_of()
-    client = daemon.connect(timeout_s=0.3)
+    client = daemon.connect()
+    client.link.connection.timeout_s = 0.3
     daemon.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):

@@ -60,7 +60,7 @@ def test_read_blocks_are_used(space: Any) -> None:
     target = bytearray(3 * space.block_bytes)
     assert space.load_into(keys[:3], target) == 3
     assert grown(client, before, space) == (BLOCKS + 3, BLOCKS + 3)
-    lease = space.lease(keys)
+    lease = space.lease(keys, 60_000)
     lease.release(space.spec.block_tokens, space.block_bytes)
     assert grown(client, before, space) == (BLOCKS + 4, BLOCKS + 4)
     assert client.explain()["lookups"][0]["used"] == 1
@@ -75,7 +75,7 @@ def test_read_blocks_are_used(space: Any) -> None:
 def test_two_holders_of_a_lease_each_report_their_use(space: Any, shared_daemon: Daemon) -> None:
     client, space, keys = space
     before = used(client)
-    lease = space.lease(keys)
+    lease = space.lease(keys, 60_000)
     with shared_daemon.connect() as other:
         other.adopt(lease.token).release(0, space.block_bytes)
         other.ping()
@@ -86,7 +86,7 @@ def test_two_holders_of_a_lease_each_report_their_use(space: Any, shared_daemon:
 @pytest.mark.parametrize("told", [(-1, 0, 1), (0, 0, -1), (1, wire.LIMIT_USED + 1, 1)])
 def test_an_impossible_use_is_refused(space: Any, told: tuple[int, int, int]) -> None:
     client, space, keys = space
-    lease = space.lease(keys)
+    lease = space.lease(keys, 60_000)
     before = used(client)
     with pytest.raises(Refused, match="used amounts are"):
         client.link.ask(wire.Release(client.link.new_id(), lease._id, *told), wire.Done)

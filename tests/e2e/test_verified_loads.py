@@ -173,7 +173,7 @@ def compressible(number: int, spec: KvSpec) -> bytes:
 def test_a_recheck_forgets_no_sound_block(daemon: Daemon, client: Client) -> None:
     space, keys = saved(client, spec_of("sound"))
     with daemon.connect(read_only=True) as reader:
-        lease = reader.open(space.spec).lease(keys)
+        lease = reader.open(space.spec).lease(keys, 60_000)
         for number in (lease._id, 999_999):
             request = wire.Recheck(reader.link.new_id(), number)
             assert reader.link.ask(request, wire.Counted).blocks == 0
@@ -188,7 +188,7 @@ def test_another_process_of_the_engine_gets_the_checksums_with_the_lease(
     space, keys = saved(client, spec)
     scribble(daemon, spec, keys, BAD)
     with daemon.connect() as scheduler, daemon.connect(verify=True) as worker:
-        held = scheduler.open(spec).lease(keys)
+        held = scheduler.open(spec).lease(keys, 60_000)
         assert held.part(0, 0).digests == b""
         adopted: Lease = worker.adopt(held.token)
         part = adopted.part(0, 0)
@@ -212,7 +212,7 @@ def test_pages_of_an_engine_are_not_filled_from_an_overwritten_block(
     pieces = Pieces([memory], [0], [nbytes], [nbytes])
     ids = list(range(1, BLOCKS * parts + 1))
     reader = client.reader()
-    lease = space.lease(keys)
+    lease = space.lease(keys, 60_000)
     part = lease.part(0, 0)
     assert reader.scatter(part.slots, pieces, ids, parts=parts, digests=part.digests) == BLOCKS
     assert memory[nbytes:] == b"".join(pattern(key, space.block_bytes) for key in keys)

@@ -26,7 +26,7 @@ from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import LIMIT_GHOSTS, Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_kernels import Store
-from support.daemons import BUSY_S, Daemon
+from support.daemons import Daemon
 from support.raw import Raw
 from support.specs import pattern, spec_of
 
@@ -34,7 +34,7 @@ from support.specs import pattern, spec_of
 def works(daemon: Daemon) -> None:
     """Another client can save and load."""
     spec = spec_of("bystander")
-    with daemon.connect(timeout_s=BUSY_S) as client:
+    with daemon.connect() as client:
         space = client.open(spec)
         keys = space.keys(list(range(64)))
         space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
@@ -251,28 +251,31 @@ def test_a_burst_of_one_client_does_not_delay_anothers_request(shared_daemon: Da
         saved = raw.ask(wire.Reserve(3, opened.space, group, shard, b"", key))
         assert isinstance(saved, wire.Reserved)
         raw.ask(wire.Commit(4, saved.lease, 0, 1))
+    many = wire.encode(wire.MatchPrefix(5, opened.space, key * 1024))  # a million blocks to check
     with shared_daemon.connect() as other:
-        many = wire.encode(
-            wire.MatchPrefix(5, opened.space, key * 1024)
-        )  # a million blocks to check
-        raw.sock.setblocking(False)
-        sent = 0
-        for _ in range(200):
-            try:
-                sent += raw.sock.send(many)
-            except BlockingIOError:
-                break
-        started = time.perf_counter()
-        other.ping()
-        ours = time.perf_counter() - started
-        raw.sock.settimeout(60)
-        raw.sock.sendall(many[sent % len(many) :] if sent % len(many) else b"")
-        raw.sock.sendall(wire.encode(wire.Ping(9)))
-        while (answer := raw.answer()) != wire.Done(9):
-            assert isinstance(answer, wire.Matched) and answer.ready == 1024
-        theirs = time.perf_counter() - started
+
+        def ping_within_a_burst() -> float:
+            """The time of the other's ping, relative to that of the burst."""
+            raw.sock.setblocking(False)
+            sent = 0
+            for _ in range(200):
+                try:
+                    sent += raw.sock.send(many)
+                except BlockingIOError:
+                    break
+            started = time.perf_counter()
+            other.ping()
+            ours = time.perf_counter() - started
+            raw.sock.settimeout(60)
+            raw.sock.sendall(many[sent % len(many) :] if sent % len(many) else b"")
+            raw.sock.sendall(wire.encode(wire.Ping(9)))
+            while (answer := raw.answer()) != wire.Done(9):
+                assert isinstance(answer, wire.Matched) and answer.ready == 1024
+            return ours / (time.perf_counter() - started)
+
+        # This process may be paused after the answer has arrived.
+        assert any(ping_within_a_burst() < 0.5 for _ in range(5)), "it waits for the burst"
     raw.sock.close()
-    assert ours < theirs / 2, "the other's ping was answered while the burst was being served"
 
 
 def test_the_number_of_keys_times_groups_and_shards_is_limited(shared_daemon: Daemon) -> None:

@@ -142,13 +142,14 @@ def test_slots_of_a_lost_connection_are_free_when_their_client_reconnects(
 
     with daemon.connect() as watching:
         for lost in ("hung up on", "timed out"):
-            client = daemon.connect(timeout_s=0.3, reconnect_s=0)
+            client = daemon.connect(reconnect_s=0)
             space = client.open(spec)
             saving = space.reserve(space.keys([len(lost)] * 256))
             saving.__enter__()
             if lost == "hung up on":
                 client.link.connection._sock.shutdown(socket.SHUT_RDWR)
             else:
+                client.link.connection.timeout_s = 0.3
                 daemon.process.send_signal(signal.SIGSTOP)
             with pytest.raises(Unavailable):
                 client.ping()

@@ -10,8 +10,15 @@ import pytest
 
 from kvtier.connection import Connection
 from kvtier_vllm.daemon import Reconnect
-from support.daemons import Daemon
+from support.daemons import BUSY_S, Daemon
 from support.fake_engine import FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon on a busy machine is not given up because it answers late."""
+    for name in ("keeper", "page_store"):
+        monkeypatch.setattr(f"kvtier_plugins.{name}.TIMEOUT_S", BUSY_S)
 
 
 @pytest.fixture

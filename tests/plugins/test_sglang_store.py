@@ -242,15 +242,15 @@ def test_without_a_daemon_nothing_is_found_and_one_line_is_logged(
 @pytest.mark.parametrize("end", ["kill", "stop", "hang"])
 def test_a_daemon_that_ends_or_hangs_costs_one_deadline_and_is_used_again(
     store_of: Callable[..., PageStore], daemon_of: Callable[..., Daemon], tmp_path: Path, end: str,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("kvtier_plugins.keeper.TIMEOUT_S", 0.3)
-    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.3)
     pool, keys = HostPool(), hashes(2)
     content = pool.fill([0, 1], 6)
     daemon = daemon_of(folder=tmp_path)
     store = store_of(daemon.socket, {KV: pool}, patience_ms=100)
     assert store.save(KV, keys, indices_of([0, 1])) == [True] * 2
+    assert store.keeper.client is not None
+    store.keeper.client.link.connection.timeout_s = 0.3  # the next connection has more time
     if end == "hang":
         daemon.process.send_signal(signal.SIGSTOP)
     elif end == "kill":

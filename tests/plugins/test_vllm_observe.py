@@ -206,8 +206,7 @@ def test_the_counts_of_ranks_add_up(warm: Daemon, engine_of: EngineOf) -> None:
 def test_every_count_of_a_kind_has_its_series(warm: Daemon, engine_of: EngineOf) -> None:
     """A reason without a series would be counted but not visible."""
     engine = engine_of(warm, patience_ms=200)
-    for _ in range(2):
-        engine.serve(PROMPT)
+    engine.until(lambda: engine.serve(PROMPT).cached > 0)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"load": False}})
     warm.process.kill()
     warm.process.wait()

@@ -54,10 +54,11 @@ class Daemon:
 
     def connect(self, **options: Any) -> Client:
         options.setdefault("populate", False)
+        options.setdefault("timeout_s", BUSY_S)
         return Client.connect(self.socket, **options)
 
     def stats(self) -> dict[str, Any]:
-        with self.connect(timeout_s=BUSY_S) as client:
+        with self.connect() as client:
             return checked(client.stats())
 
     def wait_for(
@@ -66,7 +67,7 @@ class Daemon:
     ) -> dict[str, Any]:  # fmt: skip
         """Wait until `holds` is true for a report, which the client `of` asks for; return that report."""
         deadline, pause_s = time.monotonic() + seconds, 0.002
-        with nullcontext(of) if of else self.connect(timeout_s=BUSY_S) as client:
+        with nullcontext(of) if of else self.connect() as client:
             while not holds(stats := checked(client.stats())):
                 assert time.monotonic() < deadline, f"still not so after {seconds} s: {stats}"
                 time.sleep(pause_s)
@@ -91,7 +92,7 @@ class Daemon:
             warm = stats["tiers"]["warm"]
             return bool(warm["allocated_bytes"] == warm["capacity_bytes"])
 
-        with self.connect(timeout_s=BUSY_S) as client:
+        with self.connect() as client:
             client.wait_ready(START_S)  # all of this tenant's memory is announced
             self.wait_for(complete, of=client)
 

@@ -29,6 +29,7 @@ SIZE = 40 * MIB
 SHARE = 0.22  # five segments: they are reused soon
 BATCHES, BATCH = 7, 8  # in each of two runs
 SCRIPT_S = 4.0  # for a run; a disk that fails permanently makes it wait in vain
+WHOLE_S = 60.0  # for one without a fault, on a busy machine
 PATIENCE_S = 40.0
 
 CALLS = (
@@ -70,13 +71,13 @@ class Telling(Bench):
         return [n for n, got in found if isinstance(got, bytes) and got != pattern(key(n), BLOCK)]
 
 
-async def life(folder: Path, engine: str, tell: Connection, first: int) -> None:
+async def life(folder: Path, engine: str, tell: Connection, first: int, seconds: float) -> None:
     """Start, write, read, forget, stop: about a hundred operations."""
     chance = random.Random(first)
     bench = Telling(folder, engine, SHARE, tell)
     try:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SCRIPT_S):
+            async with asyncio.timeout(seconds):
                 await bench.recover()
                 tell.send(("wrong", await bench.wrong(sorted(bench.on_disk)[-8:])))
                 for at in range(first, first + BATCHES * BATCH, BATCH):
@@ -90,14 +91,14 @@ async def life(folder: Path, engine: str, tell: Connection, first: int) -> None:
         await bench.tier.close()
 
 
-def script(folder: Path, engine: str, tell: Connection) -> None:
+def script(folder: Path, engine: str, tell: Connection, seconds: float) -> None:
     """Run the script twice in the child, and report each run and its exceptions."""
     hurry(OFF_S=0.02, LONGEST_OFF_S=0.1, RETRY_GROW_S=0.05)
     tell.send(("ready", []))
     tell.recv()
     for number in range(2):
         try:
-            asyncio.run(life(folder, engine, tell, number * 1000))
+            asyncio.run(life(folder, engine, tell, number * 1000, seconds))
         except (KvtierError, OSError, MemoryError, RuntimeError) as error:
             tell.send(("raised", [f"{type(error).__name__}: {error}"]))
     tell.send(("finished", []))
@@ -163,10 +164,11 @@ def run_one(folder: Path, engine: str, *how: str, counts: Path | None = None) ->
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     parent_end, child_end = context.Pipe()
-    child = context.Process(target=script, args=(folder, engine, child_end))
+    seconds = WHOLE_S if counts else SCRIPT_S
+    child = context.Process(target=script, args=(folder, engine, child_end, seconds))
     child.start()
     child_end.close()
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S + 2 * seconds
     assert parent_end.recv() == ("ready", [])
     output = ["-c", "-o", str(counts)] if counts else ["-o", os.devnull]
     tracer = subprocess.Popen(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_daemon.config.preflight import missing_library
+from support.ports import reserved_port
 
 START_S = 60.0
 LENT_BYTES = 64 << 20
@@ -38,12 +39,6 @@ def master_program() -> Path:
     return Path(package.origin).parent / "mooncake_master"
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class MooncakePool:
     """Starts on a free port, and again on the same one. Objects end with the process that lent the memory."""
 
@@ -51,7 +46,7 @@ class MooncakePool:
         self._program = master_program()
         self._folder = folder
         self._lent_bytes = lent_bytes
-        self.port = free_port()
+        self.port = reserved_port()
         self._running: list[subprocess.Popen[bytes]] = []
         self.start()
 
@@ -65,7 +60,7 @@ class MooncakePool:
             master = subprocess.Popen(
                 [
                     str(self._program), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1",
-                    f"--metrics_port={free_port()}", "--enable_metric_reporting=false",
+                    f"--metrics_port={reserved_port()}", "--enable_metric_reporting=false",
                 ],
                 stdout=log, stderr=log, env={**os.environ, "GLOG_minloglevel": "2"},
             )  # fmt: skip

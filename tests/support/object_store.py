@@ -15,6 +15,7 @@ from typing import Any
 from kvtier_daemon.tiers.remote.objects import VERSION
 from support import forked
 from support.daemons import server
+from support.ports import reserved_port
 
 START_S = 60.0
 BUCKET = "blocks"
@@ -27,9 +28,7 @@ class ObjectStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "data" / BUCKET).mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = reserved_port()
         self.credentials = self.write_credentials("credentials", SECRET)
         self._process: forked.Process | None = None
         self.start()

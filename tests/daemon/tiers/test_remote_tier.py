@@ -708,6 +708,7 @@ def test_what_is_saved_before_the_first_warm_up_does_not_prevent_it(
     warming: ServedShared, recovery: SlowRecovery, warmed: list[str]
 ) -> None:
     assert ServedTenant.put(warming, Identity(), os.urandom(BLOCK_BYTES))
+    warming._until(lambda: warming.shared._saved == 4)  # the tier has learned of it
     recovery.ended = True
     warming._until(lambda: warmed == ["it", "another"])
 
