@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from obstore.exceptions import BaseError
 
+from kvtier_daemon.tiers.remote import http_reads, s3
 from kvtier_daemon.tiers.remote.http_reads import IN_VAIN, HttpReads
 from kvtier_daemon.tiers.remote.messages import (
     BROKEN,
@@ -76,6 +77,8 @@ class Server:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        # Clients give up, and close connections.
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
@@ -127,7 +130,7 @@ def reads(server: Server, buffer: memoryview) -> Iterator[Reads]:
 
     yield make
     for one in made:
-        for connection in one._idle:
+        for connection, _ in one._idle:
             connection.close()
 
 
@@ -210,7 +213,31 @@ def test_an_object_that_does_not_exist_and_one_that_does_not_fit_are_told_apart(
     assert answer is not None and (answer.outcome, answer.nbytes) == ("", 0)
 
 
-@pytest.mark.parametrize("number", [206, 301, 403, 503])
+def test_an_idle_connection_is_not_used_for_long(
+    server: Server, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network may have dropped it without a word, and the answer would be awaited in vain."""
+    of = reads()
+    for _ in range(2):
+        assert get(of) is not None
+    assert server.connections == 1
+    monkeypatch.setattr(http_reads, "SPARE_S", 0.0)
+    assert get(of) is not None
+    assert server.connections == 2 and len(of._idle) == 1
+
+
+@pytest.mark.parametrize("number", [429, 500, 503])
+def test_a_store_that_asks_for_less_is_not_asked_again_at_once(
+    server: Server, buffer: memoryview, reads: Reads, number: int
+) -> None:
+    of = reads()
+    server.answer = status(number, CONTENT)
+    answer = get(of)
+    assert answer is not None and answer.outcome == FAILED and answer.text.startswith(f"{number} ")
+    assert buffer == bytes(len(buffer)) and of.can_read and not of._idle
+
+
+@pytest.mark.parametrize("number", [206, 301, 403])
 def test_other_answers_are_left_to_the_library(
     server: Server, buffer: memoryview, reads: Reads, number: int
 ) -> None:
@@ -322,6 +349,24 @@ def test_the_library_reads_all_after_several_objects_that_only_it_could(
     assert not of.can_read
 
 
+def test_the_library_reads_all_if_no_address_can_be_signed_or_no_connection_be_made(
+    server: Server, buffer: memoryview, reads: Reads
+) -> None:
+    of = reads()
+    of.try_to_connect()
+    assert of.can_read and get(of) is not None and server.connections == 1
+
+    def fails(name: str) -> str:
+        raise ValueError(name)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        for signed in (fails, lambda name: f"http://127.0.0.1:{free.getsockname()[1]}/{name}?"):
+            of = HttpReads(signed, buffer, 30.0)
+            of.try_to_connect()
+            assert not of.can_read
+
+
 def certificate_of_localhost(folder: Path) -> tuple[Path, Path]:
     """Files with a certificate that signs itself, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -352,7 +397,7 @@ def bucket_at(endpoint: str, buffer: memoryview) -> S3Objects:
 
 
 def close(objects: S3Objects) -> None:
-    for connection in objects._reads._idle:
+    for connection, _ in objects._reads._idle:
         connection.close()
 
 
@@ -415,5 +460,32 @@ def test_what_is_refused_with_a_signed_address_is_read_by_the_library(
         server.answer = status(404)
         with pytest.raises(FileNotFoundError):
             await objects.get(GetObject(7, "a", 0, ROOM))
+
+    asyncio.run(read())
+
+
+def test_no_read_waits_for_a_thread(
+    server: Server, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline of a read that waits would pass; the library reads any number at once."""
+    monkeypatch.setattr(s3, "READS_AT_ONCE", 2)
+    begun = threading.Barrier(PLACES)
+
+    def answer(handler: Any) -> None:
+        begun.wait(60)  # all of them are read at once
+        Server.content(handler)
+
+    server.answer = answer
+
+    async def read() -> None:
+        objects = bucket_at(f"http://localhost:{server.port}", buffer)
+        found = await asyncio.gather(
+            *(objects.get(GetObject(at, "a", at * ROOM, ROOM)) for at in range(PLACES))
+        )
+        assert [(one.id, one.nbytes) for one in found] == [
+            (at, len(CONTENT)) for at in range(PLACES)
+        ]
+        assert sum("X-Amz-Signature" in path for path in server.paths) == 2
+        close(objects)
 
     asyncio.run(read())

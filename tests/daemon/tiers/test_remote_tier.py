@@ -218,9 +218,13 @@ from kvtier_daemon.tiers.tier_keys import TierKeys
 async def encode():
     settings = SimpleNamespace(config=load(Path(sys.argv[1]), environ={}).config)
     remote = OpenRemote(settings.config.remote, TierKeys("remote", settings, []), Path(sys.argv[2]))
-    os.nice(15)
-    if not os.geteuid():
-        os.setuid(65534)  # who may not make a thread less nice
+    if sys.argv[3] == "filtered":
+        nice = os.nice
+        os.nice = lambda by: nice(by) if not by else os.close(-1)  # fails
+    else:
+        os.nice(15)
+        if not os.geteuid():
+            os.setuid(65534)  # who may not make a thread less nice
     print(await asyncio.get_running_loop().run_in_executor(remote.encoder, os.nice, 0))
 
 
@@ -228,25 +232,41 @@ asyncio.run(encode())
 """
 
 
-def test_blocks_are_encoded_also_in_a_daemon_that_was_started_as_nice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("daemon", "by"), [("nice", 19), ("filtered", 0)])
+def test_blocks_are_encoded_also_in_a_daemon_that_cannot_be_nicer(
+    tmp_path: Path, daemon: str, by: int
+) -> None:
+    """It was started as nice, or the service's system call filter forbids it."""
     file = tmp_path / "kvtier.toml"
     file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n[remote]\nbucket = "blocks"\n')
-    command = [sys.executable, "-c", NICE_DAEMON, str(file), str(tmp_path)]
+    command = [sys.executable, "-c", NICE_DAEMON, str(file), str(tmp_path), daemon]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert ended.stdout == "19\n"
+    assert ended.stdout == f"{by + os.nice(0) if daemon == 'filtered' else by}\n"
 
 
-def test_a_call_that_waits_actively_lets_all_other_threads_go_before_it() -> None:
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_call_that_waits_actively_lets_all_other_threads_go_before_it(
+    monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    """Unless the service's system call filter forbids it."""
     master_program()  # skips without the client
     from kvtier_daemon.tiers.remote.mooncake import Batches
 
+    nice = os.nice
+
+    def filtered(by: int) -> int:
+        if not is_allowed:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return nice(by)
+
     async def call() -> int:
-        calls = Batches[PutObject](lambda some: [os.nice(0) for _ in some], lambda one: 1, 5, 30.0)
+        calls = Batches[PutObject](lambda some: [nice(0) for _ in some], lambda one: 1, 5, 30.0)
         return await calls.result(PutObject(1, "a", 0, 1))
 
-    before = os.nice(0)
-    assert asyncio.run(call()) == min(before + 5, 19)
-    assert os.nice(0) == before
+    monkeypatch.setattr(os, "nice", filtered)
+    before = nice(0)
+    assert asyncio.run(asyncio.wait_for(call(), 60)) == min(before + 5 * is_allowed, 19)
+    assert nice(0) == before
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -48,13 +48,15 @@ class CodingThreads:
         def one_ended(job: Future[Any]) -> None:
             self._jobs.discard(job)
             if next(left) == len(jobs):  # atomic: threads call this
+                all_ended = running.copy()
+                running.clear()  # else the jobs would refer to each other, until a garbage collection
                 with suppress(RuntimeError):  # the loop may be closed
-                    loop.call_soon_threadsafe(ended, running)
+                    loop.call_soon_threadsafe(ended, all_ended)
 
         for job in jobs:
             running.append(pool.submit(job))
         self._jobs.update(running)
-        for one in running:
+        for one in running.copy():
             one.add_done_callback(one_ended)
 
     async def close(self, timeout_s: float) -> bool:

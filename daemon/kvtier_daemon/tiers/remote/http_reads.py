@@ -33,7 +33,8 @@ LATE_SHARE: Final = 0.95  # of the deadline, after which a transfer that fails w
 # What fails later is not read by the library: the daemon waits little longer than the deadline.
 AGAIN_S: Final = 1.0
 IN_VAIN: Final = 4  # objects in a row that only the library could read, after which it reads all
-OK, MISSING = 200, 404
+SPARE_S: Final = 20.0  # after which an idle connection is not used again: it may be dead
+OK, MISSING, TOO_MANY, SERVER_ERROR = 200, 404, 429, 500
 
 
 def has_proxy(scheme: str, host: str) -> bool:
@@ -49,7 +50,7 @@ class HttpReads:
         self._signed = signed
         self._buffer = buffer
         self._timeout_s = timeout_s
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # since when
         self._in_vain = 0
 
     @property
@@ -60,28 +61,56 @@ class HttpReads:
         """It has read an object that `get` left to it."""
         self._in_vain += 1
 
+    def try_to_connect(self) -> None:
+        """Leave all objects to the library if no address can be signed, or no connection be made."""
+        until = time.monotonic() + self._timeout_s
+        try:
+            connection = self._connected(urlsplit(self._signed("a")), until)
+        except Exception:  # noqa: BLE001  # the library's errors have no common base
+            self._in_vain = IN_VAIN
+        else:
+            self._idle.append((connection, time.monotonic()))
+
     def get(self, request: GetObject, until: float) -> Answer | None:
         """Read an object to its place. Return None, with nothing read, if that is left to the library. Raises
         FileNotFoundError."""
         began = time.monotonic()
         try:
             connection, end, answer = self._begin(urlsplit(self._signed(request.name)), until)
-        except Exception as error:  # noqa: BLE001  # the library's errors have no common base
-            now = time.monotonic()
-            if now < min(began + AGAIN_S, until):
-                return None
-            return Answer(request.id, FAILED, TIMED_OUT if now >= until else short_reason(error))
-        self._in_vain = 0
-        first_s, nbytes = time.monotonic() - began, answer.length or 0
-        if answer.status == MISSING:
-            connection.close()
+        except Exception as error:  # noqa: BLE001  # as above
+            return self._not_read(request, began, until, short_reason(error))
+        status, first_s = answer.status, time.monotonic() - began
+        if status == OK and answer.length is not None and answer.length <= request.room:
+            self._in_vain = 0
+            return self._received(request, connection, end, answer, first_s, until)
+        answer.close()
+        connection.close()
+        reason = f"{status} {answer.reason[:100]}"
+        if status == MISSING:
+            self._in_vain = 0
             raise FileNotFoundError(request.name)
-        if nbytes > request.room:
-            connection.close()
-            return Answer(request.id, TOO_LARGE, f"{request.name} has {nbytes} bytes")
+        if status == OK and answer.length is not None:
+            return Answer(request.id, TOO_LARGE, f"{request.name} has {answer.length} bytes")
+        if status == TOO_MANY or status >= SERVER_ERROR:  # the daemon decides when to ask again
+            return Answer(request.id, FAILED, reason)
+        return self._not_read(request, began, until, reason)
+
+    @staticmethod
+    def _not_read(request: GetObject, began: float, until: float, reason: str) -> Answer | None:
+        now = time.monotonic()
+        if now < min(began + AGAIN_S, until):
+            return None
+        return Answer(request.id, FAILED, TIMED_OUT if now >= until else reason)
+
+    def _received(
+        self, request: GetObject, connection: http.client.HTTPConnection, end: socket.socket,
+        answer: http.client.HTTPResponse, first_s: float, until: float,
+    ) -> Answer:  # fmt: skip
+        nbytes = answer.length or 0
         try:
             self._receive(end, answer, self._buffer[request.at : request.at + nbytes], until)
         except (OSError, EOFError) as error:
+            answer.close()
             connection.close()
             # An object that is slow is not a damaged one.
             is_late = time.monotonic() > until - (1 - LATE_SHARE) * self._timeout_s
@@ -91,32 +120,38 @@ class HttpReads:
         if answer.will_close:
             connection.close()
         else:
-            self._idle.append(connection)
+            self._idle.append((connection, time.monotonic()))
         return Answer(request.id, nbytes=nbytes, first_s=first_s)
 
     def _begin(
         self, url: SplitResult, until: float
     ) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
-        """Return a connection, its socket, and the begin of the answer: an object of known size, or none."""
+        """Return a connection, its socket, and the begin of the answer."""
         while True:
-            try:
-                connection, is_new = self._idle.pop(), False
-            except IndexError:
+            connection, is_new = self._spare(), False
+            if connection is None:
                 connection, is_new = self._connected(url, until), True
             end: socket.socket = connection.sock
             try:
                 end.settimeout(left(until))
                 connection.request("GET", f"{url.path}?{url.query}")
-                answer = connection.getresponse()
+                return connection, end, connection.getresponse()
             except (OSError, http.client.HTTPException):
                 connection.close()
                 if is_new or time.monotonic() >= until:
                     raise
-                continue  # the server has closed an idle connection
-            if answer.status == MISSING or (answer.status == OK and answer.length is not None):
-                return connection, end, answer
+                # The server has closed an idle connection.
+
+    def _spare(self) -> http.client.HTTPConnection | None:
+        """The connection that was used last."""
+        while True:
+            try:
+                connection, since = self._idle.pop()
+            except IndexError:
+                return None
+            if time.monotonic() - since < SPARE_S:
+                return connection
             connection.close()
-            raise StoreFailedError(f"{answer.status} {answer.reason}")
 
     def _connected(self, url: SplitResult, until: float) -> http.client.HTTPConnection:
         if has_proxy(url.scheme, url.netloc):

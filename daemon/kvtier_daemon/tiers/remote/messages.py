@@ -7,6 +7,8 @@ the buffer, memory that both have mapped; messages contain places in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import struct
 from typing import Final, TypeAlias
@@ -28,6 +30,12 @@ WORDS: Final = (TIMED_OUT, "dns error", "certificate", "Connection refused", "Co
 
 class StoreFailedError(Exception):
     """A request to the store failed; the text is the reason."""
+
+
+def be_nice(by: int) -> None:
+    """Let other threads go before this one, where the service's system call filter allows it."""
+    with contextlib.suppress(OSError):
+        os.nice(by)
 
 
 def short_reason(error: Exception) -> str:

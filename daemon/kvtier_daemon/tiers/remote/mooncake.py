@@ -32,6 +32,7 @@ from kvtier_daemon.tiers.remote.messages import (
     OpenPool,
     PutObject,
     StoreFailedError,
+    be_nice,
 )
 
 # Error codes of the client.
@@ -64,7 +65,7 @@ class Batches(Generic[T]):
         self._call: Callable[[list[T]], list[int]] = call
         self._size: Callable[[T], int] = size
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(AT_ONCE, initializer=os.nice, initargs=(nice,))
+        self._threads = ThreadPoolExecutor(AT_ONCE, initializer=be_nice, initargs=(nice,))
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[T, asyncio.Future[int], float]] = []
         self._running = 0
@@ -90,8 +91,8 @@ class Batches(Generic[T]):
                 left -= self._size(request)
             if not batch:
                 return
-            self._running += 1
             work = self._loop.run_in_executor(self._threads, self._call, [one for one, _ in batch])
+            self._running += 1
             work.add_done_callback(partial(self._ended, [future for _, future in batch]))
 
     def _ended(self, futures: list[asyncio.Future[int]], work: asyncio.Future[list[int]]) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HEADS_AT_ONCE: Final = 32
 READS_AT_ONCE: Final = 32
-SIGNED_FOR: Final = timedelta(hours=1)
+SIGNED_FOR: Final = timedelta(minutes=15)  # the clocks of S3 may differ by as much
 # That the library collects before it passes them on: they are copied from a cache.
 PIECE_BYTES: Final = 1 << 20
 PAGE_NAMES: Final = 500  # half a millisecond of the daemon's loop
@@ -70,23 +70,32 @@ class S3Objects:
             request.timeout_s,
         )
         self._threads = ThreadPoolExecutor(READS_AT_ONCE)
+        self._reading = 0
 
     async def open(self) -> None:
+        trying = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._reads.try_to_connect
+        )
         async for _ in obstore.list(self._store, chunk_size=1):
             break
+        await trying
 
     async def put(self, request: PutObject) -> None:
         content = self._buffer[request.at : request.at + request.nbytes]
         await obstore.put_async(self._store, request.name, content, use_multipart=False)
 
     async def get(self, request: GetObject) -> Answer:
-        if not self._reads.can_read:
+        if not self._reads.can_read or self._reading == READS_AT_ONCE:  # none waits for a thread
             return await self._get(request)
         until = time.monotonic() + self._timeout_s
-        read = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._reads.get, request, until
-        )
-        if (answer := await read) is None:
+        self._reading += 1
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._reads.get, request, until
+            )
+        finally:
+            self._reading -= 1
+        if answer is None:
             answer = await self._get(request)
             if answer.outcome == DONE:
                 self._reads.only_the_library_can()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from kvtier_daemon.tiers.remote.families import Families
 from kvtier_daemon.tiers.remote.fetching import Fetcher, FetchQueue
 from kvtier_daemon.tiers.remote.handing_over import HandingOver
 from kvtier_daemon.tiers.remote.known import KnownObjects
+from kvtier_daemon.tiers.remote.messages import be_nice
 from kvtier_daemon.tiers.remote.places import Places
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.sharing import Sharer
@@ -231,7 +231,7 @@ class OpenRemote:
         self.known = KnownObjects(config.known_bytes, clock)
         self.places = Places(config.buffer_bytes // 2)
         self.decoders = ThreadPoolExecutor(DECODERS, "kvtier-remote")
-        self.encoder = ThreadPoolExecutor(1, "kvtier-share", os.nice, (ENCODER_NICE,))
+        self.encoder = ThreadPoolExecutor(1, "kvtier-share", be_nice, (ENCODER_NICE,))
         self.driver = StoreDriver(config, keys, self._changed)
         self.questions = Questions(self.driver, self.known, self.places)
         self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)
