@@ -227,6 +227,43 @@ def test_a_disk_comes_and_goes_without_a_restart_of_the_service(machine: Machine
     assert python(machine, "load", LOAD, "patient") == "[1, 2, 3, 4]"
 
 
+STORE = """systemd-run --quiet --unit=store --setenv=NANIO_ACCESS_KEY=a --setenv=NANIO_SECRET_KEY=b \\
+    /opt/kvtier/bin/python -c 'from nanio.cli import main; main()' serve --data-dir /srv/disk/objects \\
+    --host 127.0.0.1 --port 9000 --log-level error --no-access-log"""
+REMOTE = """
+[remote]
+bucket = "blocks"
+endpoint = "http://127.0.0.1:9000"
+credentials = "/etc/kvtier/s3-credentials"
+deadline_s = 30
+write = "all"
+"""
+
+
+def test_the_service_writes_to_a_store_and_reads_from_it(machine: Machine) -> None:
+    """What the unit forbids, the process of the store and the threads of its tier do not need."""
+    machine.do(f"mkdir -p /etc/kvtier /srv/disk/objects/blocks; {STORE}")
+    machine.do(f"cat > /etc/kvtier/kvtier.toml <<'END'\n{CONFIG}END")
+    for command in printed(machine):
+        machine.do(command)
+    credentials = "[default]\\naws_access_key_id = a\\naws_secret_access_key = b\\n"
+    machine.do(
+        f"cd /etc/kvtier; printf '{credentials}' > s3-credentials; chown kvtier s3-credentials;"
+        " chmod 600 s3-credentials"
+    )
+    machine.do(f"cat >> /etc/kvtier/kvtier.toml <<'END'\n{REMOTE}END")
+    for command in printed(machine):
+        machine.do(command)
+    machine.do("systemctl restart kvtierd")
+    assert python(machine, "save", SAVE) == "[1, 2, 3, 4]"
+    objects = "find /srv/disk/objects -name '*-0-0' | wc -l"
+    wait_for(lambda: machine.do(objects) == "4", machine.journal)
+    machine.do(
+        "systemctl stop kvtierd.socket kvtierd; rm -r /srv/disk/cold; systemctl start kvtierd"
+    )
+    assert python(machine, "load", LOAD, "patient") == "[1, 2, 3, 4]"
+
+
 def test_daemons_of_nodes_are_installed_and_removed_by_the_printed_commands(
     machine: Machine,
 ) -> None:

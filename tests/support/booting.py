@@ -69,7 +69,11 @@ mount --bind "$python" opt/python
 mount --bind "$site" opt/site
 # A mount in this system arrives in its services, as on a host.
 mount --make-rshared .
-if test -n "$library"; then cp "$library" usr/lib/; fi
+if test -n "$library"; then
+    cp "$library" usr/lib/
+    # That of the distribution's own Python would be found first.
+    for own in usr/lib/*/"${library##*/}"; do test ! -e "$own" || cp --remove-destination "$library" "$own"; done
+fi
 # Start only the journal of the units that this machine starts at boot.
 rm -rf etc/systemd/system/* etc/kvtier var/lib/kvtier
 find lib/systemd/system/*.wants/ -type l ! -name 'systemd-journald*' -delete
@@ -139,7 +143,7 @@ class Machine:
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         """Run a line in a shell without any environment, at the root directory."""
         return subprocess.run(
-            ["nsenter", "-t", str(self._pid), "-m", "-p", "-i", "-u", "-C", "-r", "-w",
+            ["nsenter", "-t", str(self._pid), "-m", "-p", "-i", "-u", "-C", "-n", "-r", "-w",
              "/usr/bin/env", "-i", "/bin/sh", "-c", command],
             capture_output=True, text=True, check=False, timeout=120, stdin=subprocess.DEVNULL,
         )  # fmt: skip
