@@ -72,7 +72,9 @@ mount --make-rshared .
 if test -n "$library"; then
     cp "$library" usr/lib/
     # That of the distribution's own Python would be found first.
-    for own in usr/lib/*/"${library##*/}"; do test ! -e "$own" || cp --remove-destination "$library" "$own"; done
+    for own in usr/lib/*/"${library##*/}"; do
+        test ! -e "$own" || cp --remove-destination "$library" "$own"
+    done
 fi
 # Start only the journal of the units that this machine starts at boot.
 rm -rf etc/systemd/system/* etc/kvtier var/lib/kvtier
