@@ -254,7 +254,13 @@ def test_the_service_writes_to_a_store_and_reads_from_it(machine: Machine) -> No
     machine.do(f"cat >> /etc/kvtier/kvtier.toml <<'END'\n{REMOTE}END")
     for command in printed(machine):
         machine.do(command)
+    answers = (
+        "/opt/kvtier/bin/python -c 'import socket; socket.create_connection((\"127.0.0.1\", 9000))'"
+    )
+    wait_for(lambda: machine.run(answers).returncode == 0, machine.journal)
     machine.do("systemctl restart kvtierd")
+    status = f"{PROGRAM} status --json"
+    wait_for(lambda: json.loads(machine.do(status))["tiers"]["remote"]["on"], machine.journal)
     assert python(machine, "save", SAVE) == "[1, 2, 3, 4]"
     objects = "find /srv/disk/objects -name '*-0-0' | wc -l"
     wait_for(lambda: machine.do(objects) == "4", machine.journal)
