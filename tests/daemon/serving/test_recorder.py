@@ -51,7 +51,8 @@ def test_a_write_that_waits_for_a_thread_is_not_lost(tmp_path: Path, looked_up: 
                 loop.run_in_executor(None, released.wait, 60)
             if number:
                 one.looked_up("t", 0, 16, KEYS)
-            while one._waiting or one._lines:  # noqa: ASYNC110
+            path = Path(one.stats()["path"])
+            while one._waiting or one._lines or path.stat().st_size == number < looked_up - 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         loop.call_later(0.05, released.set)
 
