@@ -52,7 +52,7 @@ def test_a_write_that_waits_for_a_thread_is_not_lost(tmp_path: Path, looked_up: 
             if number:
                 one.looked_up("t", 0, 16, KEYS)
             path = Path(one.stats()["path"])
-            while one._waiting or one._lines or path.stat().st_size == number < looked_up - 1:  # noqa: ASYNC110
+            while one._waiting or one._lines or path.stat().st_size == number < looked_up - 1:  # noqa: ASYNC110, ASYNC240
                 await asyncio.sleep(0.001)
         loop.call_later(0.05, released.set)
 
