@@ -622,7 +622,7 @@ struct Rows512 {
 template <bool kStreaming>
 KVTIER_VBMI bool digest_planes512(PlaneReader& from, const uint8_t* rest, const LentDigest& lent) {
     constexpr size_t kTogether = kStripesPerRun / 2;  // rows between two scrambles
-    constexpr size_t kLinesAhead = 12;                // of what so many rows are encoded in
+    constexpr size_t kLinesAhead = 12;                // the input of kTogether rows
     const uint8_t* const scrambling = kXxh3Secret + kSecretBytes - kStripe;
     Rows512 rows(from, rest, lent);
     size_t row = lent.position / 2, left = lent.lines / 2;

@@ -47,12 +47,14 @@ def test_a_write_that_waits_for_a_thread_is_not_lost(tmp_path: Path, looked_up: 
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))
         for number in range(looked_up):
-            if number == looked_up - 1:
+            is_last = number == looked_up - 1
+            if is_last:
                 loop.run_in_executor(None, released.wait, 60)
             if number:
                 one.looked_up("t", 0, 16, KEYS)
             path = Path(one.stats()["path"])
-            while one._waiting or one._lines or path.stat().st_size == number < looked_up - 1:  # noqa: ASYNC110, ASYNC240
+            # A thread writes the lines of the first one, before the thread is busy.
+            while one._waiting or one._lines or not (is_last or path.stat().st_size):  # noqa: ASYNC110, ASYNC240
                 await asyncio.sleep(0.001)
         loop.call_later(0.05, released.set)
 

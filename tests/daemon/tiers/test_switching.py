@@ -180,7 +180,7 @@ def mapped() -> int:
 
 
 async def unmapped(most: int) -> None:
-    """Wait until there are at most so many mappings: a thread unmaps."""
+    """Wait until there are at most `most` mappings. Another thread may hold the last reference to one."""
     async with asyncio.timeout(60):
         while mapped() > most:  # noqa: ASYNC110
             await asyncio.sleep(0.001)

@@ -37,6 +37,14 @@ SPARE_S: Final = 20.0  # after which an idle connection is not used again: it ma
 OK, MISSING, TOO_MANY, SERVER_ERROR = 200, 404, 429, 500
 
 
+def cut_off(request: GetObject, began: float, timeout_s: float, error: Exception) -> Answer:
+    """Return the answer about an object that began to arrive, and whose end did not. A slow one is not a
+    damaged one."""
+    if time.monotonic() - began > LATE_SHARE * timeout_s:
+        return Answer(request.id, FAILED, TIMED_OUT)
+    return Answer(request.id, BROKEN, short_reason(error))
+
+
 def has_proxy(scheme: str, host: str) -> bool:
     """Whether the environment names a proxy for this address."""
     proxies = getproxies()
@@ -112,10 +120,7 @@ class HttpReads:
         except (OSError, EOFError) as error:
             answer.close()
             connection.close()
-            # An object that is slow is not a damaged one.
-            is_late = time.monotonic() > until - (1 - LATE_SHARE) * self._timeout_s
-            outcome = FAILED if is_late else BROKEN
-            return Answer(request.id, outcome, TIMED_OUT if is_late else short_reason(error))
+            return cut_off(request, until - self._timeout_s, self._timeout_s, error)
         answer.close()
         if answer.will_close:
             connection.close()

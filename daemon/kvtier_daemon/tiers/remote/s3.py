@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING, Final
 import obstore
 from obstore.store import S3Store
 
-from kvtier_daemon.tiers.remote.http_reads import LATE_SHARE, HttpReads
+from kvtier_daemon.tiers.remote.http_reads import HttpReads, cut_off
 from kvtier_daemon.tiers.remote.messages import (
-    BROKEN,
     CONNECT_S,
     DONE,
-    FAILED,
-    TIMED_OUT,
     TOO_LARGE,
     Answer,
     GetObject,
     OpenBucket,
     PutObject,
-    short_reason,
 )
 
 if TYPE_CHECKING:
@@ -116,10 +112,7 @@ class S3Objects:
                 self._buffer[at:end] = memoryview(piece)
                 at = end
         except Exception as error:  # noqa: BLE001  # the library's errors have no common base
-            # An object that is slow is not a damaged one. The library's error does not tell.
-            is_late = time.monotonic() - began > LATE_SHARE * self._timeout_s
-            outcome = FAILED if is_late else BROKEN
-            return Answer(request.id, outcome, TIMED_OUT if is_late else short_reason(error))
+            return cut_off(request, began, self._timeout_s, error)
         return Answer(request.id, nbytes=at - request.at, first_s=first_s)
 
     async def has(self, names: list[str]) -> bytes:
