@@ -16,7 +16,7 @@ from kvtier.key import Keys
 from kvtier.space import Space
 from kvtier_daemon.tiers.remote.objects import object_name
 from support.daemons import Daemon
-from support.mooncake import MooncakePool
+from support.mooncake import MooncakePool, master_program
 from support.object_store import remote_of
 from support.ports import reserved_port
 from support.specs import pattern, spec_of
@@ -104,6 +104,7 @@ def test_a_host_hits_what_another_one_saved_also_after_that_one_died(
 
 
 def test_a_master_that_is_not_there_is_one_line_and_off(host: Hosts) -> None:
+    master_program()  # skips the test without Mooncake's client
     a = host("a", f'[remote]\nurl = "mooncake://127.0.0.1:{reserved_port()}"\n')
     a.wait_for(lambda stats: remote_of(stats)["failure"] == "Connection refused", WAIT_S)
     with a.connect() as client:
