@@ -65,7 +65,7 @@ def found(client: Client, chain: int, spec: KvSpec = SPEC) -> list[tuple[bytes, 
     brought(client, chain, spec=spec)
     space = client.open(spec)
     keys = space.keys(tokens(chain))
-    with space.load(keys, deadline_ms=5000) as blocks:
+    with space.load(keys, deadline_ms=60_000) as blocks:
         return [(key, bytes(block or b"")) for key, block in zip(keys, blocks, strict=False)]
 
 
@@ -355,7 +355,8 @@ def test_after_a_kill_lossy_blocks_are_correct_or_missing(
                 came += check("ecsq-mid", found(client, chain), whole=False)
             for chain in range(4 * cycle, 4 * cycle + 4):
                 save(client, chain, SPEC, content)
-            time.sleep(chance.random() * 0.3)  # some blocks are being encoded, others written
+            least = chance.randrange(2 * CHAIN, 4 * CHAIN)  # others are being encoded or written
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= least)  # noqa: B023
             daemon.process.send_signal(signal.SIGKILL)
             daemon.process.wait()
     assert came > 4 * CHAIN
