@@ -208,9 +208,10 @@ def test_blocks_that_came_to_memory_during_the_read_are_still_stored(daemon: Dae
 
 def test_after_the_deadline_all_blocks_are_misses(daemon: Daemon) -> None:
     with daemon.connect() as client:
-        lease = asked(client, deadline_ms=1)
-        time.sleep(0.01)
-        assert not any(lease.end([True] * CHAIN))
+        for _ in range(10):  # the daemon may have removed some of these leases by itself
+            lease = asked(client, deadline_ms=1)
+            time.sleep(0.01)
+            assert not any(lease.end([True] * CHAIN))
 
 
 def test_a_lease_of_another_session_cannot_be_ended(daemon: Daemon) -> None:
