@@ -271,8 +271,9 @@ def test_a_call_that_waits_actively_lets_all_other_threads_go_before_it(
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_requests_to_a_process_that_has_just_ended_fail(
-    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop], store: Store
-) -> None:
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop], store: Store,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     """The driver learns of the end some turns of the loop later."""
     file = tmp_path / "kvtier.toml"
     file.write_text(f'state = "{tmp_path}"\n[warm]\nsize = "64MiB"\n{store.config()}')
@@ -303,6 +304,7 @@ def test_requests_to_a_process_that_has_just_ended_fail(
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(ask())
     assert {one.outcome for one in answers} == {FAILED}
+    assert "Exception in callback" not in caplog.text
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -231,8 +231,7 @@ class StoreDriver:
     def ask(self, request: Request, done: Done) -> None:
         """Send a request; `done` is called once, later, also if it fails."""
         number = 0 if isinstance(request, OpenStore) else request.id
-        # uvloop raises an exception if the process has just ended, which `run` learns a little later.
-        if self._writer is None or self._writer.is_closing():
+        if self._writer is None:
             why = self.failure or "its process ended"
             self._loop.call_soon(done, Answer(number, FAILED, why))
             return
@@ -246,7 +245,8 @@ class StoreDriver:
 
     def _flush(self) -> None:
         messages, self._unsent = self._unsent, []
-        # Their places are those of one process: in this turn of the loop there is no other one yet.
+        # Their places are those of one process: in this turn of the loop there is no other one yet. uvloop raises
+        # an exception if the process has just ended; `run` learns that a little later, and answers the requests.
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(b"".join(messages))
 
