@@ -37,7 +37,9 @@ def started(
 ) -> Daemon:
     folder.mkdir(exist_ok=True)
     (folder / "disk").mkdir(exist_ok=True)
-    return daemon_of(folder=folder, config=CONFIG.format(warm=warm, folder=folder, codec=codec))
+    daemon = daemon_of(folder=folder, config=CONFIG.format(warm=warm, folder=folder, codec=codec))
+    daemon.wait_for_disks()
+    return daemon
 
 
 def save(space: Space, number: int) -> bytes:

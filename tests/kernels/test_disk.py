@@ -29,7 +29,7 @@ from kvtier_daemon.tiers.cold.disk import SEAL
 from models import kernels as reference
 from models.codecs import seal
 from models.kernels.disk import DIGEST, URGENT
-from support.rings import WHY_NO_RING
+from support.rings import WHY_NO_LOCK, WHY_NO_RING
 
 PAGE = 4096
 MIB = 1 << 20
@@ -831,6 +831,8 @@ def test_idle_threads_use_no_cpu(bench):
 
 
 def wait_for_registration(disk, nbytes):
+    if WHY_NO_LOCK:
+        pytest.skip(WHY_NO_LOCK)
     until = time.monotonic() + 60
     while disk.registered_bytes < nbytes and time.monotonic() < until:
         time.sleep(0.001)
@@ -906,7 +908,7 @@ print(disk.registered_bytes)
 """
 
 
-@pytest.mark.skipif(bool(WHY_NO_RING), reason=WHY_NO_RING)
+@pytest.mark.skipif(bool(WHY_NO_RING or WHY_NO_LOCK), reason=WHY_NO_RING or WHY_NO_LOCK)
 def test_memory_that_may_not_be_locked_is_used_unregistered():
     assert int(run_python(SMALL_MEMLOCK)) == 1 << 16
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import Any
 
 FORK, WAIT = "fork", "wait"
 INDEX, STORE = "index", "store"  # in place of a program: the processes that a daemon starts
+ASK_S = 60.0
 LONGEST = 1 << 20  # of a request, which consists mostly of the environment
 
 
@@ -143,9 +146,18 @@ class Server:
             return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
     def ask(self, request: list[Any], *descriptors: int) -> int:
+        deadline = time.monotonic() + ASK_S
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            return int(self._socket.recv(64))
+            while True:
+                try:
+                    socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+                    return int(self._socket.recv(64))
+                except OSError as error:
+                    # The kernel limits the descriptors on their way of all processes of a user, except root:
+                    # other tests have connections that never read.
+                    if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.01)
 
 
 def started(env: Mapping[str, str] | None = None) -> Server:

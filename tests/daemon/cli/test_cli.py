@@ -493,7 +493,7 @@ def test_a_socket_without_permission_is_reported(run, tmp_path):
         there.chmod(0o020)
         code, _, err = run("status", "--socket", str(there))
     assert code == 3
-    assert "may not connect to" in err and "mode 0020; become a member of group" in err
+    assert "may not connect to" in err and "mode 0020); become a member of group" in err
 
 
 def test_a_check_finds_directories_that_others_can_write_to(run, tmp_path):
