@@ -292,11 +292,7 @@ def _await_tiers(client: Client, until: float) -> None:
 
 
 def _answer(
-    link: Link,
-    ticket: int,
-    mappings: BothMappings,
-    asked: type[wire.Message],
-    reply: wire.Reply,
+    link: Link, ticket: int, mappings: BothMappings, asked: type[wire.Message], reply: wire.Reply
 ) -> Answer:
     refused = reply.text if isinstance(reply, wire.Failed) else ""
     if asked is wire.Load:
