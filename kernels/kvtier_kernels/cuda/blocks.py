@@ -462,8 +462,7 @@ class Copier:
         return pieces
 
     def parts(self, pieces: DevicePieces, bounds: Sequence[int]) -> list[DevicePieces]:
-        """The parts of these pieces that end at these bytes of a block; the last bound is the end of the
-        block."""
+        """The parts of these pieces that end at these bytes of a block; the last bound is the block's end."""
         lane = CopyLane(self)
         try:
             parts = [
