@@ -13,7 +13,6 @@
 #include <queue>
 #include <span>
 #include <stdexcept>
-#include <tuple>
 #include <vector>
 
 #include "bytes.h"
