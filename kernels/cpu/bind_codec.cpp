@@ -7,7 +7,6 @@
 
 #include <cstring>
 #include <memory>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>

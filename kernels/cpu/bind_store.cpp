@@ -6,7 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <string>
 
 #include "bytes.h"
 #include "python_bytes.h"

@@ -12,18 +12,74 @@ namespace {
 
 class Lru final : public Policy {
  public:
-    Lru();
-    void added(std::span<const Id> ids, std::span<const Name> names,
-               std::span<const Id> parents) override;
+    Lru() {
+        links_.reach(ends);
+        links_[ends] = {ends, ends};
+    }
+    void added(std::span<const Id> ids, std::span<const Name>, std::span<const Id>) override {
+        check_ids(ids);
+        for (std::size_t i = ids.size(); i-- > 0;) {
+            prefetch(ids, i);
+            std::uint64_t at = std::uint64_t{ids[i]} + first;
+            links_.reach(at);
+            if (lists(at)) erase(at);
+            insert(at, links_[ends].prev, ends);
+        }
+    }
     void wanted(std::span<const Id> ids, std::span<const Name>) override { refreshed(ids); }
-    void refreshed(std::span<const Id> ids) override;
-    void held(std::span<const Id> ids) override;
-    void freed(std::span<const Id> ids) override;
+    void refreshed(std::span<const Id> ids) override {
+        for (std::size_t i = ids.size(); i-- > 0;) {
+            prefetch(ids, i);
+            std::uint64_t at = std::uint64_t{ids[i]} + first;
+            if (!lists(at)) continue;
+            erase(at);
+            insert(at, links_[ends].prev, ends);
+        }
+    }
+    void held(std::span<const Id> ids) override {
+        for (std::size_t i = ids.size(); i-- > 0;) {
+            prefetch(ids, i);
+            std::uint64_t at = std::uint64_t{ids[i]} + first;
+            if (!lists(at)) continue;
+            erase(at);
+            links_[at].next = aside;
+        }
+    }
+    // Freed blocks were in use until now: they are recent.
+    void freed(std::span<const Id> ids) override {
+        for (std::size_t i = ids.size(); i-- > 0;) {
+            std::uint64_t at = std::uint64_t{ids[i]} + first;
+            if (knows(at) && !lists(at)) insert(at, links_[ends].prev, ends);
+        }
+    }
     void left(std::span<const Id> ids) override { gone(ids); }
-    void gone(std::span<const Id> ids) override;
-    void demoted(std::span<const Id> ids) override;
+    void gone(std::span<const Id> ids) override {
+        for (std::size_t i = ids.size(); i-- > 0;) {
+            prefetch(ids, i);
+            std::uint64_t at = std::uint64_t{ids[i]} + first;
+            if (lists(at))
+                erase(at);
+            else if (knows(at))
+                links_[at] = {0, 0};
+        }
+    }
+    void demoted(std::span<const Id> ids) override {
+        for (std::size_t i = ids.size(); i-- > 0;) {
+            std::uint64_t at = std::uint64_t{ids[i]} + first;
+            if (!lists(at)) continue;
+            erase(at);
+            insert(at, ends, links_[ends].next);
+        }
+    }
     void hinted(std::span<const Id>, std::span<const Name>, double) override {}
-    std::vector<Id> victims(std::size_t n) const override;
+    std::vector<Id> victims(std::size_t n) const override {
+        std::vector<Id> ids;
+        ids.reserve(std::min(n, size_));
+        for (std::uint64_t at = links_[ends].next; at != ends && ids.size() < n;
+             at = links_[at].next)
+            ids.push_back(static_cast<Id>(at - first));
+        return ids;
+    }
     std::size_t size() const override { return size_; }
     std::size_t memory_bytes() const override { return links_.memory_bytes(); }
 
@@ -37,115 +93,37 @@ class Lru final : public Policy {
 
     bool knows(std::uint64_t at) const { return links_.reaches(at) && links_[at].next != 0; }
     bool lists(std::uint64_t at) const { return knows(at) && links_[at].next != aside; }
-    void insert(std::uint64_t at, std::uint32_t prev, std::uint32_t next);
-    void erase(std::uint64_t at);
-    void prefetch(std::span<const Id> ids, std::size_t i) const;
+    void insert(std::uint64_t at, std::uint32_t prev, std::uint32_t next) {
+        auto here = static_cast<std::uint32_t>(at);
+        links_[at] = {prev, next};
+        links_[prev].next = here;
+        links_[next].prev = here;
+        ++size_;
+    }
+    void erase(std::uint64_t at) {
+        Link link = links_[at];
+        links_[link.prev].next = link.next;
+        links_[link.next].prev = link.prev;
+        links_[at] = {0, 0};
+        --size_;
+    }
+    void prefetch(std::span<const Id> ids, std::size_t i) const {
+        constexpr std::size_t links_ahead = 16, neighbours_ahead = 8;
+        if (i >= links_ahead) {
+            std::uint64_t at = std::uint64_t{ids[i - links_ahead]} + first;
+            if (links_.reaches(at)) __builtin_prefetch(&links_[at], 1);
+        }
+        if (i >= neighbours_ahead) {
+            std::uint64_t at = std::uint64_t{ids[i - neighbours_ahead]} + first;
+            if (!lists(at)) return;
+            __builtin_prefetch(&links_[links_[at].prev], 1);
+            __builtin_prefetch(&links_[links_[at].next], 1);
+        }
+    }
 
     Chunks<Link> links_;
     std::size_t size_ = 0;
 };
-
-Lru::Lru() {
-    links_.reach(ends);
-    links_[ends] = {ends, ends};
-}
-
-void Lru::insert(std::uint64_t at, std::uint32_t prev, std::uint32_t next) {
-    auto here = static_cast<std::uint32_t>(at);
-    links_[at] = {prev, next};
-    links_[prev].next = here;
-    links_[next].prev = here;
-    ++size_;
-}
-
-void Lru::erase(std::uint64_t at) {
-    Link link = links_[at];
-    links_[link.prev].next = link.next;
-    links_[link.next].prev = link.prev;
-    links_[at] = {0, 0};
-    --size_;
-}
-
-void Lru::prefetch(std::span<const Id> ids, std::size_t i) const {
-    constexpr std::size_t links_ahead = 16, neighbours_ahead = 8;
-    if (i >= links_ahead) {
-        std::uint64_t at = std::uint64_t{ids[i - links_ahead]} + first;
-        if (links_.reaches(at)) __builtin_prefetch(&links_[at], 1);
-    }
-    if (i >= neighbours_ahead) {
-        std::uint64_t at = std::uint64_t{ids[i - neighbours_ahead]} + first;
-        if (!lists(at)) return;
-        __builtin_prefetch(&links_[links_[at].prev], 1);
-        __builtin_prefetch(&links_[links_[at].next], 1);
-    }
-}
-
-void Lru::added(std::span<const Id> ids, std::span<const Name>, std::span<const Id>) {
-    check_ids(ids);
-    for (std::size_t i = ids.size(); i-- > 0;) {
-        prefetch(ids, i);
-        std::uint64_t at = std::uint64_t{ids[i]} + first;
-        links_.reach(at);
-        if (lists(at)) erase(at);
-        insert(at, links_[ends].prev, ends);
-    }
-}
-
-void Lru::refreshed(std::span<const Id> ids) {
-    for (std::size_t i = ids.size(); i-- > 0;) {
-        prefetch(ids, i);
-        std::uint64_t at = std::uint64_t{ids[i]} + first;
-        if (!lists(at)) continue;
-        erase(at);
-        insert(at, links_[ends].prev, ends);
-    }
-}
-
-void Lru::held(std::span<const Id> ids) {
-    for (std::size_t i = ids.size(); i-- > 0;) {
-        prefetch(ids, i);
-        std::uint64_t at = std::uint64_t{ids[i]} + first;
-        if (!lists(at)) continue;
-        erase(at);
-        links_[at].next = aside;
-    }
-}
-
-// Freed blocks were in use until now: they are recent.
-void Lru::freed(std::span<const Id> ids) {
-    for (std::size_t i = ids.size(); i-- > 0;) {
-        std::uint64_t at = std::uint64_t{ids[i]} + first;
-        if (knows(at) && !lists(at)) insert(at, links_[ends].prev, ends);
-    }
-}
-
-void Lru::gone(std::span<const Id> ids) {
-    for (std::size_t i = ids.size(); i-- > 0;) {
-        prefetch(ids, i);
-        std::uint64_t at = std::uint64_t{ids[i]} + first;
-        if (lists(at))
-            erase(at);
-        else if (knows(at))
-            links_[at] = {0, 0};
-    }
-}
-
-void Lru::demoted(std::span<const Id> ids) {
-    for (std::size_t i = ids.size(); i-- > 0;) {
-        std::uint64_t at = std::uint64_t{ids[i]} + first;
-        if (!lists(at)) continue;
-        erase(at);
-        insert(at, ends, links_[ends].next);
-    }
-}
-
-std::vector<Id> Lru::victims(std::size_t n) const {
-    std::vector<Id> ids;
-    ids.reserve(std::min(n, size_));
-    for (std::uint64_t at = links_[ends].next; at != ends && ids.size() < n; at = links_[at].next)
-        ids.push_back(static_cast<Id>(at - first));
-    return ids;
-}
 
 }  // namespace
 

@@ -1,6 +1,5 @@
 // The keys of blocks: chains of keyed BLAKE3 hashes over tokens, or over hashes of an engine.
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "blake3.h"

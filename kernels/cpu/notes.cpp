@@ -1,11 +1,13 @@
-// Notes about the fate of blocks, and their binding.
-#include "notes.h"
-
+// The last note about blocks that may no longer exist, by 64 bits of a key, in fixed memory.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
-#include <stdexcept>
+#include <cstdint>
+#include <cstring>
+#include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace kvtier {
 namespace {
@@ -13,40 +15,71 @@ namespace {
 constexpr std::size_t kKeyBytes = 32;
 constexpr std::size_t kAhead = 8;
 
-}  // namespace
+// Sets of four notes. In a full set, a new note replaces the oldest. A set is one cache line, so a
+// note costs one cache miss.
+class Notes {
+ public:
+    explicit Notes(std::size_t nbytes) : sets_(std::max<std::size_t>(1, nbytes / sizeof(Set))) {}
 
-Notes::Notes(std::size_t nbytes) : sets_(std::max<std::size_t>(1, nbytes / sizeof(Set))) {}
-
-void Notes::note(const char* keys, std::size_t count, std::uint8_t code, std::uint32_t now,
-                 std::span<const std::uint8_t> before, std::uint8_t also) {
-    for (std::size_t i = 0; i < count; ++i) {
-        if (i + kAhead < count)
-            __builtin_prefetch(&sets_[set_of(name_of(keys + (i + kAhead) * kKeyBytes))], 1);
-        const std::uint64_t name = name_of(keys + i * kKeyBytes);
-        Set& set = sets_[set_of(name)];
-        Note* place = &set.notes[0];
-        for (Note& note : set.notes) {
-            if (note.code != 0 && note.name == name) {
-                place = &note;
-                break;
+    // Stores `code` for each key. If the last note of a key has one of the codes in `before`, keeps
+    // that code and adds the bits `also` to it.
+    void note(const char* keys, std::size_t count, std::uint8_t code, std::uint32_t now,
+              std::span<const std::uint8_t> before, std::uint8_t also) {
+        for (std::size_t i = 0; i < count; ++i) {
+            if (i + kAhead < count)
+                __builtin_prefetch(&sets_[set_of(name_of(keys + (i + kAhead) * kKeyBytes))], 1);
+            const std::uint64_t name = name_of(keys + i * kKeyBytes);
+            Set& set = sets_[set_of(name)];
+            Note* place = &set.notes[0];
+            for (Note& note : set.notes) {
+                if (note.code != 0 && note.name == name) {
+                    place = &note;
+                    break;
+                }
+                // A free place, otherwise the oldest.
+                if (place->code != 0 && (note.code == 0 || note.at < place->at)) place = &note;
             }
-            // A free place, otherwise the oldest.
-            if (place->code != 0 && (note.code == 0 || note.at < place->at)) place = &note;
+            const bool known = place->code != 0 && place->name == name;
+            size_ += place->code == 0;
+            const bool marked = known && std::ranges::find(before, place->code) != before.end();
+            const auto all = static_cast<std::uint8_t>(marked ? place->code | also : code);
+            *place = {name, now, all};
         }
-        const bool known = place->code != 0 && place->name == name;
-        size_ += place->code == 0;
-        const bool marked = known && std::ranges::find(before, place->code) != before.end();
-        const auto all = static_cast<std::uint8_t>(marked ? place->code | also : code);
-        *place = {name, now, all};
     }
-}
+    // The last note of a key, as code and time; code 0 means that there is no note.
+    std::pair<std::uint8_t, std::uint32_t> of(const char* key) const {
+        const std::uint64_t name = name_of(key);
+        for (const Note& note : sets_[set_of(name)].notes)
+            if (note.code != 0 && note.name == name) return {note.code, note.at};
+        return {0, 0};
+    }
+    std::size_t size() const { return size_; }
+    std::size_t memory_bytes() const { return sets_.capacity() * sizeof(Set); }
 
-std::pair<std::uint8_t, std::uint32_t> Notes::of(const char* key) const {
-    const std::uint64_t name = name_of(key);
-    for (const Note& note : sets_[set_of(name)].notes)
-        if (note.code != 0 && note.name == name) return {note.code, note.at};
-    return {0, 0};
-}
+ private:
+    struct Note {
+        std::uint64_t name;
+        std::uint32_t at;
+        std::uint8_t code;  // 0: no note
+    };
+    struct alignas(64) Set {
+        Note notes[4];
+    };
+    static std::uint64_t name_of(const char* key) {
+        std::uint64_t name;
+        std::memcpy(&name, key, sizeof(name));
+        return name;
+    }
+    std::size_t set_of(std::uint64_t name) const {
+        return static_cast<std::size_t>((static_cast<unsigned __int128>(name) * sets_.size()) >>
+                                        64);
+    }
+
+    std::vector<Set> sets_;
+    std::size_t size_ = 0;
+};
+
+}  // namespace
 
 }  // namespace kvtier
 

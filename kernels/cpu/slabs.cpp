@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
-#include <stdexcept>
 
 namespace kvtier {
 namespace {

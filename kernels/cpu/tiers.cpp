@@ -1,6 +1,5 @@
 // The store's calls about lower tiers: records and drops frames, promotes, restores segments.
 #include <algorithm>
-#include <stdexcept>
 #include <unordered_map>
 
 #include "store.h"

@@ -1,7 +1,6 @@
 // The common part of the policies that never evict a block before those that follow it: chains, and
 // lists of blocks without followers. 12 bytes per block, and 16 more per block in a list.
 #pragma once
-#include <cstring>
 
 #include "chunks.h"
 #include "policy.h"

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
-#include <string>
 #include <vector>
 
 #if defined(__x86_64__)

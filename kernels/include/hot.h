@@ -5,7 +5,6 @@
 // block is leased, so the record of the block says which slots may be freed, for both kinds of
 // memory.
 #pragma once
-#include <memory>
 #include <span>
 #include <vector>
 

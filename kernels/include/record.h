@@ -12,7 +12,6 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <span>
 #include <stdexcept>
 
 #include "chunks.h"

@@ -160,8 +160,7 @@ class Client:
         return client
 
     def open(self, spec: KvSpec) -> Space:
-        """Return the space of this description. The first call creates it; clients of a tenant with equal
-        descriptions share it."""
+        """Return the space of this description, which clients of a tenant share. Creates it if it is new."""
         if not isinstance(spec, KvSpec):
             raise InvalidArgument(f"spec: expected a KvSpec, got {type(spec).__name__}")
         link, spaces = self.link, []
@@ -251,8 +250,7 @@ class Client:
 
     @property
     def awaits(self) -> bool:
-        """Whether a request of a `begin_` method is not answered or not sent yet. `poll` sends and
-        receives."""
+        """Whether a request of a `begin_` method is not answered yet. `poll` sends and receives."""
         return self.link.awaits
 
     def poll(self) -> dict[int, Answer]:
@@ -292,11 +290,7 @@ def _await_tiers(client: Client, until: float) -> None:
 
 
 def _answer(
-    link: Link,
-    ticket: int,
-    mappings: BothMappings,
-    asked: type[wire.Message],
-    reply: wire.Reply,
+    link: Link, ticket: int, mappings: BothMappings, asked: type[wire.Message], reply: wire.Reply
 ) -> Answer:
     refused = reply.text if isinstance(reply, wire.Failed) else ""
     if asked is wire.Load:

@@ -208,16 +208,7 @@ def read_directly(
         within_ms = LEASE_MS if not deadline_ms and files.forgets == UNKNOWN else deadline_ms
         closed = files.closed[: wire.LIMIT_DIRECT_FILES]
         return wire.DirectRead(
-            request_id,
-            space.index,
-            group,
-            shard,
-            packed,
-            codecs,
-            within_ms,
-            first,
-            most,
-            closed,
+            request_id, space.index, group, shard, packed, codecs, within_ms, first, most, closed
         )
 
     def take(granted: wire.DirectReadGranted, _: object) -> None:

@@ -24,8 +24,7 @@ class KvtierError(Exception):
 
 
 class ConfigError(KvtierError):
-    """The configuration or the machine does not allow a start. The message contains the key and the
-    remedy."""
+    """The configuration or the machine does not allow a start. The message has the key and the remedy."""
 
 
 class Unavailable(KvtierError):  # noqa: N818

@@ -158,12 +158,7 @@ class Template:
     """Headers of one kind of frame. They differ only in identity, epoch, sequence and digests."""
 
     def __init__(
-        self,
-        space: bytes,
-        group: int,
-        shard: int,
-        codec: int,
-        entries: tuple[Entry, ...],
+        self, space: bytes, group: int, shard: int, codec: int, entries: tuple[Entry, ...]
     ) -> None:
         size = sum(entry.nbytes for entry in entries)
         raw_bytes = sum(entry.raw_bytes for entry in entries)

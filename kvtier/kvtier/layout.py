@@ -191,8 +191,7 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         weights: str,
         **more: Any,
     ) -> KvSpec:
-        """Describe a cache of several groups, such as full attention with sliding windows or recurrent
-        states."""
+        """Describe a cache of several groups: full attention, sliding windows, recurrent states."""
         return cls(
             model=model,
             weights=weights,

@@ -20,14 +20,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from kvtier import wire
 from kvtier.arena import Arena
-from kvtier.connection import (
-    Clock,
-    Connection,
-    begin_delayed,
-    checked_frame,
-    connect,
-    look_for,
-)
+from kvtier.connection import Clock, Connection, begin_delayed, checked_frame, connect, look_for
 from kvtier.errors import KvtierError, ProtocolError, Refused, Unavailable
 from kvtier.layout import KvSpec
 from kvtier_kernels import Mapping

@@ -194,8 +194,7 @@ class Lease:
         return sound
 
     def recheck(self) -> None:
-        """Let the daemon compare the blocks of this lease with their checksums, and forget those that differ.
-        Does not wait for the daemon."""
+        """Let the daemon forget the blocks of this lease that differ from their checksums. Does not wait."""
         if self._id:
             with contextlib.suppress(Unavailable):
                 self._link.tell(wire.Recheck(0, self._id))

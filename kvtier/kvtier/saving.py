@@ -199,17 +199,9 @@ class Saving(Mapping[Key, memoryview]):
             return until - link.connection.clock()
 
         def request(id_: int) -> wire.Message:
-            keys, waits = self._keys, self._waits is not None or left_s() > 0
-            return wire.Reserve(
-                id_,
-                space.index,
-                self._group,
-                self._shard,
-                keys.parent,
-                keys.packed,
-                self._ttl_ms,
-                waits,
-            )
+            place, keys = (space.index, self._group, self._shard), self._keys
+            waits = self._waits is not None or left_s() > 0
+            return wire.Reserve(id_, *place, keys.parent, keys.packed, self._ttl_ms, waits)
 
         until = link.connection.clock() + self._wait_s
         pause_s = FIRST_PAUSE_S

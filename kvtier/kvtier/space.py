@@ -61,8 +61,7 @@ class Located(NamedTuple):
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """The result of a pin: the number of leading `blocks` that are pinned. `refused` is the reason if the
-    daemon refused it."""
+    """The result of a pin: how many leading `blocks` are pinned, and why the daemon `refused` it."""
 
     blocks: int
     refused: str = ""

@@ -553,8 +553,7 @@ class Loaded(Message, tag=35):
 
 
 class Reserved(Message, tag=36):
-    """`outcomes` has a byte per key (see OUTCOMES); `slots` contains the slots of the granted keys in
-    order."""
+    """`outcomes` has a byte per key (see OUTCOMES); `slots` has the slots of the granted keys in order."""
 
     lease: int
     outcomes: bytes

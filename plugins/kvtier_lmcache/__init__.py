@@ -187,10 +187,7 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
         return self._submit(
-            self._storer,
-            self._stores,
-            lambda: self._stored(keys, objects),
-            L2StoreResult(False, 0),
+            self._storer, self._stores, lambda: self._stored(keys, objects), L2StoreResult(False, 0)
         )
 
     def pop_completed_store_tasks(self) -> dict[L2TaskId, L2StoreResult]:

@@ -115,14 +115,10 @@ class DirectThread:
             reader = DirectReader(self._driver, spec, 0, self._shard, RING_BYTES, calibrated)
             self._reader = reader
             if self._mode == "on":
-                self._source = self._open_source(reader)
+                self._source, text = open_source(self._mode, reader)
+                log.info("kvtier: direct reads: %s", text)
         except Exception as error:  # noqa: BLE001  # a rank does not need it
             self._turn_off(error)
-
-    def _open_source(self, reader: DirectReader) -> PayloadReads:
-        source, text = open_source(self._mode, reader)
-        log.info("kvtier: direct reads: %s", text)
-        return source
 
     def _batches(self, space: Space, keys: Keys) -> Iterator[list[ArrivedBlock]]:
         reader = self._reader

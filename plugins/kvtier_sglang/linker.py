@@ -324,17 +324,15 @@ class KvtierLinker(UnifiedCacheLinker):
             return bool(wanted)
         keys = list(wanted[0].keys)
         before = self._before.get(keys[0], "")
+
+        def waits() -> bool:
+            return not self._hurries and self._offloads.qsize() < WAITING_SAVES
+
         saved = [
-            store.save(
-                str(one.name), keys, one.host_indices, before, self._may_wait, (GRANTED, PRESENT)
-            )
+            store.save(str(one.name), keys, one.host_indices, before, waits, (GRANTED, PRESENT))
             for one in wanted
         ]
         return all(map(all, saved))
-
-    def _may_wait(self) -> bool:
-        """Whether a save may wait for the daemon's disk."""
-        return not self._hurries and self._offloads.qsize() < WAITING_SAVES
 
     def num_completed_offloads(self) -> int:
         return self._results.qsize()

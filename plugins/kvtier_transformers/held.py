@@ -167,8 +167,7 @@ class HeldBlocks:
 
 
 class LayerwiseSave:
-    """Slots for the blocks from `first` to `end` of each row, which are written layer by layer. Raises
-    Refused if the daemon has no room for them."""
+    """Slots for these blocks of each row, written layer by layer. Raises Refused without room."""
 
     def __init__(
         self, space: Space, rows: Sequence[Keys], first: int, end: int, layers: int

@@ -18,8 +18,7 @@ IMPORTANCE = ("", LAST, ACCUMULATED)
 
 
 class UnsupportedModel(ValueError):  # noqa: N818
-    """kvtier cannot keep the cache of this model. Generation works without kvtier, and one warning is
-    logged."""
+    """kvtier cannot keep the cache of this model: it generates without kvtier, after one warning."""
 
 
 @dataclass(frozen=True, slots=True)

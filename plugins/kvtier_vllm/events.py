@@ -127,14 +127,11 @@ class KvEvents:
         """The lease holds these blocks, so they are in memory."""
         for part in lease.parts:
             for at in range(part.first, lease.ready):
-                self._add_shard(keys[at], part.group, part.shard, wire.MEMORY)
+                self._set_shard(keys[at], part.group, part.shard, wire.MEMORY, True)
 
     def apply(self, changes: Iterable[Change]) -> None:
         for what, tier, group, shard, key in changes:
-            if what == wire.CAME:
-                self._add_shard(key, group, shard, tier)
-            else:
-                self._remove_shard(key, group, shard, tier)
+            self._set_shard(key, group, shard, tier, what == wire.CAME)
 
     def remove_all(self) -> None:
         """Report all blocks as removed."""
@@ -145,22 +142,15 @@ class KvEvents:
         events, self._events = self._events, []
         return events
 
-    def _add_shard(self, key: bytes, group: int, shard: int, tier: int) -> None:
+    def _set_shard(self, key: bytes, group: int, shard: int, tier: int, is_there: bool) -> None:
         known = self._known.get(key)
         if known is None:
             return
-        before = known.shards.get((group, tier), 0)
-        now = known.shards[group, tier] = before | 1 << shard
+        before, bit = known.shards.get((group, tier), 0), 1 << shard
+        now = known.shards[group, tier] = before | bit if is_there else before & ~bit
         if before != self._all_shards == now:
             self._add_stored(known, group, tier)
-
-    def _remove_shard(self, key: bytes, group: int, shard: int, tier: int) -> None:
-        known = self._known.get(key)
-        if known is None:
-            return
-        before = known.shards.get((group, tier), 0)
-        known.shards[group, tier] = before & ~(1 << shard)
-        if before == self._all_shards:
+        elif now != self._all_shards == before:
             self._add_removed(known, group, tier)
 
     def _add_stored(self, known: KnownBlock, group: int, tier: int) -> None:

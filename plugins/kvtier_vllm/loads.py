@@ -68,8 +68,7 @@ class Loads:
     # --- before and with a step --------------------------------------------------------------
 
     def choose_time(self, prompt: Prompt, blocks: int, direct: bool = False) -> bool:
-        """Decide whether to load this many blocks between steps (true) or within the next step. `direct`: the
-        ranks read some from disk themselves."""
+        """Whether to load this many blocks between steps. `direct`: the ranks read some from disk."""
         prompt.load.direct = direct
         prompt.load.between_steps = direct or self._between_steps(prompt, blocks)
         return prompt.load.between_steps

@@ -102,20 +102,17 @@ class Timelines:
 
     def mark(self, request_id: str, mark: Mark) -> None:
         """Record the time of this mark, the first time only."""
-        timeline = self._open.get(request_id) if self._enabled else None
-        if timeline is not None:
+        if (timeline := self._open.get(request_id)) is not None:
             timeline.marks.setdefault(mark, self._clock())
 
     def allocated(self, request_id: str, tokens: dict[str, int]) -> None:
         """The request has pages, and this many tokens of each tier are to be loaded."""
-        timeline = self._open.get(request_id) if self._enabled else None
-        if timeline is not None:
+        if (timeline := self._open.get(request_id)) is not None:
             timeline.tokens = tokens
             timeline.marks["allocated"] = self._clock()
 
     def copied(self, request_id: str, copied: Copied) -> None:
-        timeline = self._open.get(request_id) if self._enabled else None
-        if timeline is not None:
+        if (timeline := self._open.get(request_id)) is not None:
             timeline.copies.append(copied)
 
     def scheduled(self, step: int, request_ids: Any) -> None:

@@ -22,14 +22,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
 from kvtier_daemon.catalog.arrivals import Arrivals
 from kvtier_daemon.catalog.awaited import AwaitedWrites
-from kvtier_daemon.catalog.blocks import (
-    BELOW,
-    ID_BYTES,
-    PROMOTING,
-    TIERS,
-    BlockTable,
-    last_first,
-)
+from kvtier_daemon.catalog.blocks import BELOW, ID_BYTES, PROMOTING, TIERS, BlockTable, last_first
 from kvtier_daemon.catalog.changes import ChangeFeed
 from kvtier_daemon.catalog.demotion import Demotions
 from kvtier_daemon.catalog.direct import DirectBlocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -91,7 +91,9 @@ class HotCopies:
                 self._quarantined[session] = left
             else:
                 del self._quarantined[session]
-            self._unlease(lease.ids for lease in leases if lease.arena is arena)
+            for lease in leases:
+                if lease.arena is arena:
+                    self._blocks.unlease(lease.ids)
         self._blocks.store.drop_hot(arena.number)
 
     # --- loads ---------------------------------------------------------------------------------
@@ -203,10 +205,6 @@ class HotCopies:
         self._leases.leave(lease.session, lease.id)
         self._leases.ended()
         self._blocks.unlease(lease.ids)
-
-    def _unlease(self, batches: Iterable[bytes]) -> None:
-        for ids in batches:
-            self._blocks.unlease(ids)
 
     # --- the end of writers --------------------------------------------------------------------
 

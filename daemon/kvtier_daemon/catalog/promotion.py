@@ -102,7 +102,9 @@ class Promotions:
             for held in reversed(present):
                 self._blocks.unlease(held)
         if len(ids) < sum(len(below) for _, _, below, _ in wanted):  # there was no room for all
-            prefix, wanted = self._longest(space, keys, prefix, _is_all_coming)
+            prefix, wanted = self._longest(
+                space, keys, prefix, lambda parts: not any(below for _, _, below, _ in parts)
+            )
             coming = b"".join(part for *_, part in wanted) if prefix > ready else b""
             needed = set(array("I", coming))
             ids, sizes = self._keep_needed(ids, sizes, needed)
@@ -247,7 +249,3 @@ class Promotions:
         self._blocks.reads.left(ids)
         self.failed[reason] += len(ids) // ID_BYTES
         self.reading -= len(ids) // ID_BYTES
-
-
-def _is_all_coming(parts: list[Missing]) -> bool:
-    return not any(below for _, _, below, _ in parts)

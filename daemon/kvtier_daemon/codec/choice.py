@@ -254,16 +254,11 @@ class Choice:
         return known
 
     def _apply(self, known: CodecStats) -> None:
-        configured = self._configured_for(known.spec)
+        by_model = (name for pattern, name in self._by_model if fits(known.spec.model, pattern))
+        configured = next(by_model, self._configured)
         # Blocks of a lossy space that are not lossy are stored as blocks of other spaces are.
         known.configured = AUTO if configured in LOSSY else configured
         known.chosen = _first(known)
-
-    def _configured_for(self, spec: KvSpec) -> str:
-        return next(
-            (name for pattern, name in self._by_model if fits(spec.model, pattern)),
-            self._configured,
-        )
 
     def _best(self, known: CodecStats, links: Sequence[float]) -> int:
         """Return the codec with the shortest loads; the current one unless another is better by GAIN."""

@@ -149,16 +149,13 @@ class Section:
                 yield above + name
 
 
-def is_union(kind: object) -> bool:
-    return isinstance(kind, UnionType)
-
-
 def section_of(struct: type[msgspec.Struct]) -> Section:
     """Return the keys of `struct`: the type of each field is a struct or is annotated with its Key."""
     keys: dict[str, Key | Section] = {}
     for field in msgspec.structs.fields(struct):
         # An optional section is a struct or None.
-        below = next(iter(get_args(field.type)), None) if is_union(field.type) else field.type
+        optional = isinstance(field.type, UnionType)
+        below = next(iter(get_args(field.type)), None) if optional else field.type
         if isinstance(below, type) and issubclass(below, msgspec.Struct):
             keys[field.encode_name] = section_of(below)
         else:

@@ -150,10 +150,6 @@ def _some(items: list[object]) -> list[object]:
     return items
 
 
-def _uids(value: object) -> tuple[int | str, ...]:
-    return tuple(_uid(item) for item in _some(_items(value)))
-
-
 def _amount(value: object) -> str | int:
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise ValueError
@@ -214,7 +210,9 @@ def _share(value: object) -> str | int:
 SIZE: Final = Key(_bytes_from(MIB), "a size such as 64GiB, at least 1 MiB")
 EXTENT: Final = Key(_bytes_from(PAGE_BYTES), "a size such as 1GiB")
 SHARE: Final = Key(_share, 'a share such as "40%" or a size such as 16GiB')
-UIDS: Final = Key(_uids, 'a list of "*", numbers, user names and "@GROUP"')
+UIDS: Final = Key(
+    lambda value: tuple(map(_uid, _some(_items(value)))), 'a list of "*", numbers, user names and "@GROUP"'
+)  # fmt: skip
 PATH: Final = Key(_path, "an absolute path")
 
 

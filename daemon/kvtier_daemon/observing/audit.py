@@ -61,8 +61,7 @@ class Repeated:
 
 
 class AuditLog:
-    """Writes the first order of its kind at once, and sums those of the next WINDOW_S in one entry. So a
-    client cannot fill the disk with entries."""
+    """Writes the first order of a kind at once, and sums those of WINDOW_S: no client can fill the disk."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock = clock

@@ -85,8 +85,7 @@ class Recorder:
     # --- orders ----------------------------------------------------------------------------------
 
     def start(self, limit_bytes: int) -> dict[str, Any]:
-        """Begin a trace of at most this many bytes. Raises Refused while another is written, or without
-        room."""
+        """Begin a trace of at most this size. Raises Refused while another is written, or without room."""
         if self._busy:
             raise bad_request("a trace is already being recorded: stop it first")
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}.jsonl"

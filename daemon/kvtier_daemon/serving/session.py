@@ -22,13 +22,7 @@ from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.orders import AUDITED, Orders
 from kvtier_daemon.serving.peer import Mapper, Peer
 from kvtier_daemon.serving.requests import ANSWERED, NEEDED, WITHOUT_TENANT, Requests, check_role
-from kvtier_daemon.serving.sending import (
-    BLOCKED,
-    FAILED,
-    PAUSE_S,
-    PAUSED,
-    Outbox,
-)
+from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
 from kvtier_daemon.serving.turns import Share, Turns
 from kvtier_daemon.serving.writers import DEVICE_HOLD_S, Writers
 from kvtier_daemon.tenant import Tenant

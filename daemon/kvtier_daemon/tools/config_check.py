@@ -41,7 +41,8 @@ def problems(file: Path | None, user: str | None) -> tuple[str, ...]:
         if is_service:
             loaded = load(file, environ={**PLACES_OF_UNIT, **os.environ})
         elif account is not None:
-            loaded = load(file, environ=_environment(account), uid=account.pw_uid)
+            named = {key: value for key, value in os.environ.items() if key.startswith("KVTIER_")}
+            loaded = load(file, environ={"HOME": account.pw_dir, **named}, uid=account.pw_uid)
         else:
             loaded = load(file)
     except Refusal as error:
@@ -105,11 +106,6 @@ def _account(user: str) -> pwd.struct_passwd:
     if os.geteuid() not in (0, account.pw_uid):
         raise ConfigError(f"--user {user}: only root can check as another user; use sudo")
     return account
-
-
-def _environment(account: pwd.struct_passwd) -> dict[str, str]:
-    named = {key: value for key, value in os.environ.items() if key.startswith("KVTIER_")}
-    return {"HOME": account.pw_dir, **named}
 
 
 def _asked_as(

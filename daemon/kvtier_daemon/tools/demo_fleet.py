@@ -229,10 +229,7 @@ def _saved(space: Space, prompts: list[Keys]) -> FleetStep:
         space.save(keys, list(_contents(keys)))
     took_s = time.monotonic() - began
     return FleetStep(
-        "A",
-        "saves the prompts",
-        len(prompts),
-        ms_per_prompt=took_s * 1e3 / len(prompts),
+        "A", "saves the prompts", len(prompts), ms_per_prompt=took_s * 1e3 / len(prompts)
     )
 
 

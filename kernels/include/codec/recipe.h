@@ -1,7 +1,6 @@
 // What encodes and decodes whole frames of one lossy codec, in addition to their headers.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>

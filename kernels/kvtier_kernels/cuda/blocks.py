@@ -14,8 +14,8 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -161,17 +161,23 @@ class CopyLane:
         with self._driver.inside:
             places, ids = _checked(pieces, block_ids, extents, slots, inwards)
             addresses, ready, pinned = self._located(extents, places)
-            try:
-                if after is not None:
-                    after.hold(self.stream)
+            with self._starting(after):
                 self._users.append(pinned)
                 self.move(pieces, ids[ready], addresses[ready], inwards, pieces.ways[inwards])
                 if not ready.all():
                     self._staged(pieces, ids[~ready], extents, places[~ready], inwards)
-                self._event.record(self.stream)
-            except BaseException:
-                self.drain()
-                raise
+
+    @contextmanager
+    def _starting(self, after: Event | None) -> Iterator[None]:
+        """Start copies after this event. After an error wait for those that were started."""
+        try:
+            if after is not None:
+                after.hold(self.stream)
+            yield
+            self._event.record(self.stream)
+        except BaseException:
+            self.drain()
+            raise
 
     def _located(
         self, extents: Extents, places: npt.NDArray[np.void]
@@ -199,14 +205,8 @@ class CopyLane:
             raise IndexError(
                 f"block_ids: {len(ids)} for {len(addresses)} addresses, each of {pieces.blocks} blocks"
             )
-        try:
-            if after is not None:
-                after.hold(self.stream)
+        with self._starting(after):
             self.move(pieces, ids.astype(np.uint32), addresses, inwards, pieces.ways[inwards])
-            self._event.record(self.stream)
-        except BaseException:
-            self.drain()
-            raise
 
     def start_parts(
         self,
@@ -230,9 +230,7 @@ class CopyLane:
         # Room for all tables: `_place_table` waits for the device if there is none.
         if sum(len(ids) + 1 for ids, _ in placed) > TABLE_BLOCKS or self._used:
             return False
-        try:
-            if after is not None:
-                after.hold(self.stream)
+        with self._starting(after):
             self._users += users
             by_kernel = parts[0].ways[False] == "kernel"
             tables = [self._place_table(ids, slots) for ids, slots in placed if by_kernel]
@@ -243,10 +241,6 @@ class CopyLane:
                     else:
                         self.move(part, ids, addresses, False, "batch")
                 event.record(self.stream)
-            self._event.record(self.stream)
-        except BaseException:
-            self.drain()
-            raise
         return True
 
     def hold(self, stream: int | None) -> None:
@@ -462,8 +456,7 @@ class Copier:
         return pieces
 
     def parts(self, pieces: DevicePieces, bounds: Sequence[int]) -> list[DevicePieces]:
-        """The parts of these pieces that end at these bytes of a block; the last bound is the end of the
-        block."""
+        """The parts of these pieces that end at these bytes of a block; the last bound is the block's end."""
         lane = CopyLane(self)
         try:
             parts = [

@@ -337,13 +337,8 @@ class Coder:
         rows["text"], rows["text_bytes"] = parts["address"], parts["nbytes"]
         rows["kept"], rows["heads_first"] = parts["codec"] == RAW, heads_first
         kernels = KERNELS[codec]
-        self._start(
-            kernels,
-            rows,
-            [(name, False) for name in kernels.decode],
-            np.zeros(0, np.uint32),
-            stream,
-        )
+        steps = [(name, False) for name in kernels.decode]
+        self._start(kernels, rows, steps, np.zeros(0, np.uint32), stream)
 
     def encode(
         self,

@@ -77,8 +77,7 @@ class AdminRequests:
     def explain(self, tenant: Tenant, request: wire.Explain) -> wire.Reply:
         digits = None if self._session.peer.privileged else 2 * listing.SHOWN_BYTES
         return _report(
-            request.id,
-            explain(tenant, request.lookup, request.keys, self._server.clock(), digits),
+            request.id, explain(tenant, request.lookup, request.keys, self._server.clock(), digits)
         )
 
     def spaces(self, tenant: Tenant | None, request: wire.Spaces) -> wire.Reply:

@@ -25,11 +25,7 @@ class FeedRequests:
         self.growing = 0  # the request that waits for the tenant's memory to grow
 
     def handlers(self) -> Handlers:
-        return {
-            wire.Watch: self.watch,
-            wire.Monitor: self.monitor,
-            wire.Grow: self.grow,
-        }
+        return {wire.Watch: self.watch, wire.Monitor: self.monitor, wire.Grow: self.grow}
 
     def watch(self, tenant: Tenant, request: wire.Watch) -> None:
         space = tenant.catalog.spaces.at(request.space)

@@ -17,13 +17,7 @@ from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.reading import Held, Lookup
 from kvtier_daemon.observing.events import KEY_DIGITS
 from kvtier_daemon.planning import COMPUTE, PATIENCE_S
-from kvtier_daemon.serving.context import (
-    LONGEST_WAIT_S,
-    Handlers,
-    Host,
-    Requester,
-    others_of,
-)
+from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester, others_of
 from kvtier_daemon.serving.deferred_answers import DeferredAnswers
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.memory_check import check_memory

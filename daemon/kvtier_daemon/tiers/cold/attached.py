@@ -391,8 +391,7 @@ class AttachedDirectories:
         self._checks_at = time.monotonic() + LOCATION_S
 
     def add(self, directory: ColdDirectory) -> AttachedDirectory:
-        """Start a disk and a store for each tenant in this directory. Raises TierError, and never closes the
-        directory."""
+        """Start a disk, and a store for each tenant. Raises TierError, and never closes the directory."""
         for one in self.attached:
             # A copy may hold blocks that were forgotten in the other one.
             if one.directory.name == directory.name:

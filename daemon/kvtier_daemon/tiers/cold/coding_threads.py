@@ -40,8 +40,7 @@ class CodingThreads:
         self, pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], Any]],
         ended: Callable[[Sequence[Future[Any]]], None],
     ) -> None:  # fmt: skip
-        """Run these jobs. `ended` is called in the loop when the last one has ended, or was cancelled: the
-        loop is woken once for all."""
+        """Run these jobs. `ended` is called once, in the loop, when all have ended or were cancelled."""
         loop, left = asyncio.get_running_loop(), count(1)
         running: list[Future[Any]] = []
 

@@ -215,7 +215,7 @@ class Compressor:
         names = IDENTITY.iter_unpack(store.identities(ids))
         for one, (number, group, *_) in zip(array("I", ids), names, strict=True):
             space = catalog.spaces.at_index(number)
-            if space.spec.dtype not in ELEMENTS or not self._is_worth_it(number, group):
+            if space.spec.dtype not in ELEMENTS or self._skips.get((number, group), 0.0) > now:
                 continue
             limit -= space.block_bytes[group]
             if some and limit < 0:
@@ -242,9 +242,6 @@ class Compressor:
             self._ahead, self._hasty_at = max(1.0, self._ahead / 2), now
         order.unprepared = 0
         return self._ahead * usual
-
-    def _is_worth_it(self, space: int, group: int) -> bool:
-        return self._skips.get((space, group), 0.0) <= self._loop.time()
 
     async def _compress(self, blocks: list[Outgoing]) -> bool:
         """Make frames of these blocks, unless those in memory are worth more. Return whether any was made."""

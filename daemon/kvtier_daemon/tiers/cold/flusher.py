@@ -62,8 +62,7 @@ class WaitingWriters:
         self._pausing: deque[asyncio.Future[None]] = deque()
 
     def wake(self) -> None:
-        """Wake one writer, because there may be blocks to write. A writer that is busy checks again after its
-        write."""
+        """Wake one writer, because there may be blocks. A busy one checks again after its write."""
         if waiting := self._idle or self._pausing:
             waiting.popleft().set_result(None)
 

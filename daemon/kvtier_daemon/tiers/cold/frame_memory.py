@@ -74,15 +74,12 @@ class FrameMemory:
             return free.pop()
         memory, at = self._rest.get(size, (None, 0))
         if memory is None or at + size > len(memory):
-            memory, at = self._reserved(size), 0
+            memory = mmap.mmap(-1, max(size, RESERVED_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise unused pages would be filled
+            memory.madvise(mmap.MADV_DONTDUMP)
+            at = 0
         self._rest[size] = memory, at + size
         return memory, at
-
-    def _reserved(self, size: int) -> mmap.mmap:
-        memory = mmap.mmap(-1, max(size, RESERVED_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise unused pages would be filled
-        memory.madvise(mmap.MADV_DONTDUMP)
-        return memory
 
     def trim(self, place: tuple[mmap.mmap, int], nbytes: int, used: int) -> None:
         """Give the pages behind the first `used` bytes of a piece to the system."""

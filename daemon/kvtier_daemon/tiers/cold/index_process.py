@@ -22,13 +22,7 @@ import msgspec
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
 from kvtier_daemon.tiers.child_process import MODULE, start_child
-from kvtier_daemon.tiers.cold.index import (
-    CLOSE_S,
-    RETRY_S,
-    Change,
-    ChangeQueue,
-    Entry,
-)
+from kvtier_daemon.tiers.cold.index import CLOSE_S, RETRY_S, Change, ChangeQueue, Entry
 from kvtier_daemon.tiers.cold.index_child import (
     ROWS,
     Channel,

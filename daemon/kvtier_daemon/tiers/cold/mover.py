@@ -55,6 +55,10 @@ LEAST_BLOCKS = 64  # a request may read at least this many
 MOST = (1 << 32) - 1
 NO_FRAMES: Mapping[int, CompressedFrame] = MappingProxyType({})
 
+OUTCOMES = (
+    "written", "read", "written_again", "spoilt", "not_read", "unknown_key", "direct", "not_direct",
+)  # fmt: skip
+
 
 class Promoter:
     """The `TierReads` of one tenant. `extents` has the cold tier's numbers of its extents; `evicted` is
@@ -342,16 +346,7 @@ class Mover:
         compressed: CompressedFrames | None = None,
     ) -> None:
         self.extents: list[int] = []
-        self.counts = Counter(
-            written=0,
-            read=0,
-            written_again=0,
-            spoilt=0,
-            not_read=0,
-            unknown_key=0,
-            direct=0,
-            not_direct=0,
-        )
+        self.counts = Counter(dict.fromkeys(OUTCOMES, 0))
         self.bytes = Counter(written=0, read=0, written_again=0)
         self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
         self.recovery = cold.recovery

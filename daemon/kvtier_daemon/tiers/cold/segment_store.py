@@ -19,17 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvtier.errors import TierError
-from kvtier.frame import (
-    ENCRYPTED,
-    GENERATION_AT,
-    LOSSY,
-    ONCE,
-    PAGE,
-    RAW,
-    Template,
-    pages,
-    stamp,
-)
+from kvtier.frame import ENCRYPTED, GENERATION_AT, LOSSY, ONCE, PAGE, RAW, Template, pages, stamp
 from kvtier_daemon.catalog.frames import FRAME, PLACE, FramedBlocks
 from kvtier_daemon.codec.block_parts import entries
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of

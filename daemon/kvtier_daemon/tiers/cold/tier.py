@@ -24,15 +24,7 @@ from kvtier_daemon.tiers.cold.compressor import FrameThreads
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.disk import BENIGN, HANGS_S, Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.encoder import EncodeBuffer, Encoder, threads_here
-from kvtier_daemon.tiers.cold.frames import (
-    LINK,
-    AllRead,
-    Decoding,
-    Incoming,
-    Outgoing,
-    Read,
-    Wrote,
-)
+from kvtier_daemon.tiers.cold.frames import LINK, AllRead, Decoding, Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.read_queue import ReadQueue
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore, SegmentTable
@@ -148,13 +140,7 @@ class FrameReader:
                 over(code, None)
                 return
             self._coding.decode(
-                how,
-                text,
-                header_bytes,
-                block.digest,
-                block.extent,
-                block.offset,
-                over,
+                how, text, header_bytes, block.digest, block.extent, block.offset, over
             )
 
         disk.read_staged(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)

@@ -38,8 +38,7 @@ OK, MISSING, TOO_MANY, SERVER_ERROR = 200, 404, 429, 500
 
 
 def cut_off(request: GetObject, began: float, timeout_s: float, error: Exception) -> Answer:
-    """Return the answer about an object that began to arrive, and whose end did not. A slow one is not a
-    damaged one."""
+    """The answer for an object that began to arrive, and whose end did not. A slow one is not damaged."""
     if time.monotonic() - began > LATE_SHARE * timeout_s:
         return Answer(request.id, FAILED, TIMED_OUT)
     return Answer(request.id, BROKEN, short_reason(error))

@@ -15,13 +15,11 @@ from typing import Any, Final
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import KnownSpace
 from kvtier_daemon.catalog.blocks import ID_BYTES
-from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.codec.table import BY_NAME
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import RemoteConfig
-from kvtier_daemon.planning import PATIENCE_S
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.base import Outlook, PendingReads, summed
+from kvtier_daemon.tiers.base import PendingReads, summed
 from kvtier_daemon.tiers.remote.archiving import Archiver
 from kvtier_daemon.tiers.remote.deleting import Deleter, note_purged, take_purged
 from kvtier_daemon.tiers.remote.driver import StoreDriver, place_of
@@ -97,7 +95,7 @@ class SharedBlocks:
         self.writer.is_described = self.families.is_described
         self.writer.describe = self.families.describe
         self.fetcher.renamed = self.sharer.renamed
-        self.beyond = self.fetcher.beyond
+        self.beyond, self.fetch = self.fetcher.beyond, self.fetcher.fetch
 
     def reconfigure(self, config: RemoteConfig) -> None:
         """Use this configuration for what is written from now on."""
@@ -133,16 +131,6 @@ class SharedBlocks:
         counts = self._tenant.catalog.blocks.store.counts()
         blocks = counts["blocks"]["ready"] + counts["blocks"]["promoting"] + sum(counts["below"])
         return blocks <= self._saved + self.fetcher.counts["read"]
-
-    def fetch(
-        self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
-        urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
-        others: Sequence[bytes] = (),
-    ) -> Outlook:  # fmt: skip
-        return self.fetcher.fetch(
-            space, keys, first, count, request=request, urgent=urgent, within_s=within_s,
-            recompute_s=recompute_s, others=others,
-        )  # fmt: skip
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
         if not keys:
@@ -232,13 +220,10 @@ class OpenRemote:
         self.places = Places(config.buffer_bytes // 2)
         self.decoders = ThreadPoolExecutor(DECODERS, "kvtier-remote")
         self.encoder = ThreadPoolExecutor(1, "kvtier-share", be_nice, (ENCODER_NICE,))
-        self.driver = StoreDriver(config, keys, self._changed)
+        self.driver = StoreDriver(config, keys, lambda: self.queue.pump())
         self.questions = Questions(self.driver, self.known, self.places)
         self.queue = FetchQueue(loop, self.driver, self.known, self.decoders, clock)
         self.questions.found = self.queue.probes.begin
-
-    def _changed(self) -> None:
-        self.queue.pump()
 
     def reconfigure(self, config: RemoteConfig) -> None:
         """Use this configuration, which differs only in keys that can be reloaded."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,6 @@ from kvtier_kernels import Store
 
 ROOM_S: Final = 0.02  # between looks for room in the buffer
 GOOD: Final = bytes([1])
-
-
-def each_id(ids: array[int]) -> Iterator[bytes]:
-    return (array("I", [one]).tobytes() for one in ids)
 
 
 def is_ready(store: Store, one: bytes) -> bool:
@@ -169,7 +165,8 @@ class ObjectWriter:
         """Take room in the buffer for the first blocks of `left`, as far as there is some. Remove from `left`
         these and those that need not be written. Return what to write, and its ids, which are leased."""
         blocks, store = self._tenant.catalog.blocks, self._tenant.catalog.blocks.store
-        ids = b"".join(one for one in each_id(left) if is_ready(store, one))
+        each = (array("I", [one]).tobytes() for one in left)
+        ids = b"".join(one for one in each if is_ready(store, one))
         if blocks.expiring.time_of:
             ids = blocks.expiring.lasting(ids)
         lossy = set(array("I", store.lossy(ids)))
