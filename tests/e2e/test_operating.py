@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -994,6 +995,63 @@ def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
         process.kill()
         process.wait()
         os.close(outer)
+
+
+def test_top_gives_the_terminal_back_when_it_is_stopped_and_takes_it_again(
+    shared_daemon: Daemon,
+) -> None:
+    pytest.importorskip("textual")
+    outer, inner = pty.openpty()
+    shell = subprocess.Popen(
+        ["setsid", "--ctty", "bash", "--norc", "-i"], stdin=inner, stdout=inner, stderr=inner,
+        env=dict(os.environ, PS1="ready> ", TERM="xterm-256color", COLUMNS="80", LINES="24"),
+    )  # fmt: skip
+    os.close(inner)
+    seen, at = b"", 0
+    deadline = time.monotonic() + 120
+
+    def until(*texts: bytes) -> bytes:
+        """Wait for these texts, one after the other; return all that was read since the last call."""
+        nonlocal seen, at
+        began = at
+        for text in texts:
+            while text not in seen[at:]:
+                assert time.monotonic() < deadline, (text, seen[at:][-2000:])
+                if select.select([outer], [], [], 0.1)[0]:
+                    seen += os.read(outer, 65_536)
+            at = seen.index(text, at) + len(text)
+        return seen[began:at]
+
+    def say(line: str) -> None:
+        os.write(outer, line.encode() + b"\n")
+
+    try:
+        until(b"ready> ")
+        say(shlex.join([*COMMAND, "top", "--socket", shared_daemon.socket]))
+        until(b"blocks")
+        os.write(outer, b"\x1a")  # Ctrl-Z
+        until(b"Stopped", b"ready> ")
+        say("bg")
+        while b"Stopped" not in until(b"ready> "):  # the shell reports it before a prompt
+            say("")
+        say("fg")
+        until(b"blocks")
+        top = os.tcgetpgrp(outer)
+        os.kill(top, signal.SIGCONT)  # it runs: no second reader of the terminal may take the keys
+        os.kill(top, signal.SIGSTOP)
+        until(b"Stopped", b"ready> ")
+        say("fg")
+        until(b"blocks")
+        os.write(outer, b"2")
+        until(b"hit rate")
+        os.write(outer, b"q")
+        until(b"ready> ")
+        say("echo left:$?; stty -a")
+        until(b"left:0", b" icanon ", b" echo ", b"ready> ")
+        assert b"Traceback" not in seen
+    finally:
+        os.close(outer)  # the shell and its jobs get SIGHUP
+        shell.wait(60)
 
 
 # --- completion ----------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -45,6 +49,7 @@ class Top(App[None]):
         Binding("q", "quit", "quit"),
         # otherwise textual prints which key quits
         Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
     def __init__(
@@ -66,11 +71,36 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
+        if not self.is_headless:
+            self._handle_job_control()
         self._restart_timer()
         self._redraw()
 
     def on_resize(self) -> None:
         self._redraw()
+
+    def action_suspend_process(self) -> None:
+        os.kill(0, signal.SIGTSTP)  # also to a parent that waits for this process, such as a script
+
+    def _handle_job_control(self) -> None:
+        """Replace textual's handlers: its handler of SIGCONT starts a second reader of the terminal if no
+        SIGTSTP came before, and both remain when the event loop has ended."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTSTP, self._reenter, True)
+        loop.add_signal_handler(signal.SIGCONT, self._reenter, False)
+
+    def _reenter(self, stop: bool) -> None:
+        """Give the terminal back, with `stop` stop, and take it again when this process is in the foreground.
+        Without `stop` something has stopped it by SIGSTOP; a shell has changed the terminal since."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTSTP, signal.SIGCONT):
+            loop.remove_signal_handler(number)  # its default action
+        with self.suspend():
+            if stop:
+                os.kill(os.getpid(), signal.SIGTSTP)
+            while _is_in_background():
+                os.kill(os.getpid(), signal.SIGTSTP)
+        self._handle_job_control()
 
     def action_view(self, at: int) -> None:
         self._view = at
@@ -125,3 +155,10 @@ class Top(App[None]):
         self.query_one("#views", Static).update(names)
         room = ScreenRoom(max(40, self.size.width - 2), self.size.height - CHROME_ROWS)
         self.query_one("#body", Static).update(draw(self._history, VIEWS[self._view], room))
+
+
+def _is_in_background() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp()
+    except OSError:  # it is not the terminal of this session
+        return False
