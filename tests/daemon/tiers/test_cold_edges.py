@@ -273,6 +273,33 @@ def test_files_that_are_not_segments_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "segments" / "t" / "notes.txt").read_text() == "mine"
 
 
+def test_no_name_of_a_file_keeps_new_segments_from_being_written(tmp_path: Path) -> None:
+    """The number of a segment has 32 bits; the number of a new one is above those of the others."""
+    filled(tmp_path)
+    folder = tmp_path / "segments" / "t"
+    copies = "20260504101112", "4294967296", "\u0661\u0662\u0663\u0664\u0665\u0666", "17"
+    last = "4294967295"  # a name that a segment can have
+    for name in (*copies, last):
+        shutil.copy(folder / "000000", folder / name)
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == list(range(100))
+        before = len(files_of(tmp_path))
+        at = 100
+        while len(files_of(tmp_path)) == before:
+            assert at < 5000
+            assert not await bench.write(range(at, at + 8))
+            at += 8
+        assert not bench.tier.directories.faults
+        await bench.tier.close()
+
+    run(work())
+    assert {path.name for path in folder.iterdir()} >= set(copies)
+    assert max(set(os.listdir(folder)) - {*copies, last}) < "000100"
+
+
 def test_a_tenant_above_its_share_loses_segments_before_another_gets_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
