@@ -14,9 +14,11 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.frame import PAGE
+from kvtier_daemon.claim import InUseError
 from kvtier_daemon.tiers.cold import segment_files as files
 from kvtier_daemon.tiers.cold.attached import StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
+from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
@@ -331,6 +333,22 @@ def test_a_tenant_above_its_share_loses_segments_before_another_gets_new_ones(
     monkeypatch.setattr(ColdDirectory, "make", making)
     run(work())
     assert beside and max(beside) < most
+
+
+def test_a_directory_that_is_configured_twice_is_no_directory_of_another_daemon(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "link").symlink_to("one")
+    (tmp_path / "one").mkdir(mode=0o700)
+    fds = claim(tmp_path / "one", os.getpid())[:2]
+    try:
+        with pytest.raises(InUseError, match="link is used by this daemon already"):
+            claim(tmp_path / "link", os.getpid())
+        with pytest.raises(InUseError, match=f"used by another daemon, pid {os.getpid()}"):
+            claim(tmp_path / "link", os.getpid() + 1)
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def test_a_full_disk_without_room_for_the_lock_text_is_locked_and_used(
