@@ -70,7 +70,9 @@ def test_blocks_that_a_client_saved_after_its_match_are_hits_of_its_load(
         with space.load(keys):
             pass
         after = shared_daemon.wait_for(
-            lambda stats: stats["used_tokens"]["warm"] >= before["used_tokens"].get("warm", 0) + 320,
+            lambda stats: (
+                stats["used_tokens"]["warm"] >= before["used_tokens"].get("warm", 0) + 320
+            ),
             of=client,
         )
 

@@ -635,6 +635,14 @@ def test_monitor_refuses_values_that_no_event_has(shared_daemon: Daemon, term: s
     assert known[term.partition("=")[0].rpartition(",")[2]] in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize("term", ["=", "why=", "=absent"])
+def test_monitor_refuses_a_filter_without_a_field_or_a_value(
+    shared_daemon: Daemon, term: str
+) -> None:
+    done = kvtier("monitor", "--filter", term, "--limit", "1", "--socket", shared_daemon.socket)
+    assert done.returncode == 2 and f"{term}: write FIELD=VALUE" in done.stderr
+
+
 # --- silent problems -----------------------------------------------------------------------------
 
 
@@ -862,6 +870,16 @@ def test_a_command_whose_reader_ended_exits_silently(shared_daemon: Daemon) -> N
             keys = space.keys([1] * 16)
             repeat_until(lambda: watching.poll() is not None, lambda: space.match(keys))
         assert watching.returncode == 141
+        assert watching.stderr.read() == ""
+        watching.stdout = None  # closed: it must not be read at the end
+
+
+def test_a_monitor_whose_reader_ended_needs_no_event_to_exit(shared_daemon: Daemon) -> None:
+    with started("monitor", "--filter", "fault", "--socket", shared_daemon.socket) as watching:
+        assert watching.stdout is not None and watching.stderr is not None
+        wait_for_a_monitor(shared_daemon)
+        watching.stdout.close()
+        assert watching.wait(60) == 141
         assert watching.stderr.read() == ""
         watching.stdout = None  # closed: it must not be read at the end
 

@@ -240,8 +240,8 @@ def _faults(cold: Mapping[str, Any]) -> list[str]:
 def _tenants(tenants: Mapping[str, Any], width: int) -> Table:
     from kvtier.units import format_bytes
 
-    counts = ("blocks", "spaces", "sessions", "leases")
-    counts = counts[: max(0, (width - 40) // 10)]
+    fitting = max(0, (width - 40) // 10)
+    counts = ("blocks", "spaces", "sessions", "leases")[:fitting]
     table = table_of("tenant~", ">fill", ">used", ">of", *(f">{what}" for what in counts))
     for name, tenant in tenants.items():
         capacity, used = tenant.get("capacity_bytes", 0), tenant.get("used_bytes", 0)
