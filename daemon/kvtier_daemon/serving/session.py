@@ -527,6 +527,11 @@ class Session:
             self.quarantine.free()
 
 
+def _shown(name: str) -> str:
+    """A client's name without characters that would control the terminal of an operator who is shown it."""
+    return "".join(one if one.isprintable() else "?" for one in name[:LIMIT_NAME])
+
+
 def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     """Accept the client, or end the session with the reason."""
     if session.greeted:
@@ -540,7 +545,7 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
         )
         session.fail(request.id, "wrong_schema", text, fatal=True)
         return
-    session.name = request.client[:LIMIT_NAME] or session.name
+    session.name = _shown(request.client) or session.name
     session.engine = request.engine[:LIMIT_NAME] or session.engine
     for token in request.ended[: wire.LIMIT_ENDED]:
         server.end_for_good(session.tenant, token)
