@@ -43,6 +43,27 @@ LIMIT_DESCRIPTORS = 16  # that a client may send ahead
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_DESCRIPTORS * 4)
 RECEIVE_FIRST_BYTES = 1 << 16  # received at once without reserved memory
 HALF_S = 10.0  # how long a request may take to arrive
+ERRORS_S = 10.0  # between two lines about errors of a user with the same code
+
+
+class ClientErrors:
+    """Logs errors that end sessions. Of each user and code one line in ERRORS_S is logged, so that no client
+    can fill the log or drive other lines out of it; `Server.failures` counts all."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # When the last line was logged, and how many errors were not since.
+        self._logged: dict[tuple[int, str], tuple[float, int]] = {}
+
+    def log(self, client: str, uid: int, code: str, text: str) -> None:
+        now = self._clock()
+        at, silent = self._logged.get((uid, code), (-ERRORS_S, 0))
+        if now < at + ERRORS_S:
+            self._logged[uid, code] = at, silent + 1
+            return
+        self._logged[uid, code] = now, 0
+        more = f"; {silent} others of uid {uid} were not logged" if silent else ""
+        log.warning("client %r (uid %d): %s: %s%s", client, uid, code, text, more)
 
 
 class Listener(Host, Protocol):
@@ -54,6 +75,7 @@ class Listener(Host, Protocol):
     receive_buffer: memoryview
     receive_first: memoryview
     audit: AuditLog
+    errors: ClientErrors
     sessions: set[Session]
     mapped: dict[str, set[Mapper]]
     ghosts: set[Session]  # ended, but their processes may still write to slots
@@ -461,7 +483,7 @@ class Session:
         self._server.failures[code] += 1
         self.send(wire.Failed(request_id, code, text, fatal))
         if fatal:
-            log.warning("client %r (uid %d): %s: %s", self.name, self.peer.uid, code, text)
+            self._server.errors.log(self.name, self.peer.uid, code, text)
             self.end(code)
 
     # --- the end -------------------------------------------------------------------------------
