@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -982,7 +983,7 @@ def test_the_screen_changes_views_pauses_and_survives_the_daemon() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("key", [b"q", b"\x03"])
+@pytest.mark.parametrize("key", [b"q", b"\x03", b""], ids=["q", "Ctrl-C", "SIGTERM"])
 def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
     shared_daemon: Daemon, key: bytes
 ) -> None:
@@ -993,7 +994,7 @@ def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
         [*COMMAND, "top", "--socket", shared_daemon.socket],
         stdin=inner, stdout=inner, stderr=inner, env=environment, start_new_session=True,
     )  # fmt: skip
-    os.close(inner)
+    settings = termios.tcgetattr(inner)
     seen = b""
     deadline = time.monotonic() + 60
     try:
@@ -1001,17 +1002,23 @@ def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
             assert time.monotonic() < deadline, seen[-500:]
             if select.select([outer], [], [], 0.1)[0]:
                 seen += os.read(outer, 65_536)
-        os.write(outer, key)
+        assert termios.tcgetattr(inner) != settings
+        if key:
+            os.write(outer, key)
+        else:
+            process.terminate()
         while process.poll() is None:
             assert time.monotonic() < deadline, seen[-500:]
             if select.select([outer], [], [], 0.1)[0]:
                 with contextlib.suppress(OSError):  # the other end is closed
                     seen += os.read(outer, 65_536)
-        assert process.returncode == 0
+        assert process.returncode == (0 if key else 143)
         assert b"Traceback" not in seen
+        assert termios.tcgetattr(inner) == settings
     finally:
         process.kill()
         process.wait()
+        os.close(inner)
         os.close(outer)
 
 

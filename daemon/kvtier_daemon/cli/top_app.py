@@ -73,6 +73,9 @@ class Top(App[None]):
     def on_mount(self) -> None:
         if not self.is_headless:
             self._handle_job_control()
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGTERM, self.exit, None, 128 + signal.SIGTERM
+            )
         self._restart_timer()
         self._redraw()
 
