@@ -23,6 +23,7 @@ from kvtier_daemon.cli.top_views import VIEWS, Moment, ScreenHistory, ScreenRoom
 
 CHROME_ROWS = 4  # the row of views, the row of keys, and the margins
 FASTEST_S, SLOWEST_S = 0.2, 60.0
+JOB_CONTROL = (signal.SIGTSTP, signal.SIGCONT)
 
 
 class Top(App[None]):
@@ -86,20 +87,18 @@ class Top(App[None]):
         os.kill(0, signal.SIGTSTP)  # also to a parent that waits for this process, such as a script
 
     def _handle_job_control(self) -> None:
-        """Replace textual's handlers: its handler of SIGCONT starts a second reader of the terminal if no
-        SIGTSTP came before, and both remain when the event loop has ended."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTSTP, self._reenter, True)
-        loop.add_signal_handler(signal.SIGCONT, self._reenter, False)
+        """Replace textual's handlers: that of SIGCONT starts a second reader of the terminal if no SIGTSTP
+        came before, and both remain when the event loop has ended."""
+        for number in JOB_CONTROL:
+            asyncio.get_running_loop().add_signal_handler(number, self._reenter, number)
 
-    def _reenter(self, stop: bool) -> None:
-        """Give the terminal back, with `stop` stop, and take it again when this process is in the foreground.
-        Without `stop` something has stopped it by SIGSTOP; a shell has changed the terminal since."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTSTP, signal.SIGCONT):
-            loop.remove_signal_handler(number)  # its default action
+    def _reenter(self, number: int) -> None:
+        """Give the terminal back, stop after SIGTSTP, and take it again in the foreground. Before a SIGCONT
+        alone, SIGSTOP has stopped this process, and a shell may have changed the terminal."""
+        for each in JOB_CONTROL:
+            asyncio.get_running_loop().remove_signal_handler(each)
         with self.suspend():
-            if stop:
+            if number == signal.SIGTSTP:
                 os.kill(os.getpid(), signal.SIGTSTP)
             while _is_in_background():
                 os.kill(os.getpid(), signal.SIGTSTP)

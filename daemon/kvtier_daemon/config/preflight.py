@@ -7,6 +7,7 @@ to start shows all of them.
 import contextlib
 import ctypes
 import grp
+import itertools
 import os
 import pwd
 import resource
@@ -362,13 +363,10 @@ def state_directory(directory: Path) -> MachineFinding:
 def cold_directories(directories: Sequence[Path]) -> list[MachineFinding]:
     """Check each directory of the cold tier, and that no two paths lead to the same one."""
     findings = [cold_directory(directory) for directory in directories]
-    first: dict[tuple[int, int], Path] = {}
     usable = [one for one, finding in zip(directories, findings, strict=True) if finding.ok]
-    for directory in usable:
-        found = directory.stat()
-        same = first.setdefault((found.st_dev, found.st_ino), directory)
-        if same != directory:
-            value = f"{same} and {directory} are the same directory"
+    for one, other in itertools.combinations(usable, 2):
+        if one.samefile(other):
+            value = f"{one} and {other} are the same directory"
             fix = "remove one of them from cold.directories"
             findings.append(MachineFinding(False, "cold directory", value, fix))
     return findings

@@ -276,11 +276,11 @@ def test_files_that_are_not_segments_are_kept(tmp_path: Path) -> None:
 
 
 def test_no_name_of_a_file_keeps_new_segments_from_being_written(tmp_path: Path) -> None:
-    """The number of a segment has 32 bits; the number of a new one is above those of the others."""
+    """A segment is named by 6 to 9 digits; the number of a new one is above those of the others."""
     filled(tmp_path)
     folder = tmp_path / "segments" / "t"
-    copies = "20260504101112", "4294967296", "\u0661\u0662\u0663\u0664\u0665\u0666", "17"
-    last = "4294967295"  # a name that a segment can have
+    copies = "20260504101112", "1000000000", "\u0661\u0662\u0663\u0664\u0665\u0666", "17"
+    last = "999999999"  # a name that a segment can have
     for name in (*copies, last):
         shutil.copy(folder / "000000", folder / name)
 

@@ -14,6 +14,7 @@ import errno
 import hmac
 import logging
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,6 @@ from kvtier_daemon.tiers.cold.directory_lock import (
 from kvtier_daemon.tiers.cold.forget_count import ForgetCount
 from kvtier_daemon.tiers.cold.index import CLOSE_S, FIRST_MAP_BYTES, Change, Index
 from kvtier_daemon.tiers.cold.index_process import Child, IndexProcess, lock
-from kvtier_daemon.tiers.cold.segment import LIMIT_NUMBER
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ LOST = (
 # Bytes that are not for segments: the index at its largest, the lock, and directories.
 INDEX_SHARE = 1 / 256
 OTHER_BYTES = 1 << 20
+NAME = re.compile("[0-9]{6,9}")  # of a segment, and not of a copy of one, such as 20260504101112
 OWNER_DOMAIN = b"kvtier.segments.2\0"
 # Errors of all calls on a file system that was shut down, or whose device is gone.
 DEAD = (errno.EIO, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
@@ -111,7 +112,7 @@ class ColdDirectory:
         return open_direct(path, flags, opened=self.opened(path))
 
     def segment_path(self, tenant: str, number: int) -> Path:
-        return self.path / SEGMENTS / tenant / _segment_name(number)
+        return self.path / SEGMENTS / tenant / f"{number:06d}"
 
     def remove(self, tenant: str) -> int:
         """Remove the tenant's files; return how many cannot be removed. Waits for the disk."""
@@ -132,7 +133,7 @@ class ColdDirectory:
         """Return the tenant's segment files in the order of their numbers."""
         folder = self.path / SEGMENTS / tenant
         entries = self._entries(folder)
-        names = [one.name for one in entries if _is_segment(one.name) and not one.is_dir()]
+        names = [one.name for one in entries if NAME.fullmatch(one.name) and not one.is_dir()]
         return [folder / name for name in sorted(names)]
 
     def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
@@ -255,17 +256,6 @@ def is_cold_directory(path: Path) -> bool:
 
 def space_key(tenant: str, identity: bytes) -> bytes:
     return tenant.encode() + b"\0" + identity
-
-
-def _segment_name(number: int) -> str:
-    return f"{number:06d}"
-
-
-def _is_segment(name: str) -> bool:
-    """Whether this can be the name of a segment, and not that of a copy, such as 20260504101112."""
-    if not (name.isascii() and name.isdecimal()):
-        return False
-    return int(name) < LIMIT_NUMBER and name == _segment_name(int(name))
 
 
 def open_direct(

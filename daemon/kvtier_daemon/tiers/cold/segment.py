@@ -73,7 +73,6 @@ TRAILER = struct.Struct("<4sHHIQQQ16s")
 MARKS = struct.Struct(f"<4sHHIIQ{BITS_BYTES}s")
 ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
 HEAD_MAGIC, TRAILER_MAGIC, MARKS_MAGIC = b"KVTs", b"KVTe", b"KVTt"
-LIMIT_NUMBER = 1 << 32  # the field of a head
 LIMIT_SEQUENCE = 1 << 62  # leaves room in the field for the numbers of later frames
 CODEC_AT = 82  # in an entry: the low byte of the field; no codec has a number above 255
 SPACES_LENGTH = struct.Struct("<I")

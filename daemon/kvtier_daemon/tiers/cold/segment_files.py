@@ -15,11 +15,12 @@ from kvtier_daemon.tiers.cold.directory import ColdDirectory, space_key, spaces_
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 from kvtier_daemon.tiers.cold.eraser import erase_all
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover, refuse_copies
-from kvtier_daemon.tiers.cold.segment import LIMIT_NUMBER, all_encrypted
+from kvtier_daemon.tiers.cold.segment import all_encrypted
 from kvtier_daemon.tiers.cold.segment_log import Segment
 
 log = logging.getLogger(__name__)
 
+FREE_NUMBERS = 500_000_000  # those from here on are for new files
 LEAST_SEGMENTS = 3  # with fewer, none can be reclaimed while others are written
 
 
@@ -119,7 +120,7 @@ class SegmentFiles:
         described = await self._disk.files.run(spaces_of, self._directory, self._tenant)
         found = []
         for path in await self._disk.files.run(self._directory.files, self._tenant):
-            if (number := int(path.name)) < LIMIT_NUMBER // 2:  # leave numbers for new files
+            if (number := int(path.name)) < FREE_NUMBERS:  # otherwise its name is not one of ours
                 self._next_number = max(self._next_number, number + 1)
             if (file := await self._scan_file(path, None)) is not None:
                 found.append(file)
