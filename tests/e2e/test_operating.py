@@ -1032,47 +1032,67 @@ def test_top_gives_the_terminal_back_when_it_is_stopped_and_takes_it_again(
         env=dict(os.environ, PS1="ready> ", TERM="xterm-256color", COLUMNS="80", LINES="24"),
     )  # fmt: skip
     os.close(inner)
-    seen, at = b"", 0
+    prompt, seen, at = b"ready> ", b"", 0
     deadline = time.monotonic() + 120
 
-    def until(*texts: bytes) -> bytes:
-        """Wait for these texts, one after the other; return all that was read since the last call."""
+    def until(*texts: bytes, key: bytes = b"") -> bytes:
+        """Wait for the first of these texts; return it, and count what precedes it as read. Press the key
+        again while nothing is printed: top drops what it has not read when it stops."""
         nonlocal seen, at
-        began = at
-        for text in texts:
-            while text not in seen[at:]:
-                assert time.monotonic() < deadline, (text, seen[at:][-2000:])
-                if select.select([outer], [], [], 0.1)[0]:
-                    seen += os.read(outer, 65_536)
-            at = seen.index(text, at) + len(text)
-        return seen[began:at]
+        os.write(outer, key)
+        while not any(text in seen[at:] for text in texts):
+            assert time.monotonic() < deadline, (texts, seen[at:][-2000:])
+            if select.select([outer], [], [], 0.5)[0]:
+                seen += os.read(outer, 65_536)
+            else:
+                os.write(outer, key)
+        place, text = min((seen.index(text, at), text) for text in texts if text in seen[at:])
+        at = place + len(text)
+        return text
 
     def say(line: str) -> None:
-        os.write(outer, line.encode() + b"\n")
+        os.write(
+            outer, b"\x15" + line.encode() + b"\n"
+        )  # Ctrl-U: keys that the shell got instead of top
+
+    def shows(text: bytes, key: bytes = b"") -> None:
+        """Wait until top shows this after the key; continue it if something has stopped it meanwhile."""
+        while until(text, prompt, key=key) == prompt:
+            say("fg")
+
+    def stopped() -> None:
+        """Wait until the shell reports that top is stopped."""
+        say("jobs")
+        while until(b"Stopped", prompt) == prompt:
+            say("jobs")
+        until(prompt)
 
     try:
-        until(b"ready> ")
+        until(prompt)
         say(shlex.join([*COMMAND, "top", "--socket", shared_daemon.socket]))
-        until(b"blocks")
-        os.write(outer, b"\x1a")  # Ctrl-Z
-        until(b"Stopped", b"ready> ")
+        shows(b"blocks")
+        until(prompt, key=b"\x1a")  # Ctrl-Z
+        stopped()
         say("bg")
-        while b"Stopped" not in until(b"ready> "):  # the shell reports it before a prompt
-            say("")
+        stopped()
         say("fg")
-        until(b"blocks")
-        top = os.tcgetpgrp(outer)
+        shows(b"blocks")
+        (top,) = map(int, Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split())
         os.kill(top, signal.SIGCONT)  # it runs: no second reader of the terminal may take the keys
-        os.kill(top, signal.SIGSTOP)
-        until(b"Stopped", b"ready> ")
+        while prompt not in seen[at:]:
+            os.kill(top, signal.SIGSTOP)
+            assert time.monotonic() < deadline, seen[at:][-2000:]
+            if select.select([outer], [], [], 1)[0]:
+                seen += os.read(outer, 65_536)
+        until(prompt)
         say("fg")
-        until(b"blocks")
-        os.write(outer, b"2")
-        until(b"hit rate")
-        os.write(outer, b"q")
-        until(b"ready> ")
-        say("echo left:$?; stty -a")
-        until(b"left:0", b" icanon ", b" echo ", b"ready> ")
+        shows(b"hit rate", key=b"2")
+        while Path(f"/proc/{top}").exists():
+            until(prompt, key=b"q")
+            say("fg")  # if something has stopped it meanwhile
+        say("stty -a")
+        until(b" icanon ")
+        until(b" echo ")
         assert b"Traceback" not in seen
     finally:
         os.close(outer)  # the shell and its jobs get SIGHUP

@@ -95,6 +95,8 @@ class Top(App[None]):
     def _reenter(self, number: int) -> None:
         """Give the terminal back, stop after SIGTSTP, and take it again in the foreground. Before a SIGCONT
         alone, SIGSTOP has stopped this process, and a shell may have changed the terminal."""
+        if self._exit:  # the terminal has been given back, or will be
+            return
         for each in JOB_CONTROL:
             asyncio.get_running_loop().remove_signal_handler(each)
         with self.suspend():
