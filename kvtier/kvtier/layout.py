@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ GROUP_NUMBERS = (
     "layers", "kv_heads", "head_dim", "parts", "window_tokens", "state_bytes", "opaque_bytes",
 )  # fmt: skip
 IDENTITY_VERSION = b"kvtier.space.1\0"
+# In a model's name they would control the terminals and logs that show it.
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 PAGE_MARK = "page:"  # prefix of the last word of a layout, which describes an engine's pages
 
 Kind = Literal["full", "window", "state"]
@@ -227,6 +230,8 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise SpecError(f"{name} must be text, got {value!r}")
             if not value.strip():
                 raise SpecError(f"{name} is empty: caches of different models could be mixed")
+        if found := CONTROLS.search(self.model):
+            raise SpecError(f"model {self.model!r} has the control character {found[0]!r}")
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(
                 f"dtype {self.dtype!r} is unknown: expected one of {', '.join(DTYPE_BYTES)}"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,42 @@ def test_status_shows_the_contents_of_a_real_daemon(shared_daemon: Daemon) -> No
         assert stats["miss_tokens"] == {"absent": 160}
         assert set(stats) == set(client.stats())
         space.forget(keys)
+
+
+def test_blocks_that_a_client_saved_after_its_match_are_hits_of_its_load(
+    shared_daemon: Daemon,
+) -> None:
+    spec = spec_of("saved after a match")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(list(range(160)))
+        before = client.stats()
+        assert space.match(keys).ready == 0
+        space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
+        with space.load(keys) as blocks:
+            assert len(blocks) == 10
+        space.match(keys)
+        with space.load(keys):
+            pass
+        after = shared_daemon.wait_for(
+            lambda stats: (
+                stats["used_tokens"]["warm"] >= before["used_tokens"].get("warm", 0) + 320
+            ),
+            of=client,
+        )
+
+    def grown(*path: str) -> int:
+        values = []
+        for stats in (before, after):
+            value: Any = stats
+            for name in path:
+                value = value.get(name, 0)
+            values.append(value)
+        return int(values[1] - values[0])
+
+    assert grown("lookup_tokens") == 480
+    assert grown("hit_tokens", "warm") == grown("used_tokens", "warm") == 320
+    assert grown("miss_tokens", "absent") == 160
 
 
 def test_status_without_a_daemon_exits_with_three(tmp_path: Path) -> None:

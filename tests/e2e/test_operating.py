@@ -10,11 +10,13 @@ import json
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -634,6 +636,14 @@ def test_monitor_refuses_values_that_no_event_has(shared_daemon: Daemon, term: s
     assert known[term.partition("=")[0].rpartition(",")[2]] in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize("term", ["=", "why=", "=absent"])
+def test_monitor_refuses_a_filter_without_a_field_or_a_value(
+    shared_daemon: Daemon, term: str
+) -> None:
+    done = kvtier("monitor", "--filter", term, "--limit", "1", "--socket", shared_daemon.socket)
+    assert done.returncode == 2 and f"{term}: write FIELD=VALUE" in done.stderr
+
+
 # --- silent problems -----------------------------------------------------------------------------
 
 
@@ -865,6 +875,16 @@ def test_a_command_whose_reader_ended_exits_silently(shared_daemon: Daemon) -> N
         watching.stdout = None  # closed: it must not be read at the end
 
 
+def test_a_monitor_whose_reader_ended_needs_no_event_to_exit(shared_daemon: Daemon) -> None:
+    with started("monitor", "--filter", "fault", "--socket", shared_daemon.socket) as watching:
+        assert watching.stdout is not None and watching.stderr is not None
+        wait_for_a_monitor(shared_daemon)
+        watching.stdout.close()
+        assert watching.wait(60) == 141
+        assert watching.stderr.read() == ""
+        watching.stdout = None  # closed: it must not be read at the end
+
+
 # --- top -----------------------------------------------------------------------------------------
 
 
@@ -963,7 +983,7 @@ def test_the_screen_changes_views_pauses_and_survives_the_daemon() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("key", [b"q", b"\x03"])
+@pytest.mark.parametrize("key", [b"q", b"\x03", b""], ids=["q", "Ctrl-C", "SIGTERM"])
 def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
     shared_daemon: Daemon, key: bytes
 ) -> None:
@@ -974,7 +994,7 @@ def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
         [*COMMAND, "top", "--socket", shared_daemon.socket],
         stdin=inner, stdout=inner, stderr=inner, env=environment, start_new_session=True,
     )  # fmt: skip
-    os.close(inner)
+    settings = termios.tcgetattr(inner)
     seen = b""
     deadline = time.monotonic() + 60
     try:
@@ -982,18 +1002,99 @@ def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
             assert time.monotonic() < deadline, seen[-500:]
             if select.select([outer], [], [], 0.1)[0]:
                 seen += os.read(outer, 65_536)
-        os.write(outer, key)
+        assert termios.tcgetattr(inner) != settings
+        if not key:
+            process.terminate()
         while process.poll() is None:
             assert time.monotonic() < deadline, seen[-500:]
-            if select.select([outer], [], [], 0.1)[0]:
-                with contextlib.suppress(OSError):  # the other end is closed
-                    seen += os.read(outer, 65_536)
-        assert process.returncode == 0
+            os.write(outer, key)  # again: top drops what it has not read when it is continued
+            while select.select([outer], [], [], 0.1)[0]:
+                seen += os.read(outer, 65_536)
+        assert process.returncode == (0 if key else 143)
         assert b"Traceback" not in seen
+        assert termios.tcgetattr(inner) == settings
     finally:
         process.kill()
         process.wait()
+        os.close(inner)
         os.close(outer)
+
+
+def test_top_gives_the_terminal_back_when_it_is_stopped_and_takes_it_again(
+    shared_daemon: Daemon,
+) -> None:
+    pytest.importorskip("textual")
+    outer, inner = pty.openpty()
+    shell = subprocess.Popen(
+        ["setsid", "--ctty", "bash", "--norc", "-i"], stdin=inner, stdout=inner, stderr=inner,
+        env=dict(os.environ, PS1="ready> ", TERM="xterm-256color", COLUMNS="80", LINES="24"),
+    )  # fmt: skip
+    os.close(inner)
+    prompt, seen, at = b"ready> ", b"", 0
+    deadline = time.monotonic() + 120
+
+    def until(*texts: bytes, key: bytes = b"") -> bytes:
+        """Wait for the first of these texts; return it, and count what precedes it as read. Press the key
+        again while nothing is printed: top drops what it has not read when it stops."""
+        nonlocal seen, at
+        os.write(outer, key)
+        while not any(text in seen[at:] for text in texts):
+            assert time.monotonic() < deadline, (texts, seen[at:][-2000:])
+            if select.select([outer], [], [], 0.5)[0]:
+                seen += os.read(outer, 65_536)
+            else:
+                os.write(outer, key)
+        place, text = min((seen.index(text, at), text) for text in texts if text in seen[at:])
+        at = place + len(text)
+        return text
+
+    def say(line: str) -> None:
+        os.write(
+            outer, b"\x15" + line.encode() + b"\n"
+        )  # Ctrl-U: keys that the shell got instead of top
+
+    def shows(text: bytes, key: bytes = b"") -> None:
+        """Wait until top shows this after the key; continue it if something has stopped it meanwhile."""
+        while until(text, prompt, key=key) == prompt:
+            say("fg")
+
+    def stopped() -> None:
+        """Wait until the shell reports that top is stopped."""
+        say("jobs")
+        while until(b"Stopped", prompt) == prompt:
+            say("jobs")
+        until(prompt)
+
+    try:
+        until(prompt)
+        say(shlex.join([*COMMAND, "top", "--socket", shared_daemon.socket]))
+        shows(b"blocks")
+        until(prompt, key=b"\x1a")  # Ctrl-Z
+        stopped()
+        say("bg")
+        stopped()
+        say("fg")
+        shows(b"blocks")
+        (top,) = map(int, Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split())
+        os.kill(top, signal.SIGCONT)  # it runs: no second reader of the terminal may take the keys
+        while prompt not in seen[at:]:
+            os.kill(top, signal.SIGSTOP)
+            assert time.monotonic() < deadline, seen[at:][-2000:]
+            if select.select([outer], [], [], 1)[0]:
+                seen += os.read(outer, 65_536)
+        until(prompt)
+        say("fg")
+        shows(b"hit rate", key=b"2")
+        while Path(f"/proc/{top}").exists():
+            until(prompt, key=b"q")
+            say("fg")  # if something has stopped it meanwhile
+        say("stty -a")
+        until(b" icanon ")
+        until(b" echo ")
+        assert b"Traceback" not in seen
+    finally:
+        os.close(outer)  # the shell and its jobs get SIGHUP
+        shell.wait(60)
 
 
 # --- completion ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 
 from kvtier import KvSpec, wire
 from kvtier.units import MIB
+from kvtier_daemon.serving.session import ERRORS_S, ClientErrors
 from support.daemons import Daemon
 from support.effort import effort
 from support.raw import Raw
@@ -58,6 +59,39 @@ def test_an_invalid_frame_ends_the_session_with_one_error(
     raw = Raw(shared_daemon, hello)
     raw.sock.sendall(data)
     raw.ends_with("bad_frame")
+
+
+def test_invalid_frames_do_not_fill_the_log(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    began = time.monotonic()
+    for _ in range(50):
+        raw = Raw(daemon, hello=False)
+        raw.sock.sendall(struct.pack("<I", 0))
+        raw.ends_with("bad_frame")
+    raw = Raw(daemon, hello=False)
+    raw.send(wire.Hello(1, bytes(32), "old"))
+    raw.ends_with("wrong_schema")
+    assert daemon.stats()["failures"]["bad_frame"] == 50
+    windows = 1 + (time.monotonic() - began) // ERRORS_S
+    lines = daemon.log.read_text().splitlines()
+    assert 1 <= sum(": bad_frame: " in line for line in lines) <= windows
+    assert sum(": wrong_schema: " in line for line in lines) == 1, "another error is another line"
+
+
+def test_errors_that_were_not_logged_are_counted_in_the_next_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    times = [0.0, 1.0, 9.0, 10.0, 20.0, 20.0]
+    errors = ClientErrors(iter(times).__next__)
+    for _ in times[1:]:
+        errors.log("one", 7, "bad_frame", "why")
+    errors.log("two", 8, "bad_frame", "why")
+    assert [record.getMessage() for record in caplog.records] == [
+        "client 'one' (uid 7): bad_frame: why",
+        "client 'one' (uid 7): bad_frame: why; 2 others of uid 7 were not logged",
+        "client 'one' (uid 7): bad_frame: why",
+        "client 'two' (uid 8): bad_frame: why",
+    ]
 
 
 def test_an_incomplete_message_waits_and_affects_no_other_client(shared_daemon: Daemon) -> None:
@@ -227,6 +261,22 @@ def test_unread_answers_wait_and_delay_further_requests(
         assert isinstance(loaded, wire.Loaded) and loaded.id == number and loaded.ready == 8192
     sender.join()
     raw.sock.close()
+
+
+def test_no_name_that_a_client_gives_controls_an_operators_terminal(
+    shared_daemon: Daemon,
+) -> None:
+    with shared_daemon.connect(name="a\x1b[2J\nb\u202ec") as client:
+        space = client.open(spec_of("named"))
+        space.match(space.keys(TOKENS))
+        report = client.link.ask(wire.Spaces(client.link.new_id(), "", -1), wire.Report)
+        shown = [one["client"] for one in msgspec.msgpack.decode(report.stats["clients"])]
+        assert "a?[2J?b?c" in shown
+        assert client.explain()["lookups"][0]["client"] == "a?[2J?b?c"
+        bad = msgspec.structs.replace(spec_of("named"), model="a\x1b[2J")
+        raw = Raw(shared_daemon)
+        assert raw.refusal(wire.Open(2, bad)) == "bad_spec"
+        raw.sock.close()
 
 
 def test_descriptors_that_a_client_sends_are_not_kept(shared_daemon: Daemon) -> None:

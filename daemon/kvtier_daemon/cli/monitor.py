@@ -66,6 +66,11 @@ def _check(fields: Mapping[str, str], kinds: Collection[str]) -> None:
     from kvtier_daemon.observing.events import KINDS, WHAT
     from kvtier_daemon.planning import WHY
 
+    for field, wanted in fields.items():
+        if not field or not wanted:
+            raise typer.BadParameter(
+                f"{field}={wanted}: write FIELD=VALUE, such as why=absent", param_hint="--filter"
+            )
     values = {"kind": KINDS, "what": WHAT, "why": tuple(dict.fromkeys((*WHY_MISSED, *WHY, "off")))}
     for name, known in values.items():
         value = fields.get(name)
@@ -101,7 +106,8 @@ class Unseen:
 
 
 def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
-    from select import select
+    import sys
+    from select import POLLERR, POLLIN, poll
     from time import time
 
     import msgspec
@@ -109,11 +115,17 @@ def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
     from kvtier import wire
     from kvtier.errors import Refused, Unavailable
 
+    waiting, output = poll(), sys.stdout.fileno() if sys.stdout else -1
+    waiting.register(client.fileno(), POLLIN)
+    if sys.stdout:
+        waiting.register(output, 0)  # only POLLERR: the reader of a pipe has exited
     while True:
         ticket = client.link.tell(wire.Monitor(client.link.new_id(), kinds))
         reply: wire.Reply | None = None
         while reply is None:
-            ready, _, _ = select([client.fileno()], [], [], ASK_S)
+            ready = dict(waiting.poll(ASK_S * 1000))
+            if ready.get(output, 0) & POLLERR:
+                raise BrokenPipeError
             if not ready:
                 client.ping()
             answers = client.link.replies()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvtier_daemon.cli.connecting import connected
 from kvtier_daemon.cli.flags import Socket, flag, print_json
 from kvtier_daemon.cli.tables import (
+    BAR_CELLS,
+    LEAST_BAR_CELLS,
     OFFERED_AGAIN,
     Bar,
     bar_of,
@@ -46,16 +48,17 @@ def status(
 
 
 def draw(stats: Mapping[str, Any], console: Console) -> None:
-    """Print `stats` as tables, within 80 columns."""
+    """Print `stats` as tables, within 80 columns, or fewer with shorter bars and fewer counts of tenants."""
     from rich.padding import Padding
 
-    for part in _parts(stats, bar_of(console.options.ascii_only)):
+    for part in _parts(stats, bar_of(console.options.ascii_only), console.width):
         console.print(Padding(part, (0, 0, 1, 1)))
 
 
-def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
+def _parts(stats: Mapping[str, Any], bar: Bar, width: int) -> Iterator[RenderableType]:
     from rich.text import Text
 
+    cells = max(LEAST_BAR_CELLS, min(BAR_CELLS, width - 56))
     yield Text.assemble(
         (f"kvtier {stats.get('version', '')}", "bold"),
         f"   up {duration(stats.get('uptime_s', 0))}",
@@ -63,26 +66,26 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
     )
     for hint in stats.get("hints", ()):
         yield Text(f"! {hint}", "yellow")
-    yield _tiers(stats, bar)
-    yield _flows(stats, bar)
+    yield _tiers(stats, bar, cells)
+    yield _flows(stats, bar, cells)
     if notes := _notes(stats):
         yield notes
     if tenants := stats.get("tenants"):
-        yield _tenants(tenants)
+        yield _tenants(tenants, width)
 
 
-def _tiers(stats: Mapping[str, Any], bar: Bar) -> Table:
-    table = table_of("", "", ">", "", "")
+def _tiers(stats: Mapping[str, Any], bar: Bar, cells: int) -> Table:
+    table = table_of("", "", ">", "~", "~")
     resident_row(table, stats)
-    copies_rows(table, stats, bar)
+    copies_rows(table, stats, bar, cells)
     for name, tier in stats.get("tiers", {}).items():
-        tier_rows(table, name, tier, bar)
+        tier_rows(table, name, tier, bar, cells)
         if meaning(name, tier):
             row(table, "", "", "", tier["state"], "")
     return table
 
 
-def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
+def _flows(stats: Mapping[str, Any], bar: Bar, cells: int) -> Table:
     """Return the hit rate in total and by tier, the misses, and the outcomes of saves, as shares of 100%."""
     table = table_of("~", "", ">", ">")
     found = stats.get("hit_tokens", {})
@@ -93,7 +96,7 @@ def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
     by_tier = stats.get("used_tokens", {})
     used = {"used of these": sum(by_tier.values())} if by_tier else {}
     shares = hits | used | misses if looked_up else {}
-    share_rows(table, "tokens looked up", looked_up, shares, bar)
+    share_rows(table, "tokens looked up", looked_up, shares, bar, cells)
     saved = stats.get("saved_tokens", 0)
     refused = {
         not_taken(why): n
@@ -101,7 +104,7 @@ def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
     }  # fmt: skip
     offered = saved + sum(refused.values())
     shares = {"saved": saved} | refused if offered else {}
-    share_rows(table, "tokens offered", offered, shares, bar)
+    share_rows(table, "tokens offered", offered, shares, bar, cells)
     return table
 
 
@@ -234,15 +237,14 @@ def _faults(cold: Mapping[str, Any]) -> list[str]:
     return [f"{faults:,}, all disks work again"] if faults else []
 
 
-def _tenants(tenants: Mapping[str, Any]) -> Table:
+def _tenants(tenants: Mapping[str, Any], width: int) -> Table:
     from kvtier.units import format_bytes
 
-    table = table_of(
-        "tenant~", ">fill", ">used", ">of", ">blocks", ">spaces", ">sessions", ">leases"
-    )
+    fitting = max(0, (width - 40) // 10)
+    counts = ("blocks", "spaces", "sessions", "leases")[:fitting]
+    table = table_of("tenant~", ">fill", ">used", ">of", *(f">{what}" for what in counts))
     for name, tenant in tenants.items():
         capacity, used = tenant.get("capacity_bytes", 0), tenant.get("used_bytes", 0)
-        counts = (f"{tenant.get(what, 0):,}" for what in ("blocks", "spaces", "sessions", "leases"))
         amounts = percent(used, capacity), format_bytes(used), format_bytes(capacity)
-        row(table, name, *amounts, *counts)
+        row(table, name, *amounts, *(f"{tenant.get(what, 0):,}" for what in counts))
     return table

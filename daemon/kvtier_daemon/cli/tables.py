@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 BAR_CELLS = 24
+LEAST_BAR_CELLS = 4
+LABEL_CELLS = 20
 
 
 class Bar(Protocol):
@@ -74,8 +76,11 @@ def table_of(*headings: str, least: Sequence[int] = ()) -> Table:
 
 
 def row(table: Table, *cells: str | Text) -> None:
+    """Add a row. Its first cell, the label, does not give way to the others on a narrow terminal."""
     from rich.text import Text
 
+    label = table.columns[0]
+    label.min_width = max(label.min_width or 0, min(len(cells[0]), LABEL_CELLS))
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 

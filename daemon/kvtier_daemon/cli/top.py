@@ -106,4 +106,7 @@ def _watch(path: Path, interval: float, view: str) -> None:
         raise ConfigError(
             f"kvtier top needs textual ({error}): pip install 'textual>=8', or use --once"
         ) from error
-    Top(partial(_look, path), history, interval, view).run()
+    app = Top(partial(_look, path), history, interval, view)
+    app.run()
+    if app.return_code:
+        raise typer.Exit(app.return_code)

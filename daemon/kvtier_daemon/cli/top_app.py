@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -19,6 +23,7 @@ from kvtier_daemon.cli.top_views import VIEWS, Moment, ScreenHistory, ScreenRoom
 
 CHROME_ROWS = 4  # the row of views, the row of keys, and the margins
 FASTEST_S, SLOWEST_S = 0.2, 60.0
+JOB_CONTROL = (signal.SIGTSTP, signal.SIGCONT)
 
 
 class Top(App[None]):
@@ -45,6 +50,7 @@ class Top(App[None]):
         Binding("q", "quit", "quit"),
         # otherwise textual prints which key quits
         Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
     def __init__(
@@ -66,11 +72,39 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
+        if not self.is_headless:
+            self._handle_job_control()
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGTERM, self.exit, None, 128 + signal.SIGTERM
+            )
         self._restart_timer()
         self._redraw()
 
     def on_resize(self) -> None:
         self._redraw()
+
+    def action_suspend_process(self) -> None:
+        os.kill(0, signal.SIGTSTP)  # also to a parent that waits for this process, such as a script
+
+    def _handle_job_control(self) -> None:
+        """Replace textual's handlers: that of SIGCONT starts a second reader of the terminal if no SIGTSTP
+        came before, and both remain when the event loop has ended."""
+        for number in JOB_CONTROL:
+            asyncio.get_running_loop().add_signal_handler(number, self._reenter, number)
+
+    def _reenter(self, number: int) -> None:
+        """Give the terminal back, stop after SIGTSTP, and take it again in the foreground. Before a SIGCONT
+        alone, SIGSTOP has stopped this process, and a shell may have changed the terminal."""
+        if self._exit:  # the terminal has been given back, or will be
+            return
+        for each in JOB_CONTROL:
+            asyncio.get_running_loop().remove_signal_handler(each)
+        with self.suspend():
+            if number == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGTSTP)
+            while _is_in_background():
+                os.kill(os.getpid(), signal.SIGTSTP)
+        self._handle_job_control()
 
     def action_view(self, at: int) -> None:
         self._view = at
@@ -125,3 +159,10 @@ class Top(App[None]):
         self.query_one("#views", Static).update(names)
         room = ScreenRoom(max(40, self.size.width - 2), self.size.height - CHROME_ROWS)
         self.query_one("#body", Static).update(draw(self._history, VIEWS[self._view], room))
+
+
+def _is_in_background() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp()
+    except OSError:  # it is not the terminal of this session
+        return False

@@ -7,12 +7,13 @@ to start shows all of them.
 import contextlib
 import ctypes
 import grp
+import itertools
 import os
 import pwd
 import resource
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +87,7 @@ def look_before_start(loaded: LoadedConfig, of_service: bool = False) -> list[Ma
         socket_path(config.socket),
         socket_directory(config.socket.parent, is_default=is_default, make=False),
         state_directory(config.state),
-        *(cold_directory(place) for place in (config.cold.directories if config.cold else ())),
+        *cold_directories(config.cold.directories if config.cold else ()),
         calibration(config),
         *remote_store(config),
         *store_answers(config),
@@ -357,6 +358,18 @@ def state_directory(directory: Path) -> MachineFinding:
         return MachineFinding(False, what, wrong + missing, remedy + elsewhere)
     will_be = "is writable" if there == directory else "will be created"
     return MachineFinding(True, what, f"{directory} {will_be}")
+
+
+def cold_directories(directories: Sequence[Path]) -> list[MachineFinding]:
+    """Check each directory of the cold tier, and that no two paths lead to the same one."""
+    findings = [cold_directory(directory) for directory in directories]
+    usable = [one for one, finding in zip(directories, findings, strict=True) if finding.ok]
+    for one, other in itertools.combinations(usable, 2):
+        if one.samefile(other):
+            value = f"{one} and {other} are the same directory"
+            fix = "remove one of them from cold.directories"
+            findings.append(MachineFinding(False, "cold directory", value, fix))
+    return findings
 
 
 def cold_directory(directory: Path) -> MachineFinding:

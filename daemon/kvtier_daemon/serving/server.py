@@ -26,7 +26,7 @@ from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.context import Operated, Report
 from kvtier_daemon.serving.peer import Mapper, Peer
 from kvtier_daemon.serving.recorder import Recorder
-from kvtier_daemon.serving.session import HALF_S, RECEIVE_FIRST_BYTES, Session
+from kvtier_daemon.serving.session import HALF_S, RECEIVE_FIRST_BYTES, ClientErrors, Session
 from kvtier_daemon.serving.turns import Settling, Share, Turns
 from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
@@ -89,6 +89,7 @@ class Server:
         self.ghosts: set[Session] = set()
         # Whose processes may have mapped the memory of a tenant: user, groups and role.
         self.mapped: dict[str, set[Mapper]] = {name: set() for name in tenants}
+        self.errors = ClientErrors(clock)
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
         self.latencies = Latencies()
         self._going_down = ""

@@ -37,6 +37,27 @@ LIMIT_DESCRIPTORS = 16  # that a client may send ahead
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_DESCRIPTORS * 4)
 RECEIVE_FIRST_BYTES = 1 << 16  # received at once without reserved memory
 HALF_S = 10.0  # how long a request may take to arrive
+ERRORS_S = 10.0  # between two lines about errors of a user with the same code
+
+
+class ClientErrors:
+    """Logs errors that end sessions. Of each user and code one line in ERRORS_S is logged, so that no client
+    can fill the log or drive other lines out of it; `Server.failures` counts all."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # When the last line was logged, and how many errors were not since.
+        self._logged: dict[tuple[int, str], tuple[float, int]] = {}
+
+    def log(self, client: str, uid: int, code: str, text: str) -> None:
+        now = self._clock()
+        at, silent = self._logged.get((uid, code), (-ERRORS_S, 0))
+        if now < at + ERRORS_S:
+            self._logged[uid, code] = at, silent + 1
+            return
+        self._logged[uid, code] = now, 0
+        more = f"; {silent} others of uid {uid} were not logged" if silent else ""
+        log.warning("client %r (uid %d): %s: %s%s", client, uid, code, text, more)
 
 
 class Listener(Host, Protocol):
@@ -48,6 +69,7 @@ class Listener(Host, Protocol):
     receive_buffer: memoryview
     receive_first: memoryview
     audit: AuditLog
+    errors: ClientErrors
     sessions: set[Session]
     mapped: dict[str, set[Mapper]]
     ghosts: set[Session]  # ended, but their processes may still write to slots
@@ -455,7 +477,7 @@ class Session:
         self._server.failures[code] += 1
         self.send(wire.Failed(request_id, code, text, fatal))
         if fatal:
-            log.warning("client %r (uid %d): %s: %s", self.name, self.peer.uid, code, text)
+            self._server.errors.log(self.name, self.peer.uid, code, text)
             self.end(code)
 
     # --- the end -------------------------------------------------------------------------------
@@ -521,6 +543,11 @@ class Session:
             self.quarantine.free()
 
 
+def _shown(name: str) -> str:
+    """A client's name without characters that would control the terminal of an operator who is shown it."""
+    return "".join(one if one.isprintable() else "?" for one in name[:LIMIT_NAME])
+
+
 def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     """Accept the client, or end the session with the reason."""
     if session.greeted:
@@ -534,7 +561,7 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
         )
         session.fail(request.id, "wrong_schema", text, fatal=True)
         return
-    session.name = request.client[:LIMIT_NAME] or session.name
+    session.name = _shown(request.client) or session.name
     session.engine = request.engine[:LIMIT_NAME] or session.engine
     for token in request.ended[: wire.LIMIT_ENDED]:
         server.end_for_good(session.tenant, token)

@@ -556,6 +556,24 @@ def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
     ]
 
 
+@pytest.mark.parametrize("width", [44, 60])
+def test_a_narrow_terminal_shows_every_label_and_number_in_shorter_bars(width):
+    lines = drawn(STATS, width)
+    assert max(map(len, lines)) <= width
+    cells = max(4, width - 56)
+    by_label = {line[:20].rstrip("█░ "): line for line in lines}
+    for label, rest in {
+        "   miss in_progress": "█" + "░" * (cells - 1) + "  <1%      10",
+        "   used of these": "20%   2,000",
+        " tokens offered": "5,000",
+    }.items():
+        assert by_label[label].endswith(rest), lines
+    (warm,) = [line for line in lines if line.startswith(" warm  █")]
+    assert " 62% " in warm and "162,304" in warm and "40 GiB" in warm
+    (tenant,) = [line for line in lines if line.startswith(" default")]
+    assert tenant.split()[1:6] == ["62%", "40", "GiB", "64", "GiB"]
+
+
 def test_the_rate_of_a_store_is_shown_after_it_was_measured():
     remote = {
         "store": "s3://b",

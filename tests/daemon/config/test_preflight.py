@@ -368,6 +368,21 @@ def test_a_state_directory_may_be_missing(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_two_paths_to_the_same_cold_directory_are_refused(tmp_path):
+    (tmp_path / "a").mkdir(mode=0o700)
+    (tmp_path / "b").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("a")
+    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "link", tmp_path / "b" / ".." / "b"]
+    assert [one.ok for one in preflight.cold_directories(paths[:2])] == [True, True]
+    wrong = [str(one) for one in preflight.cold_directories(paths) if not one.ok]
+    assert wrong == [
+        f"cold directory: {paths[0]} and {paths[2]} are the same directory; "
+        "remove one of them from cold.directories",
+        f"cold directory: {paths[1]} and {paths[3]} are the same directory; "
+        "remove one of them from cold.directories",
+    ]
+
+
 # --- all together ---------------------------------------------------------------------------------
 
 

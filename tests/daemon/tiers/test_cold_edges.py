@@ -14,9 +14,11 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.frame import PAGE
+from kvtier_daemon.claim import InUseError
 from kvtier_daemon.tiers.cold import segment_files as files
 from kvtier_daemon.tiers.cold.attached import StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
+from kvtier_daemon.tiers.cold.directory_lock import claim
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
@@ -273,6 +275,33 @@ def test_files_that_are_not_segments_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "segments" / "t" / "notes.txt").read_text() == "mine"
 
 
+def test_no_name_of_a_file_keeps_new_segments_from_being_written(tmp_path: Path) -> None:
+    """A segment is named by 6 to 9 digits; the number of a new one is above those of the others."""
+    filled(tmp_path)
+    folder = tmp_path / "segments" / "t"
+    copies = "20260504101112", "1000000000", "\u0661\u0662\u0663\u0664\u0665\u0666", "17"
+    last = "999999999"  # a name that a segment can have
+    for name in (*copies, last):
+        shutil.copy(folder / "000000", folder / name)
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == list(range(100))
+        before = len(files_of(tmp_path))
+        at = 100
+        while len(files_of(tmp_path)) == before:
+            assert at < 5000
+            assert not await bench.write(range(at, at + 8))
+            at += 8
+        assert not bench.tier.directories.faults
+        await bench.tier.close()
+
+    run(work())
+    assert {path.name for path in folder.iterdir()} >= set(copies)
+    assert max(set(os.listdir(folder)) - {*copies, last}) < "000100"
+
+
 def test_a_tenant_above_its_share_loses_segments_before_another_gets_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +333,22 @@ def test_a_tenant_above_its_share_loses_segments_before_another_gets_new_ones(
     monkeypatch.setattr(ColdDirectory, "make", making)
     run(work())
     assert beside and max(beside) < most
+
+
+def test_a_directory_that_is_configured_twice_is_no_directory_of_another_daemon(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "link").symlink_to("one")
+    (tmp_path / "one").mkdir(mode=0o700)
+    fds = claim(tmp_path / "one", os.getpid())[:2]
+    try:
+        with pytest.raises(InUseError, match="link is used by this daemon already"):
+            claim(tmp_path / "link", os.getpid())
+        with pytest.raises(InUseError, match=f"used by another daemon, pid {os.getpid()}"):
+            claim(tmp_path / "link", os.getpid() + 1)
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def test_a_full_disk_without_room_for_the_lock_text_is_locked_and_used(

@@ -94,6 +94,16 @@ class CountedLookups:
         self.of[number] = CountedLookup(name, loads)
         return True
 
+    def is_another(self, catalog: Catalog, request: wire.Load, ready: int) -> bool:
+        """Whether a load without a number is not the lookup of the match before it, because blocks that the
+        match did not find were saved since; and remember it as a new one."""
+        known = self.of[request.request]
+        if request.request or ready <= known.reported:
+            return False
+        self._drop(catalog, known)
+        self.of[request.request] = CountedLookup(known.name, loaded=True)
+        return True
+
     def forget(self, catalog: Catalog, request: int) -> None:
         known = self.of.pop(request, None)
         if known is not None:
@@ -301,13 +311,14 @@ class LookupRequests:
         ):
             self._note_wait(request, True)
             return None
-        is_new = self.counted.is_new(tenant.catalog, request)
-        if is_new and self._server.recorder.is_on:
-            _record(self._server, tenant, space, request.keys)
+        is_new = self.counted.is_new(catalog, request)
         found = catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), is_new, request.first,
         )  # fmt: skip
+        is_new = is_new or self.counted.is_another(catalog, request, found.ready)
+        if is_new and self._server.recorder.is_on:
+            _record(self._server, tenant, space, request.keys)
         reads, coming, eta_ms, why = True, 0, 0.0, ""
         beyond, on_disk = 0, found.coming
         if request.bring:

@@ -14,6 +14,7 @@ import errno
 import hmac
 import logging
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,7 @@ LOST = (
 # Bytes that are not for segments: the index at its largest, the lock, and directories.
 INDEX_SHARE = 1 / 256
 OTHER_BYTES = 1 << 20
+NAME = re.compile("[0-9]{6,9}")  # of a segment, and not of a copy of one, such as 20260504101112
 OWNER_DOMAIN = b"kvtier.segments.2\0"
 # Errors of all calls on a file system that was shut down, or whose device is gone.
 DEAD = (errno.EIO, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
@@ -131,7 +133,7 @@ class ColdDirectory:
         """Return the tenant's segment files in the order of their numbers."""
         folder = self.path / SEGMENTS / tenant
         entries = self._entries(folder)
-        names = [one.name for one in entries if one.name.isdecimal() and not one.is_dir()]
+        names = [one.name for one in entries if NAME.fullmatch(one.name) and not one.is_dir()]
         return [folder / name for name in sorted(names)]
 
     def _entries(self, folder: Path) -> list[os.DirEntry[str]]:

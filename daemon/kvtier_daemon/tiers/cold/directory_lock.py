@@ -133,7 +133,12 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
-            text = f"cold: {directory} is used by another daemon, pid {owner}"
+            text = (
+                f"cold: {directory} is used by this daemon already; if another of cold.directories "
+                "is the same directory, remove one"
+                if owner == str(pid)
+                else f"cold: {directory} is used by another daemon, pid {owner}"
+            )
             raise InUseError(text, int(owner) if owner.isdecimal() else 0) from error
         except OSError as error:
             text = f"cold: cannot lock {directory / LOCK}: {error.strerror}"

@@ -20,6 +20,7 @@ from kvtier_daemon.tiers.cold.segment_log import Segment
 
 log = logging.getLogger(__name__)
 
+FREE_NUMBERS = 500_000_000  # those from here on are for new files
 LEAST_SEGMENTS = 3  # with fewer, none can be reclaimed while others are written
 
 
@@ -119,7 +120,8 @@ class SegmentFiles:
         described = await self._disk.files.run(spaces_of, self._directory, self._tenant)
         found = []
         for path in await self._disk.files.run(self._directory.files, self._tenant):
-            self._next_number = max(self._next_number, int(path.name) + 1)
+            if (number := int(path.name)) < FREE_NUMBERS:  # otherwise its name is not one of ours
+                self._next_number = max(self._next_number, number + 1)
             if (file := await self._scan_file(path, None)) is not None:
                 found.append(file)
         found = refuse_copies(found)
