@@ -107,7 +107,7 @@ class Unseen:
 
 def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
     import sys
-    from select import POLLERR, POLLIN, poll
+    from select import POLLIN, poll
     from time import time
 
     import msgspec
@@ -118,13 +118,13 @@ def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
     waiting, output = poll(), sys.stdout.fileno() if sys.stdout else -1
     waiting.register(client.fileno(), POLLIN)
     if sys.stdout:
-        waiting.register(output, 0)  # only POLLERR: the reader of a pipe has exited
+        waiting.register(output, 0)  # only errors: who read this has exited
     while True:
         ticket = client.link.tell(wire.Monitor(client.link.new_id(), kinds))
         reply: wire.Reply | None = None
         while reply is None:
             ready = dict(waiting.poll(ASK_S * 1000))
-            if ready.get(output, 0) & POLLERR:
+            if ready.get(output):
                 raise BrokenPipeError
             if not ready:
                 client.ping()
