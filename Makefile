@@ -23,10 +23,11 @@ venv: $(VENV)/.ready  ## build .venv with everything the tests need
 
 $(VENV)/.builds: pyproject.toml tools/requirements.py
 	@test -x $(BIN)/python || { echo "create $(VENV)"; $(PYTHON) -m venv --without-pip $(VENV); }
-	@$(BIN)/python -m pip --version > /dev/null 2>&1 || \
-	    $(PYTHON) -m pip --python $(BIN)/python install $(PIP_QUIET) --no-compile pip 2> /dev/null || \
-	    $(PYTHON) -m venv $(VENV)  # slower: it compiles all files of pip
-	@$(BIN)/python tools/requirements.py only-build | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin
+	@needed() { $(BIN)/python tools/requirements.py only-build; }; \
+	    $(BIN)/python -c 'import pip' 2> /dev/null || \
+	    { { echo pip; needed 2> /dev/null; } | $(PYTHON) -m pip --python $(BIN)/python install $(PIP_QUIET) --no-compile -r /dev/stdin \
+	        2> /dev/null && exit; } || $(PYTHON) -m venv $(VENV); \
+	    needed | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin  # slower: venv compiles all files of pip
 	@touch $@
 
 # What kvtier needs to be built and to run; `make demo` needs no more. The dependencies arrive while the compiler

@@ -18,8 +18,8 @@ constexpr int kGetTag = 0x10, kSetTag = 0x11;
 constexpr const char* kLibraries[] = {"libcrypto.so.4", "libcrypto.so.3"};
 
 // One call of libcrypto takes an int.
-constexpr size_t kCallMost = size_t{1} << 30;
-static_assert(kCallMost <= INT_MAX);
+constexpr size_t kCipherMost = size_t{1} << 30;
+static_assert(kCipherMost <= INT_MAX);
 
 struct Library {
     void* (*fetch_cipher)(void*, const char*, const char*);
@@ -114,7 +114,7 @@ Gcm::~Gcm() { library().free_context(context_); }
 
 void Gcm::add(const uint8_t* from, uint8_t* to, size_t nbytes) {
     while (nbytes != 0) {
-        const size_t some = std::min(nbytes, kCallMost);
+        const size_t some = std::min(nbytes, kCipherMost);
         int count = 0;
         expect(library().update(context_, to, &count, from, static_cast<int>(some)) == 1);
         from += some, to += some, nbytes -= some;

@@ -11,7 +11,7 @@ namespace kvtier {
 namespace {
 
 constexpr unsigned times_bits = 8;
-constexpr std::size_t few = 1U << 16, few_uses = 8192, uses_of_each = 32;
+constexpr std::size_t few_ghosts = 1U << 16, few_uses = 8192, uses_of_each = 32;
 
 class Lfu final : public Queues {
  public:
@@ -35,7 +35,7 @@ class Lfu final : public Queues {
     Queue queue_for_used(Block& block) override { return count(queue_of(block) + 1); }
     void on_left(const Block& block) override {
         ghosts_.add(block.name, folds() << times_bits | queue_of(block));
-        ghosts_.trim(std::max(few, in_memory() / 2));
+        ghosts_.trim(std::max(few_ghosts, in_memory() / 2));
         if (uses_ < uses_of_each * std::max(in_memory(), few_uses)) return;
         uses_ = 0;
         fold();

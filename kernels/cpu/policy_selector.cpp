@@ -6,9 +6,9 @@
 namespace kvtier {
 namespace {
 
-constexpr std::size_t slack = 16;  // the margin of room, one in this many blocks
-constexpr std::size_t few = 64;    // blocks
-constexpr std::size_t some = 4;    // batches: a single request can fill the whole room
+constexpr std::size_t slack = 16;       // the margin of room, one in this many blocks
+constexpr std::size_t room_least = 64;  // blocks
+constexpr std::size_t some = 4;         // batches: a single request can fill the whole room
 
 constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
 
@@ -98,7 +98,7 @@ void PolicySelector::end_batch() {
     request_hits_.fill(0);
     request_hits_of_all_ = 0;
     if (++unjudged_batches_ >= some && static_cast<double>(unjudged_) * constants_.judgements >=
-                                           static_cast<double>(std::max(room_, few)))
+                                           static_cast<double>(std::max(room_, room_least)))
         judge();
     if (followed_ != 0) link_to_followed();
     trim_all();
