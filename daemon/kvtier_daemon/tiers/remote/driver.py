@@ -245,8 +245,9 @@ class StoreDriver:
 
     def _flush(self) -> None:
         messages, self._unsent = self._unsent, []
-        # Their places are those of one process: in this turn of the loop there is no other one yet. uvloop raises
-        # an exception if the process has just ended; `run` learns that a little later, and answers the requests.
+        # Their places are those of one process: in this turn of the loop there is no other one yet.
+        # uvloop raises an exception if the process has just ended; `run` learns that a little later, and
+        # answers the requests.
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(b"".join(messages))
 
