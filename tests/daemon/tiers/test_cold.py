@@ -150,7 +150,7 @@ def test_a_damaged_block_is_an_error_and_intact_blocks_are_read(tmp_path: Path) 
 def test_a_directory_in_use_is_refused_to_a_second_daemon(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
-        with pytest.raises(TierError, match=f"another daemon, pid {os.getpid()}"):
+        with pytest.raises(TierError, match=f"this daemon already, pid {os.getpid()}"):
             Bench([tmp_path])
         await bench.tier.close()
         await Bench([tmp_path]).tier.close()

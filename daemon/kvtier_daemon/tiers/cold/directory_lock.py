@@ -134,8 +134,8 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
         except BlockingIOError as error:
             owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
             text = (
-                f"cold: {directory} is used by this daemon already; if another of cold.directories "
-                "is the same directory, remove one"
+                f"cold: {directory} is used by this daemon already, pid {owner}; if another of "
+                "cold.directories is the same directory, remove one"
                 if owner == str(pid)
                 else f"cold: {directory} is used by another daemon, pid {owner}"
             )
