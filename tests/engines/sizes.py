@@ -23,7 +23,7 @@ def layers_of(folder: str, kv_dtype: str) -> list[dict[str, Any]]:
 
     arguments = EngineArgs(
         model=folder, skip_tokenizer_init=True, dtype="bfloat16", block_size=BLOCK_TOKENS,
-        kv_cache_dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype, mamba_ssm_cache_dtype="float32",
     )  # fmt: skip
     config = arguments.create_engine_config()
     with set_current_vllm_config(config), torch.device("meta"):

@@ -59,7 +59,6 @@ def test_each_layer_s_bytes_are_the_engine_s(
 ) -> None:
     assert isinstance(allocated[name], list), allocated[name]
     config = json.loads((folders[name] / "config.json").read_text())
-    # On CPUs vLLM keeps recurrent states in float32.
     cache = read_config(config, kv_format=MODELS[name][2], state_dtype="float32")
     ours = Counter(
         (layer.kind, layer.state_bytes or layer.token_bytes(cache.kv_format), layer.window_tokens)
