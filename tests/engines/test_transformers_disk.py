@@ -25,7 +25,7 @@ from support.disks import HANGS, Shim  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK, BLOCKS = 16, 40
 ERROR = 1e-4
-READ_MS = 400  # of each block: 16 are read side by side, so a load takes three of these times
+READ_MS = 700  # of each block: 16 are read side by side, so a load takes three of these times
 PATIENCE_MS = 60_000
 CONFIG = """
 [cold]
@@ -198,7 +198,7 @@ def test_of_a_disk_that_hangs_during_the_load_the_first_blocks_are_used(
     cold = cold_of()
     partway(lambda *_: cold.shim._set(HANGS, ["read"]))
     with cold.daemon.connect() as client:
-        counts = cold.check(client, patience_ms=3000)
+        counts = cold.check(client, patience_ms=4000)
         assert counts["late"] == 1
         assert 0 < counts["loaded_tokens"] < BLOCKS * BLOCK
         assert counts["disk_tokens"] == counts["loaded_tokens"]
