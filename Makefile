@@ -21,13 +21,14 @@ help:           ## this list
 
 venv: $(VENV)/.ready  ## build .venv with everything the tests need
 
+# Without a pip that can install for another Python, venv installs one: slower, since it compiles all files of pip.
 $(VENV)/.builds: pyproject.toml tools/requirements.py
 	@test -x $(BIN)/python || { echo "create $(VENV)"; $(PYTHON) -m venv --without-pip $(VENV); }
 	@needed() { $(BIN)/python tools/requirements.py only-build; }; \
 	    $(BIN)/python -c 'import pip' 2> /dev/null || \
 	    { { echo pip; needed 2> /dev/null; } | $(PYTHON) -m pip --python $(BIN)/python install $(PIP_QUIET) --no-compile -r /dev/stdin \
 	        2> /dev/null && exit; } || $(PYTHON) -m venv $(VENV); \
-	    needed | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin  # slower: venv compiles all files of pip
+	    needed | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin
 	@touch $@
 
 # What kvtier needs to be built and to run; `make demo` needs no more. The dependencies arrive while the compiler

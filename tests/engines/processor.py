@@ -1,15 +1,19 @@
-"""What the processor of this machine has, and vLLM's kernels need."""
+"""Skip tests of vLLM's kernels that the processor of this machine cannot run."""
 
 from __future__ import annotations
 
+import pytest
 
-def multiplies_tiles() -> bool:
+
+def need_tiles() -> None:
     import torch
 
-    return bool(torch.cpu._is_amx_tile_supported())
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("needs a processor with AMX")
 
 
-def has_avx512() -> bool:
+def need_avx512() -> None:
     import torch
 
-    return bool(torch.cpu._is_avx512_supported())
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("needs a processor with AVX-512")

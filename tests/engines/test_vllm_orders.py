@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.processor import multiplies_tiles
+from engines.processor import need_tiles
 from kvtier import Group, KvSpec
 from kvtier_daemon.codec.arranged import order_of
 from kvtier_kernels import reorder_pages
@@ -34,8 +34,8 @@ def test_an_order_gives_the_positions_that_the_kernel_writes(
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn
 
-    if isa == "amx" and not multiplies_tiles():
-        pytest.skip("needs a processor with AMX")
+    if isa == "amx":
+        need_tiles()
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, **__: isa)
     tensor = torch.zeros(3, HEADS, TOKENS, 2 * DIMS, dtype=torch.bfloat16)
     assert page_order(tensor, 1) == order
@@ -64,8 +64,8 @@ def test_an_order_gives_the_positions_that_the_kernel_writes(
 def test_latents_and_rope_dims_are_adjacent(backend: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if backend == "AMX_MLA" and not multiplies_tiles():
-        pytest.skip("needs a processor with AMX")
+    if backend == "AMX_MLA":
+        need_tiles()
     cache = torch.zeros(3, 16, 512 + 64, dtype=torch.bfloat16)
     assert page_order(cache, 1, backend) == page_order(cache[:, None], 1, backend) == LATENT
     latents, turned = torch.randn(16, 512).bfloat16(), torch.randn(16, 1, 64).bfloat16()
