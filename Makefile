@@ -21,34 +21,34 @@ help:           ## this list
 
 venv: $(VENV)/.ready  ## build .venv with everything the tests need
 
-# Without a pip that can install for another Python, venv installs one: slower, since it compiles all files of pip.
-$(VENV)/.builds: pyproject.toml tools/requirements.py
+# How to install into .venv: with the pip of $(PYTHON), whose bytecode is there already. Where that has none, or one that
+# cannot install for another Python, venv installs one: slower.
+.DELETE_ON_ERROR:
+INSTALL = $$(cat $(VENV)/.pip) install $(PIP_QUIET)
+$(VENV)/.pip: pyproject.toml tools/requirements.py
 	@test -x $(BIN)/python || { echo "create $(VENV)"; $(PYTHON) -m venv --without-pip $(VENV); }
-	@needed() { $(BIN)/python tools/requirements.py only-build; }; \
-	    $(BIN)/python -c 'import pip' 2> /dev/null || \
-	    { { echo pip; needed 2> /dev/null; } | $(PYTHON) -m pip --python $(BIN)/python install $(PIP_QUIET) --no-compile -r /dev/stdin \
-	        2> /dev/null && exit; } || $(PYTHON) -m venv $(VENV); \
-	    needed | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin
-	@touch $@
+	@build_tools() { $(BIN)/python tools/requirements.py only-build | $(INSTALL) --no-compile -r /dev/stdin; }; \
+	    echo $(PYTHON) -m pip --python $(BIN)/python > $@; build_tools 2> /dev/null || \
+	    { $(PYTHON) -m venv $(VENV) && echo $(BIN)/python -m pip > $@ && build_tools; }
 
 # What kvtier needs to be built and to run; `make demo` needs no more. The dependencies arrive while the compiler
 # works, and Python compiles what of them is imported when it is.
-$(VENV)/.native: $(VENV)/.builds $(NATIVE)
+$(VENV)/.native: $(VENV)/.pip $(NATIVE)
 	@echo "compile the native module: $$(ls kernels/cpu/*.cpp | wc -l) files on $$(nproc) processors"
 	@echo "install the dependencies into $(VENV)"
-	@$(BIN)/python tools/requirements.py | $(BIN)/python -m pip install $(PIP_QUIET) --no-compile -r /dev/stdin & installs=$$!; \
-	    $(BIN)/python -m pip install $(PIP_QUIET) --no-build-isolation --no-deps --editable .; built=$$?; \
+	@$(BIN)/python tools/requirements.py | $(INSTALL) --no-compile -r /dev/stdin & installs=$$!; \
+	    $(INSTALL) --no-build-isolation --no-deps --editable .; built=$$?; \
 	    wait $$installs && exit $$built
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.native
 	@echo "install the tools for tests and checks into $(VENV)"
-	@$(BIN)/python tools/requirements.py test dev | $(BIN)/python -m pip install $(PIP_QUIET) -r /dev/stdin
-	@$(BIN)/python tools/requirements.py test-gds | $(BIN)/python -m pip install $(PIP_QUIET) --no-deps -r /dev/stdin || echo "no kvikio here: its tests are skipped"
+	@{ echo pip; $(BIN)/python tools/requirements.py test dev; } | $(INSTALL) -r /dev/stdin
+	@$(BIN)/python tools/requirements.py test-gds | $(INSTALL) --no-deps -r /dev/stdin || echo "no kvikio here: its tests are skipped"
 	@touch $@
 
 demo: $(VENV)/.native  ## run a small daemon with a sample workload
-	$(BIN)/kvtier demo --seconds 10
+	$(BIN)/kvtier demo --seconds 8
 
 STORE ?= s3
 
