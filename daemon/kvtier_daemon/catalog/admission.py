@@ -4,8 +4,9 @@ While the write budget suffices, all blocks are. Otherwise only those that were 
 found again, or saved again after eviction (TinyLFU's doorkeeper; Einziger, Friedman and Manes, ACM ToS 2017).
 A block that is not admitted stays in memory until it is evicted, and is counted at that time.
 
-Blocks that an engine calls important are worth a write too, and one more when their segment is reused. A hint
-of little importance changes nothing here: a block that was requested twice is used by others.
+Blocks that an engine calls important are worth a write too, and one more when their segment is reused. Blocks
+of no importance (0) are not copied then, even if they were requested. Other hints change nothing here: a block
+that was requested twice is used by others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import compress
-from operator import or_
+from operator import and_, or_
 
 from kvtier.key import KEY_BYTES
 from kvtier_kernels import Notes
@@ -21,9 +22,10 @@ from kvtier_kernels import Notes
 NOTES_BYTES = 4 << 20  # 16 bytes a block
 ONCE, AGAIN = 1, 2
 AGAIN_OF = bytes(code == ONCE | AGAIN for code in range(256))
-OTHER, MUCH = 1, 2  # hints
+OTHER, MUCH, NONE = 1, 2, 3  # hints
 
 MUCH_OF = bytes(code == MUCH for code in range(256))
+SOME_OF = bytes(code != NONE for code in range(256))
 
 
 class Admission:
@@ -60,14 +62,17 @@ class Admission:
         """An engine reported the importance of these blocks, from 0 to 1."""
         if self._hints is None:
             self._hints = Notes(NOTES_BYTES)
-        self._hints.note(keys, OTHER if importance < 2 / 3 else MUCH, 0)
+        code = NONE if importance <= 0 else OTHER if importance < 2 / 3 else MUCH
+        self._hints.note(keys, code, 0)
 
     def worth_copying(self, ids: bytes, used: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
         """Which of these blocks to copy when their segment is reused: a byte per block, as in `used`, which
-        says if it was requested. A hint of much importance counts for one such copy."""
+        says if it was requested. A hint of much importance counts for one such copy; none with importance 0 is
+        copied."""
         if self._hints is None or not ids:
             return used
         keys = keys_of(ids)
+        used = bytes(map(and_, self._hints.codes(keys).translate(SOME_OF), used))
         wanted = self._with_hints(keys, used)
         spent = (one and not before for one, before in zip(wanted, used, strict=True))
         names = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))

@@ -23,6 +23,7 @@ from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.sim.disk import SimDisk
 from kvtier_daemon.sim.engine_cache import EngineCache
 from kvtier_daemon.sim.trace import ANNOUNCED, TraceRequests
+from kvtier_daemon.tiers.cold.flusher import LIMIT_SAVED
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_daemon.tools.sizing import PrefillCost
 
@@ -140,7 +141,8 @@ class Simulation:
         self.hbm_blocks = machine.hbm_bytes // block_bytes
         self._engine = EngineCache(self.hbm_blocks)
         self._knows_engine = self.hbm_blocks > 0 and machine.residency != "off"
-        self._unwritten: deque[int] = deque()  # in the order of the saves
+        # In the order of the saves; of many, the oldest are dropped.
+        self._unwritten: deque[int] = deque(maxlen=LIMIT_SAVED)
 
     # --- time ----------------------------------------------------------------------------------
 
@@ -414,7 +416,7 @@ class Simulation:
             if self._knows_engine and node in self._engine and node in self._frames:
                 self._engine.leave_first[node] = None
         self._in_memory += len(nodes)
-        if self.hbm_blocks:
+        if self.nvme_blocks:
             self._unwritten.extend(node for node in nodes if node not in self._frames)
 
     def _evict_excess(self) -> None:
@@ -451,33 +453,33 @@ class Simulation:
     # --- the disk --------------------------------------------------------------------------------
 
     def _write_ahead(self) -> None:
-        """Write the next victims to the disk; with an engine's cache, all blocks as they are saved."""
-        in_order = self.hbm_blocks > 0
-        nearly_full = self._in_memory >= NEARLY_FULL * self.memory_blocks
-        if not self.nvme_blocks or not (nearly_full or in_order):
-            return
+        """As the daemon: write blocks as they are saved if the budget has plenty left, then the next
+        victims, whose segments may have been reused."""
         left = self._budget.left()
         self._admission.strict = self._machine.admission == "second-touch" or (
             self._machine.admission == "auto"
             and self._budget.is_limited
             and left < self._budget.scarce
         )
-        room = min(WRITTEN_AHEAD - len(self._writing), int(min(left, 1 << 62) // self._frame_bytes))
-        if room <= 0:
-            return
-        look = LOOK_BLOCKS if self._admission.strict else WRITTEN_AHEAD
-        if in_order and not self._admission.strict:
-            first = array("I")
-            while self._unwritten and len(first) < room:
-                node = self._unwritten.popleft()
+        if self.nvme_blocks and left > self._budget.plenty and not self._admission.strict:
+            queue = self._unwritten
+            while queue and (room := self._room()) > 0:
                 # A block that left memory and came back is in the queue twice.
-                if self._memory[node] and node not in first:
-                    first.append(node)
-        else:
-            first = array("I", self._policy.victims(look))
-        dirty = [node for node in first if node not in self._frames and node not in self._writing]
+                some = dict.fromkeys(queue.popleft() for _ in range(min(room, len(queue))))
+                self._write(node for node in some if self._memory[node])
+        if self.nvme_blocks and self._in_memory >= NEARLY_FULL * self.memory_blocks:
+            look = LOOK_BLOCKS if self._admission.strict else WRITTEN_AHEAD
+            self._write(array("I", self._policy.victims(look)))
+
+    def _room(self) -> int:
+        """How many more blocks may be written now."""
+        left = int(min(self._budget.left(), 1 << 62) // self._frame_bytes)
+        return min(WRITTEN_AHEAD - len(self._writing), left)
+
+    def _write(self, nodes: Iterable[int]) -> None:
+        dirty = [node for node in nodes if node not in self._frames and node not in self._writing]
         admitted = self._admission.filter(_ids(dirty), lambda ids: _keys(array("I", ids)))
-        for node in array("I", admitted)[:room]:
+        for node in array("I", admitted)[: max(0, self._room())]:
             self._writing.add(node)
             self._budget.spend(self._frame_bytes)
             self._disk.write(node, self._frame_bytes)

@@ -635,6 +635,21 @@ def test_important_blocks_of_a_segment_get_a_second_chance_once() -> None:
     tenant.check()
 
 
+def test_blocks_of_no_importance_get_no_second_chance_until_another_hint_comes() -> None:
+    tenant, ended, goes_on, again = Tenant(32), chain(4), chain(4), chain(4)
+    for keys in (ended, goes_on, again):
+        tenant.save(keys)
+        tenant.move_out(keys)
+        tenant.found(keys)
+        tenant.catalog.hint(tenant.space, keys, 0.1 if keys is goes_on else 0.0)
+    tenant.catalog.hint(tenant.space, again, 0.9)
+    rescue = tenant.catalog.segments.reclaim(1, keep=99)
+    ids = tenant.store.resident(tenant.space.index, goes_on + again)
+    assert sorted(array("I", rescue.ids)) == sorted(array("I", ids))
+    assert tenant.catalog.segments.drop_segment(1) == 12
+    tenant.check()
+
+
 def test_blocks_in_memory_are_written_again_after_their_segment_was_dropped() -> None:
     tenant, keys = Tenant(8), chain(4)
     ids = tenant.save(keys)
