@@ -21,6 +21,7 @@ from kvtier_daemon.cli.flags import plain
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits
+EXIT_INTERRUPTED = 130  # the status that a shell reports for SIGINT
 EXIT_UNREAD = 141  # the status that a shell reports for SIGPIPE
 IMPORTED = 50_000  # objects between two garbage collections: these took 20 ms of a daemon's imports
 USUAL = gc.get_threshold()
@@ -144,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         _say(error, "", debug)
         sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:  # before or after what typer runs
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the last one who could say it in a line
         _say(error, BUG, debug)
         sys.exit(EXIT_BUG)

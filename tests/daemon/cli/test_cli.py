@@ -6,6 +6,7 @@ import os
 import pwd
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -329,6 +330,36 @@ def test_debug_shows_the_traceback(run, answer, error, words):
 def test_an_interrupt_has_its_own_code(run, answer):
     answer(KeyboardInterrupt())
     assert run("status")[0] == 130
+
+
+INTERRUPTED = """
+import signal, sys
+from importlib.metadata import entry_points
+
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        if name == IMPORTED:
+            signal.raise_signal(signal.SIGINT)
+
+(entry,) = entry_points(group="console_scripts", name="kvtier")
+sys.meta_path.insert(0, Interrupted())
+entry.load()()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "status"),
+    [("typer", -signal.SIGINT), ("kvtier_daemon.cli.size", 130), ("kvtier.client", 130)],
+)
+def test_an_interrupt_during_an_import_prints_nothing(imported, status):
+    command = "status" if imported == "kvtier.client" else "size"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"IMPORTED = {imported!r}{INTERRUPTED}", command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (status, "", "")
 
 
 # --- serve ----------------------------------------------------------------------------------------
