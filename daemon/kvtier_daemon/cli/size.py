@@ -158,7 +158,7 @@ def _read(config: Path) -> tuple[Path, Any]:
 
     path = config / "config.json" if config.is_dir() else config
     try:
-        return path, loads(path.read_text())
+        return path, loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

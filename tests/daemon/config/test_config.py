@@ -425,6 +425,15 @@ def test_a_missing_file_and_a_file_that_is_not_text_are_errors(tmp_path):
         load(tmp_path / "bad.toml", environ={})
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "marked.toml"
+    file.write_text('[warm]\nsize = "8MiB"\n', encoding="utf-8-sig")
+    assert load(file, environ={}).config.warm.size_bytes == 8 * MIB
+    file.write_text('[warm]\nsize = "8QiB"\n', encoding="utf-8-sig")
+    with pytest.raises(ConfigError, match=r"marked\.toml:2: warm\.size: "):
+        load(file, environ={})
+
+
 def test_an_error_in_a_piece_names_the_piece(read):
     with pytest.raises(ConfigError, match=r"conf\.d/9\.toml:2: warm\.sise: unknown key"):
         read(WARM, pieces={"9.toml": "[warm]\nsise = 1"})

@@ -246,6 +246,13 @@ def test_the_page_shows_the_command_and_its_output(
     assert output == [" ".join(line.split()) for line in lines]
 
 
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama()), encoding="utf-8-sig")
+    with pytest.raises(SystemExit) as left:
+        main(["size", str(tmp_path)])
+    assert not left.value.code
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"x"', "\xff" * 10])
 def test_a_file_that_is_not_a_config_is_refused_in_one_line(
     tmp_path: Any, text: str, capsys: pytest.CaptureFixture[str]
