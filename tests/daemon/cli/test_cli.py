@@ -27,6 +27,7 @@ from kvtier_daemon import app
 from kvtier_daemon.cli import main
 from kvtier_daemon.cli.progress import progress
 from kvtier_daemon.cli.status import draw
+from kvtier_daemon.cli.tables import print_fitting, row, table_of
 from kvtier_daemon.config.schema import load, settled
 from kvtier_daemon.tiers.states import SWITCHED_OFF
 from kvtier_daemon.tools import config_check
@@ -603,6 +604,30 @@ def test_a_narrow_terminal_shows_every_label_and_number_in_shorter_bars(width):
     assert " 62% " in warm and "162,304" in warm and "40 GiB" in warm
     (tenant,) = [line for line in lines if line.startswith(" default")]
     assert tenant.split()[1:6] == ["62%", "40", "GiB", "64", "GiB"]
+
+
+@pytest.mark.parametrize("blocks", [1, 162_304])
+def test_the_copies_on_a_gpu_are_a_line_of_80_columns(blocks):
+    one = {"capacity_bytes": 141 * GIB, "used_bytes": 100.25 * GIB, "blocks": blocks}
+    hot = {"arena": {"gpus": {"3fa9c2d1-0000": one}}}
+    (line,) = [line for line in drawn(STATS | {"hot": hot}) if "GPU" in line or "141 GiB" in line]
+    assert line.startswith(" GPU 3fa9c2  █") and " 71% " in line and f"{blocks:,} block" in line
+
+
+@pytest.mark.parametrize("width", [24, 40, 50, 60, 80])
+def test_a_table_of_names_keeps_them_on_a_narrow_terminal(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    table = table_of(">space", "tenant~", "model~", ">warm", ">cold", ">used by")
+    row(table, "0", "default", "meta-llama/Llama-3.1-70B", "123,456", "1,234,567", "3")
+    print_fitting(table)
+    printed = capsys.readouterr().out
+    headings, *lines = printed.splitlines()
+    assert max(map(len, printed.splitlines())) <= width
+    at = [headings.index(name) for name in ("tenant", "model")]
+    ends = headings.find("warm") - 5 if "warm" in headings else None
+    assert "".join(line[at[0] : at[1]].strip() for line in lines) == "default"
+    assert "".join(line[at[1] : ends].strip() for line in lines) == "meta-llama/Llama-3.1-70B"
+    assert ("used by" in headings) == (width >= 60)
 
 
 def test_the_rate_of_a_store_is_shown_after_it_was_measured():
