@@ -15,6 +15,7 @@ from typing import Protocol
 import kvtier
 from kvtier import wire
 from kvtier.errors import ProtocolError, Refused, SpecError, bad_request
+from kvtier.layout import CONTROLS
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.config.members import Role
 from kvtier_daemon.observing.audit import AuditLog
@@ -545,7 +546,7 @@ class Session:
 
 def _shown(name: str) -> str:
     """A client's name without characters that would control the terminal of an operator who is shown it."""
-    return "".join(one if one.isprintable() else "?" for one in name[:LIMIT_NAME])
+    return CONTROLS.sub("?", name[:LIMIT_NAME])
 
 
 def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
