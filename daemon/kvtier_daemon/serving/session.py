@@ -476,6 +476,8 @@ class Session:
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None:
         assert code in wire.CODES, code
         self._server.failures[code] += 1
+        if self.tenant is not None and not self.peer.privileged:
+            text = self.tenant.may_see(text)
         self.send(wire.Failed(request_id, code, text, fatal))
         if fatal:
             self._server.errors.log(self.name, self.peer.uid, code, text)
