@@ -436,7 +436,7 @@ def test_status_metrics_and_explain_show_copies(
         assert values["kvtier_hot_copies_bytes"] == 3 * SIZE
         shown = kvtier("status", "--socket", daemon.socket, COLUMNS="80")
         (row,) = [line for line in shown.stdout.splitlines() if line.startswith(" GPU 000000 ")]
-        assert row.split()[-7:] == "192 KiB of 1 MiB 3 blocks".split()
+        assert row.split()[-7:] == ["192", "KiB", "of", "1", "MiB", "3", "blocks"]
         found = engine.explain(keys=Keys.of(keys).packed)["keys"]
         assert [one.get("gpus", []) for one in found] == [[GPU]] * 3 + [[]]
         told = kvtier("explain", "--socket", daemon.socket, keys[0].hex(), keys[3].hex())

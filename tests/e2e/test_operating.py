@@ -359,7 +359,9 @@ def test_a_failure_of_the_disk_does_not_name_another_tenant(
     script = (
         BE_NOBODY
         + f"""
-spec = KvSpec.dense(model="m", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", block_tokens=16, weights="w")
+spec = KvSpec.dense(
+    model="m", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", block_tokens=16, weights="w"
+)
 with Client.connect({daemon.socket!r}, populate=False) as client:
     print(client.stats())
     space = client.open(spec)
