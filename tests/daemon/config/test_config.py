@@ -750,6 +750,8 @@ def test_the_smallest_tenant_has_room_for_four_segments_in_each_directory(read):
         (COLD + 'segment = "32GiB"', "cold.segment: 32 GiB is more than 1/64 of cold.size"),
         ('[cold]\ndirectories = ["/d"]\nsize = "2MiB"', "cold.size: 2 MiB is too little"),
         (COLD + 'write = "around"', "cold.write: expected one of back, through"),
+        (COLD + "daily_writes = 700", "daily_writes: 700 B is less than 4 KiB; expected a size such"),
+        (COLD + 'daily_writes = "0.5KiB"', "cold.daily_writes: 512 B is less than 4 KiB"),
         (COLD + 'scrub = "4095"', "cold.scrub: 4.00 KiB is less than a page"),
         (COLD + 'scrub = "fast"', "expected bytes a second such as 16MiB, or 0 for none"),
         (COLD + 'codec = "zip"', "cold.codec: expected a known codec: auto, raw"),

@@ -140,7 +140,8 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
                 f"cold: {directory} is used by this daemon already, pid {owner}; if another of "
                 "cold.directories is the same directory, remove one"
                 if owner == str(pid)
-                else f"cold: {directory} is used by another daemon, pid {owner}"
+                else f"cold: {directory} is used by another daemon, pid {owner}: stop that one, or use "
+                "another directory"
             )
             raise InUseError(text, int(owner) if owner.isdecimal() else 0) from error
         except OSError as error:
