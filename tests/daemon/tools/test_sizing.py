@@ -246,6 +246,12 @@ def test_the_page_shows_the_command_and_its_output(
     assert output == [" ".join(line.split()) for line in lines]
 
 
+def test_a_file_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["size", "/dev/zero"])
+    assert left.value.code == 2 and "/dev/zero: is too long" in capsys.readouterr().err
+
+
 def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(llama()), encoding="utf-8-sig")
     with pytest.raises(SystemExit) as left:
