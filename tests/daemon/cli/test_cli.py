@@ -221,6 +221,7 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     listed = ", ".join(f'"{place}"' for place in places)
     file.write_text(f'[warm]\nsize = "64MiB"\n[cold]\nsize = "1GiB"\ndirectories = [{listed}]\n')
     monkeypatch.setattr(config_check, "DROPINS", units)
+    monkeypatch.setattr(config_check, "HIDDEN", {str(places[1]): "ProtectHome="})
     monkeypatch.setattr(config_check, "SERVICE_USER", pwd.getpwuid(os.geteuid()).pw_name)
 
     def hidden():
@@ -231,6 +232,13 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     dropin = units / "kvtierd.service.d" / "cold.conf"
     dropin.parent.mkdir(parents=True)
     (units / "kvtierd.service").touch()
+    dropin.write_text("[Service]\nProtectSystem=full\n")
+    (one,) = hidden()
+    assert f"{places[1]} is below {places[1]}, which the service's sandbox hides: use a dir" in one
+    dropin.write_text("[Service]\nProtectSystem=full\nProtectHome=no\n")
+    assert hidden() == []
+    monkeypatch.setattr(config_check, "HIDDEN", {})
+    dropin.unlink()
     assert [str(place) in one for place, one in zip(places, hidden(), strict=True)] == [True, True]
     dropin.write_text(f"[Service]\nReadWritePaths={places[0]}\n")
     (left,) = hidden()
