@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -178,4 +179,5 @@ def _say(error: Exception, advice: str, debug: bool) -> None:
         from kvtier_daemon.notify import ERROR, to_journal
 
         priority = ERROR if to_journal(2) else ""
-    print(f"{priority}kvtier: {named}{advice}", file=sys.stderr)
+    with suppress(OSError):  # a script sees the status although the message cannot be written
+        print(f"{priority}kvtier: {named}{advice}", file=sys.stderr)

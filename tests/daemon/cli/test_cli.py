@@ -341,6 +341,12 @@ def test_an_interrupt_has_its_own_code(run, answer):
     assert run("status")[0] == 130
 
 
+def test_the_status_is_the_same_if_nobody_can_be_told(tmp_path):
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "status", "--socket", str(tmp_path / "k")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, check=False).returncode == 3
+
+
 INTERRUPTED = """
 import signal, sys
 from importlib.metadata import entry_points
