@@ -75,7 +75,7 @@ def _watch(client: Client, seconds: float, quiet: bool) -> dict[str, Any]:
     from rich.live import Live
 
     totals = DemoTotals()
-    command = [sys.executable, "-m", "kvtier_daemon.tools.workload", client.socket]
+    command = [sys.executable, "-P", "-m", "kvtier_daemon.tools.workload", client.socket]
     engines = [
         subprocess.Popen([*command, str(number), str(seconds)], stdout=subprocess.PIPE)
         for number in range(ENGINES)

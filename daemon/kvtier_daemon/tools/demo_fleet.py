@@ -95,7 +95,7 @@ def _start_store(store: str, folder: Path, undo: contextlib.ExitStack) -> str:
     if store == "s3":
         data, key, secret = folder / "data", "kvtier", secrets.token_hex(16)
         (data / BUCKET).mkdir(parents=True)
-        command = [sys.executable, "-m", "nanio", "serve", "--data-dir", str(data)]
+        command = [sys.executable, "-P", "-m", "nanio", "serve", "--data-dir", str(data)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-access-log"]
         environment = {**os.environ, "NANIO_ACCESS_KEY": key, "NANIO_SECRET_KEY": secret}
         server = _start(command, log.fileno(), undo, environment)
@@ -116,7 +116,7 @@ def _start_store(store: str, folder: Path, undo: contextlib.ExitStack) -> str:
     _wait_for_port(port, master)
     # A third host, which lends memory: what A saves must not end with A.
     lender = subprocess.Popen(
-        [sys.executable, "-c", LEND, address, str(LENT_BYTES)],
+        [sys.executable, "-P", "-c", LEND, address, str(LENT_BYTES)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
     )  # fmt: skip
     undo.callback(_end, lender)

@@ -30,7 +30,7 @@ def temporary_daemon(
         f'socket = "{path}"\nstate = "{folder / "state"}"\nlog_level = "warning"\n'
         f'[warm]\nsize = "{warm_bytes}"\nkeep_s = 0\n{settings}'
     )
-    command = [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--config", str(config)]
+    command = [sys.executable, "-P", "-m", "kvtier_daemon.cli", "serve", "--config", str(config)]
     command += ["--with-process", str(os.getpid())]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
     daemon = subprocess.Popen(command, env=clean)
