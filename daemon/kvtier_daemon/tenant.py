@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from kvtier_daemon.tiers.base import (
 )
 from kvtier_daemon.tiers.warm import Extent, SharedCounter
 
+FOLDER = re.compile(r"/segments/([a-z0-9_-]+)")  # of a tenant, in a directory of the cold tier
 CALIBRATED_NUMBERS = frozenset({ECSQ, CACHEGEN})
 
 
@@ -91,6 +93,10 @@ class Tenant:
         parts = [partial(tier.forget, one, keys) for one in spaces for tier in tiers]
         parts += [partial(self.shared.forget, space, one) for one in others]
         return forget_in(parts, done)
+
+    def may_see(self, text: str) -> str:
+        """Return a text about the tier below memory, which all tenants share, without names of others."""
+        return FOLDER.sub(lambda at: at[0] if at[1] == self.name else "/segments/*", text)
 
     def identity_of(self, spec: KvSpec) -> bytes:
         return self.losses.identity(spec, self.name)

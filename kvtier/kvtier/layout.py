@@ -32,8 +32,8 @@ GROUP_NUMBERS = (
     "layers", "kv_heads", "head_dim", "parts", "window_tokens", "state_bytes", "opaque_bytes",
 )  # fmt: skip
 IDENTITY_VERSION = b"kvtier.space.1\0"
-# In a model's name they would control the terminals and logs that show it.
-CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# In the name of a model or a client they would control the terminals and logs that show it.
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 PAGE_MARK = "page:"  # prefix of the last word of a layout, which describes an engine's pages
 
 Kind = Literal["full", "window", "state"]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
+from kvtier import Client, Unavailable
 from support.daemons import kvtier
 
 ENOUGH = 20  # turns, of two engines
@@ -40,13 +48,46 @@ def test_the_demos_summary_is_consistent() -> None:
     assert 0.2 < summary["hit_rate"] < 1, summary
 
 
+def looked_up(place: str) -> int:
+    """How many tokens the engines of a demo have looked up in its daemon; 0 before there is one."""
+    for path in Path(place).glob("*/kvtier.sock"):
+        with contextlib.suppress(Unavailable), Client.connect(str(path), timeout_s=60) as client:
+            return int(client.stats()["lookup_tokens"])
+    return 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_demo_that_is_ended_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
+    # The name of the folder is short: it contains a socket.
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-P", "-m", "kvtier_daemon.cli", "demo", "--seconds", "600"]
+        environ = {**os.environ, "TMPDIR": place}
+        with (tmp_path / "output").open("w+") as output:
+            demo = subprocess.Popen(command, stdout=output, stderr=output, env=environ)
+            while not looked_up(place):
+                assert demo.poll() is None, (tmp_path / "output").read_text()
+                time.sleep(0.02)
+            demo.send_signal(number)
+            assert demo.wait() == 128 + number
+        assert os.listdir(place) == []
+    assert "Traceback" not in (tmp_path / "output").read_text()
+
+
+def test_no_file_of_the_working_directory_is_imported(tmp_path: Path) -> None:
+    """Neither by the daemon nor by the engines: another user may own the directory."""
+    for name in ("http", "json", "queue", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')\n")
+    command = [sys.executable, "-P", "-m", "kvtier_daemon.cli", "demo", "--seconds", "1", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["engines_failed"] == 0
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
         ("--seconds", "0", "--seconds: expected 1 to 86400, got 0"),
         ("--seconds", "-5", "--seconds: expected 1 to 86400, got -5"),
-        ("--seconds", "nan", "--seconds: expected 1 to 86400, got nan"),
-        ("--seconds", "inf", "--seconds: expected 1 to 86400, got inf"),
         ("--warm", "64G", "--warm: '64G' is ambiguous: "),
         ("--warm", "0", "--warm: 0 B is less than 256 MiB"),
         ("--warm", "255MiB", "--warm: 255 MiB is less than 256 MiB"),

@@ -434,9 +434,9 @@ def test_status_metrics_and_explain_show_copies(
         assert values["kvtier_hot_copies_blocks"] == {"ready": 3, "writing": 0, "quarantined": 0}
         assert values["kvtier_hot_copies_loads"] == {"found": 3, "absent": 1}
         assert values["kvtier_hot_copies_bytes"] == 3 * SIZE
-        # In 80 columns the name of the GPU is on a line of its own.
-        shown = kvtier("status", "--socket", daemon.socket, COLUMNS="100")
-        assert "copies" in shown.stdout and "192 KiB of 1 MiB on GPU 00000000" in shown.stdout
+        shown = kvtier("status", "--socket", daemon.socket, COLUMNS="80")
+        (row,) = [line for line in shown.stdout.splitlines() if line.startswith(" GPU 000000 ")]
+        assert row.split()[-7:] == ["192", "KiB", "of", "1", "MiB", "3", "blocks"]
         found = engine.explain(keys=Keys.of(keys).packed)["keys"]
         assert [one.get("gpus", []) for one in found] == [[GPU]] * 3 + [[]]
         told = kvtier("explain", "--socket", daemon.socket, keys[0].hex(), keys[3].hex())

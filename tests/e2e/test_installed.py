@@ -227,6 +227,22 @@ def test_a_disk_comes_and_goes_without_a_restart_of_the_service(machine: Machine
     assert python(machine, "load", LOAD, "patient") == "[1, 2, 3, 4]"
 
 
+def test_commands_point_to_the_service_if_it_does_not_serve(machine: Machine) -> None:
+    for command in printed(machine):
+        machine.do(command)
+    shows = "`systemctl status kvtierd` shows whether it starts, or why it failed"
+    machine.do("systemctl stop kvtierd.socket kvtierd.service")
+    stopped = machine.run(f"{PROGRAM} status")
+    assert stopped.returncode == 3 and f"No such file or directory; {shows}" in stopped.stderr
+    dropins, line = "/etc/systemd/system/kvtierd.service.d", "ExecStartPre=/bin/sleep infinity"
+    machine.do(f"mkdir -p {dropins}; printf '[Service]\\n{line}\\n' > {dropins}/slow.conf")
+    machine.do("systemctl daemon-reload; systemctl start kvtierd.socket")
+    starting = machine.run(f"{PROGRAM} status")
+    assert starting.returncode == 3
+    assert "systemd listens at /run/kvtier/kvtier.sock for a daemon" in starting.stderr
+    assert starting.stderr.strip().endswith(shows)
+
+
 STORE = """systemd-run --quiet --unit=store --setenv=NANIO_ACCESS_KEY=a --setenv=NANIO_SECRET_KEY=b \\
     /opt/kvtier/bin/python -c 'from nanio.cli import main; main()' serve --data-dir /srv/disk/objects \\
     --host 127.0.0.1 --port 9000 --log-level error --no-access-log"""

@@ -274,7 +274,7 @@ def test_a_long_list_is_sent_in_parts(shared_daemon: Daemon) -> None:
 
 BE_NOBODY = f"""
 import contextlib, io, os
-from kvtier import Client, Refused, wire
+from kvtier import Client, KvSpec, KvtierError, Refused, wire
 from kvtier_daemon.cli import main
 with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
     main(["status", "--socket", "/no/such/socket"])
@@ -338,6 +338,46 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
         # The operator sees both tenants.
         assert set(json_of("keys", "--socket", daemon.socket)["tenants"]) == {"ours", "theirs"}
         assert client.open(spec_of("secret-model")).match(keys).ready == 4
+
+
+def test_a_failure_of_the_disk_does_not_name_another_tenant(
+    open_folder: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to be somebody else")
+    cold = open_folder / "disk"
+    (cold / "segments").mkdir(parents=True, mode=0o700)
+    (cold / "segments/secret-corp").touch()  # a folder is expected: the directory cannot be used
+    config = (
+        f'socket_mode = "0666"\n[warm]\nsize = "64MiB"\n'
+        f'[cold]\ndirectories = ["{cold}"]\nsize = "1GiB"\n'
+        f'[tenants.secret-corp]\nuids = [0]\nquota = "50%"\n'
+        f'[tenants.theirs]\nuids = [{NOBODY}]\nquota = "50%"\n'
+    )
+    daemon = daemon_of(folder=open_folder, config=config)
+    assert "/segments/secret-corp: is not a directory" in daemon.stats()["tiers"]["cold"]["failure"]
+    script = (
+        BE_NOBODY
+        + f"""
+spec = KvSpec.dense(
+    model="m", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", block_tokens=16, weights="w"
+)
+with Client.connect({daemon.socket!r}, populate=False) as client:
+    print(client.stats())
+    space = client.open(spec)
+    keys = space.keys(list(range(16)))
+    space.save(keys, [bytes(spec.block_bytes)])
+    try:
+        space.forget(keys)
+    except KvtierError as error:
+        print(error)
+"""
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert told.stdout.count("/segments/*: is not a directory") == 2, told.stdout
+    assert "secret-corp" not in told.stdout
 
 
 def test_a_client_that_lists_keys_can_not_load_what_another_has_salted(

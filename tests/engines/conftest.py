@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if str(item.path).startswith(begin):
                     item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sockets() -> Iterator[Path]:
+    """Provide the folder of the engines' sockets: one that is killed leaves them, by default in /tmp."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-"))
+    ENVIRONMENT["VLLM_RPC_BASE_PATH"] = str(folder)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @dataclass(eq=False)

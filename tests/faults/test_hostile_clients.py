@@ -266,16 +266,17 @@ def test_unread_answers_wait_and_delay_further_requests(
 def test_no_name_that_a_client_gives_controls_an_operators_terminal(
     shared_daemon: Daemon,
 ) -> None:
-    with shared_daemon.connect(name="a\x1b[2J\nb\u202ec") as client:
+    with shared_daemon.connect(name="a\x1b[2J\nb\u202e\u200fc\xa0d") as client:
         space = client.open(spec_of("named"))
         space.match(space.keys(TOKENS))
         report = client.link.ask(wire.Spaces(client.link.new_id(), "", -1), wire.Report)
         shown = [one["client"] for one in msgspec.msgpack.decode(report.stats["clients"])]
-        assert "a?[2J?b?c" in shown
-        assert client.explain()["lookups"][0]["client"] == "a?[2J?b?c"
-        bad = msgspec.structs.replace(spec_of("named"), model="a\x1b[2J")
+        assert "a?[2J?b??c\xa0d" in shown
+        assert client.explain()["lookups"][0]["client"] == "a?[2J?b??c\xa0d"
         raw = Raw(shared_daemon)
-        assert raw.refusal(wire.Open(2, bad)) == "bad_spec"
+        for number, control in enumerate("\x1b\n\u202e\u200f", 2):
+            bad = msgspec.structs.replace(spec_of("named"), model=f"a{control}")
+            assert raw.refusal(wire.Open(number, bad)) == "bad_spec"
         raw.sock.close()
 
 

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from kvtier_daemon.cli.flags import plain
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits
+EXIT_INTERRUPTED = 130  # the status that a shell reports for SIGINT
 EXIT_UNREAD = 141  # the status that a shell reports for SIGPIPE
 IMPORTED = 50_000  # objects between two garbage collections: these took 20 ms of a daemon's imports
 USUAL = gc.get_threshold()
@@ -144,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         _say(error, "", debug)
         sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:  # before or after what typer runs
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the last one who could say it in a line
         _say(error, BUG, debug)
         sys.exit(EXIT_BUG)
@@ -175,4 +179,5 @@ def _say(error: Exception, advice: str, debug: bool) -> None:
         from kvtier_daemon.notify import ERROR, to_journal
 
         priority = ERROR if to_journal(2) else ""
-    print(f"{priority}kvtier: {named}{advice}", file=sys.stderr)
+    with suppress(OSError):  # a script sees the status although the message cannot be written
+        print(f"{priority}kvtier: {named}{advice}", file=sys.stderr)

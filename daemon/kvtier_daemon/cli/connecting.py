@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # The command answers within 2 s of its start. If its own start took longer, it waits longer for the daemon,
 # because the machine is slow.
 TOLD_S = 1.75
+UNIT = Path("/etc/systemd/system/kvtierd.service")
+SHOWN = "`systemctl status kvtierd` shows whether it starts, or why it failed"
 ANSWER_S, LEAST_ANSWER_S = 1.5, 1.0
 
 
@@ -71,7 +73,7 @@ def _why(path: Path, error: Exception) -> str:
     from kvtier.errors import ConfigError
     from kvtier.wire import LIMIT_SOCKET_PATH
     from kvtier_daemon.claim import is_stopped, named, owner_of
-    from kvtier_daemon.config.schema import default_socket
+    from kvtier_daemon.config.schema import SYSTEM_SOCKET, default_socket
 
     cause = error.__cause__
     if isinstance(cause, PermissionError):
@@ -82,6 +84,8 @@ def _why(path: Path, error: Exception) -> str:
         owner = owner_of(path)
     except ConfigError:  # the owner is unknown: report what the client found
         owner = None
+    if owner == 1:  # kvtierd.socket: systemd starts the daemon for the first client
+        return f"systemd listens at {path} for a daemon that does not serve: {error}; {SHOWN}"
     if owner is not None:
         advice = (
             f"it is stopped; `kill -CONT {owner}` continues it"
@@ -92,10 +96,10 @@ def _why(path: Path, error: Exception) -> str:
     reason = (cause.strerror or cause) if isinstance(cause, OSError) else error
     own = default_socket(os.environ, os.geteuid())
     nor = f", nor at {own}" if str(path) == client.DEFAULT_SOCKET and own != path else ""
-    return (
-        f"no daemon answers at {path}: {reason}{nor}; start one with `kvtier serve --warm-size "
-        "8GiB`, or give its path with --socket"
-    )
+    start = "start one with `kvtier serve --warm-size 8GiB`"
+    if path == SYSTEM_SOCKET and UNIT.exists():
+        start = SHOWN
+    return f"no daemon answers at {path}: {reason}{nor}; {start}, or give its path with --socket"
 
 
 def _closed(path: Path) -> str:

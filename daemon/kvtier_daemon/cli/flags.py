@@ -1,5 +1,6 @@
 """Flags and options that several commands share."""
 
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,14 @@ def flag(name: str, help: str) -> Any:
 
 def value(metavar: str, help: str, **more: Any) -> Any:
     """Return an option with a value. Its name is that of the parameter."""
-    return typer.Option(metavar=metavar, help=help, **more)
+    return typer.Option(metavar=metavar, help=help, callback=_finite, **more)
+
+
+def _finite(given: Any) -> Any:
+    """Return what was given, unless it is infinite or not a number: these pass every limit of a flag."""
+    if isinstance(given, float) and not isfinite(given):
+        raise typer.BadParameter(f"{given} is not a finite number")
+    return given
 
 
 Json = Annotated[bool, flag("--json", "Print one JSON object.")]

@@ -64,7 +64,7 @@ def _as_json(block: Block) -> dict[str, Any]:
 
 def _show_spaces(tenants: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     from kvtier.units import format_bytes
-    from kvtier_daemon.cli.tables import console_of, row, table_of
+    from kvtier_daemon.cli.tables import print_fitting, row, table_of
 
     table = table_of(
         ">space", "tenant~", "model~", ">block", ">warm", ">cold", ">bytes", ">used by"
@@ -78,14 +78,14 @@ def _show_spaces(tenants: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                 format_bytes(space["memory_bytes"] + space["disk_bytes"]), str(space["sessions"]),
             )  # fmt: skip
     if table.row_count:
-        console_of().print(table)
+        print_fitting(table)
     else:
         typer.echo("no spaces yet: no client has opened one")
 
 
 def _show_keys(found: Sequence[Block], space: Mapping[str, Any], limit: int) -> None:
     from kvtier.units import format_bytes
-    from kvtier_daemon.cli.tables import console_of, row, table_of
+    from kvtier_daemon.cli.tables import print_fitting, row, table_of
 
     typer.echo(
         f"space {space['space']} of {space['tenant']}, {space['model']}: {space['memory_blocks']:,}"
@@ -100,6 +100,6 @@ def _show_keys(found: Sequence[Block], space: Mapping[str, Any], limit: int) -> 
             block.state, format_bytes(block.frame_bytes) if block.on_disk else "-",
             str(block.leases), "yes" if block.wanted else "-",
         )  # fmt: skip
-    console_of().print(table)
+    print_fitting(table)
     if len(found) == limit:
         typer.echo(f"the first {limit:,}; --limit sets how many, --json prints whole keys")

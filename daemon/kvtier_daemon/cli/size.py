@@ -13,6 +13,7 @@ from kvtier_daemon.cli.tables import count
 if TYPE_CHECKING:
     from kvtier_daemon.tools.sizing import Cache
 
+MOST_CHARACTERS = 1 << 24  # of a config: so a file of weights by mistake is not read to its end
 LINKS = "3,7,25,50"  # GB/s: NVMe of the third and the fifth generation, PCIe 4 and 5 with 16 lanes
 
 
@@ -158,7 +159,11 @@ def _read(config: Path) -> tuple[Path, Any]:
 
     path = config / "config.json" if config.is_dir() else config
     try:
-        return path, loads(path.read_text())
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MOST_CHARACTERS)
+        if len(text) == MOST_CHARACTERS:
+            raise ConfigError(f"{path}: is too long for a config.json; give the model's")
+        return path, loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
 BAR_CELLS = 24
 LEAST_BAR_CELLS = 4
 LABEL_CELLS = 20
+NAME_CELLS = 12  # of a name that wraps: fewer are hard to read
 
 
 class Bar(Protocol):
@@ -84,6 +85,23 @@ def row(table: Table, *cells: str | Text) -> None:
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
+def print_fitting(table: Table) -> None:
+    """Print a table, without the numbers at its right for which the terminal is too narrow.
+
+    rich would take the room from the columns that wrap, and so lose names."""
+    from rich.cells import cell_len
+
+    console, columns = console_of(), table.columns
+
+    def width(column: Column) -> int:
+        longest = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+        return longest if column.no_wrap else min(longest, NAME_CELLS)
+
+    while columns[-1].no_wrap and sum(width(one) + 2 for one in columns) > console.width + 2:
+        columns.pop()
+    console.print(table)
+
+
 def share_rows(
     table: Table, label: str, whole: int, parts: Mapping[str, int], bar: Bar, cells: int = BAR_CELLS
 ) -> None:
@@ -132,16 +150,11 @@ def copies_rows(table: Table, stats: Mapping[str, Any], bar: Bar, cells: int = B
 
     for gpu, one in stats.get("hot", {}).get("arena", {}).get("gpus", {}).items():
         used, capacity = one["used_bytes"], one["capacity_bytes"]
-        amounts = f"{format_bytes(used)} of {format_bytes(capacity)} on GPU {gpu[:8]}"
-        share = percent(used, capacity)
-        row(
-            table,
-            "copies",
-            bar(used, capacity, cells),
-            share,
-            amounts,
-            count(one["blocks"], "block"),
-        )
+        amounts = f"{format_bytes(used)} of {format_bytes(capacity)}"
+        blocks = count(one["blocks"], "block")
+        # With the first digits of its UUID the label is as wide as "compressed".
+        label, share = f"GPU {gpu[:6]}", percent(used, capacity)
+        row(table, label, bar(used, capacity, cells), share, amounts, blocks)
 
 
 def falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -485,6 +485,8 @@ def _unusable(place: Path, mode: int) -> tuple[str, str]:
     """Return why nothing can be created in an existing directory, and the first part of the remedy."""
     if not stat.S_ISDIR(mode):
         return f"{place} is not a directory", ""
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        return f"{place} is on a read-only file system", "mount it read-write, or "
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
         return f"{place} is not writable for uid {os.geteuid()}", _GIVE
     return "", ""

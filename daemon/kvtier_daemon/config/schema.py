@@ -403,7 +403,10 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> ColdConfig
     usual = max(MIB, whole_pages(min(GIB, size // 64, smallest // 8)))
     segment = given.setdefault("segment_bytes", usual)
     if segment > size // 64 and ("cold", "segment") in parsed:
-        what = f"{format_bytes(segment)} is more than 1/64 of cold.size {format_bytes(size)}"
+        what = (
+            f"{format_bytes(segment)} is more than 1/64 of cold.size {format_bytes(size)}; use a "
+            "smaller segment, or a larger cold.size"
+        )
         raise unfit(("cold", "segment"), parsed["cold", "segment"][1].place, what)
     if smallest < LEAST_SEGMENTS * segment:
         what = (

@@ -64,7 +64,7 @@ Leaves = dict[KeyPath, Leaf]
 def of_file(file: Path) -> Leaves:
     """Return the leaves of a TOML file. Raises ConfigError if it is unreadable or invalid."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # with a byte order mark or without
         tree = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error

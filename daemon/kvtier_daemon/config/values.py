@@ -159,8 +159,10 @@ def _amount(value: object) -> str | int:
 def _bytes_from(low: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         amount = parse_bytes(_amount(value))
-        if amount < low:
-            raise ValueError(f"{format_bytes(amount)} is less than {format_bytes(low)}")
+        # A number without its unit would be rounded down to 0, which has a meaning of its own.
+        least = low or (PAGE_BYTES if amount else 0)
+        if amount < least:
+            raise ValueError(f"{format_bytes(amount)} is less than {format_bytes(least)}")
         return whole_pages(amount)
 
     return parse

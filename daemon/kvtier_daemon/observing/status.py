@@ -170,7 +170,9 @@ class StatusFigures:
             body["hot"]["arena"] = self._hot.report([each.name for each in tenants])
         if self._lower.tier is not None:
             reported = [each.name for each in tenants]
-            body["tiers"][self._lower.name] = self._lower.report(reported)
+            body["tiers"][self._lower.name] = lower = self._lower.report(reported)
+            if tenant is not None:
+                lower["failure"] = tenant.may_see(lower["failure"])
         if self._remote.is_configured:
             body["tiers"]["remote"] = self._remote.report([each.name for each in tenants])
         if tenant is None:

@@ -15,6 +15,7 @@ from typing import Protocol
 import kvtier
 from kvtier import wire
 from kvtier.errors import ProtocolError, Refused, SpecError, bad_request
+from kvtier.layout import CONTROLS
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.config.members import Role
 from kvtier_daemon.observing.audit import AuditLog
@@ -475,6 +476,8 @@ class Session:
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None:
         assert code in wire.CODES, code
         self._server.failures[code] += 1
+        if self.tenant is not None and not self.peer.privileged:
+            text = self.tenant.may_see(text)
         self.send(wire.Failed(request_id, code, text, fatal))
         if fatal:
             self._server.errors.log(self.name, self.peer.uid, code, text)
@@ -545,7 +548,7 @@ class Session:
 
 def _shown(name: str) -> str:
     """A client's name without characters that would control the terminal of an operator who is shown it."""
-    return "".join(one if one.isprintable() else "?" for one in name[:LIMIT_NAME])
+    return CONTROLS.sub("?", name[:LIMIT_NAME])
 
 
 def _greet(session: Session, server: Listener, request: wire.Hello) -> None:

@@ -25,7 +25,7 @@ from kvtier.key import Keys
 from kvtier.layout import KvSpec
 from kvtier.units import MIB
 from kvtier_daemon.tools import machine_limits
-from kvtier_daemon.tools.temporary_daemon import temporary_daemon
+from kvtier_daemon.tools.temporary_daemon import temporary_daemon, temporary_folder
 
 BLOCK_BYTES: Final = 2 * MIB
 BLOCKS: Final = 96  # per round: larger than the caches of a processor
@@ -53,9 +53,9 @@ def run(quick: bool, folder: Path | None, told: Told) -> dict[str, Any]:
     if not place.is_dir():
         raise ConfigError(f"--cold {place}: no such directory")
     _check_room(place)
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=place) as work:
-        rows, spread = _memory(Path(work), rounds, told)
-        rows += _disk(Path(work), rounds, told)
+    with temporary_folder("kvtier-bench-", place) as work:
+        rows, spread = _memory(work, rounds, told)
+        rows += _disk(work, rounds, told)
     return {
         "benchmark": "machine",
         "valid": spread <= LIMIT_SPREAD,

@@ -122,7 +122,7 @@ def configuration(path: Path, names: Redactor) -> str:
     lines: list[str] = []
     for number, file in enumerate(files):
         try:
-            found = tomllib.loads(file.read_text())
+            found = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             # The message may quote the file.
             lines.append(f"# file {number}: cannot be read: {type(error).__name__}")

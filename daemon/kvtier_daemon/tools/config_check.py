@@ -19,6 +19,7 @@ from kvtier_daemon.config.schema import SYSTEM_FILE, SYSTEM_SOCKET, SYSTEM_STATE
 from kvtier_daemon.secrets import wrong_secrets
 from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
 from kvtier_daemon.tiers.tier_keys import key_files
+from kvtier_daemon.tools.install import HIDDEN
 
 SERVICE_USER: Final = "kvtier"
 DROPINS: Final = Path("/etc/systemd/system")
@@ -56,14 +57,22 @@ def problems(file: Path | None, user: str | None) -> tuple[str, ...]:
 
 
 def _hidden_by_sandbox(loaded: LoadedConfig) -> tuple[str, ...]:
-    """Return the cold directories that no drop-in makes writable for the installed service."""
+    """Return the cold directories that the unit of the installed service hides, unless a drop-in has
+    settings of its own for that, and those that no drop-in makes writable."""
     config = loaded.config
     if config.cold is None or not any(DROPINS.glob("kvtierd*.service")):
         return ()
     lines = [line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
              for line in file.read_text(errors="replace").splitlines()]  # fmt: skip
-    if "ProtectSystem=full" in lines:
-        return ()
+    hidden = tuple(
+        f"cold directory: {place} is below {one}, which the service's sandbox hides: use a directory "
+        "elsewhere, such as /var/lib/kvtier/cold"
+        for place in config.cold.directories
+        for one, setting in HIDDEN.items()
+        if place.is_relative_to(one) and not any(line.startswith(setting) for line in lines)
+    )
+    if hidden or "ProtectSystem=full" in lines:
+        return hidden
     named = (line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths="))
     writable = [config.state, *(Path(one.lstrip("-+")) for paths in named for one in _words(paths))]
     return tuple(

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 from kvtier import Client, ConfigError
 from kvtier.units import MIB, format_bytes, parse_bytes
-from kvtier_daemon.tools.temporary_daemon import temporary_daemon
+from kvtier_daemon.tools.temporary_daemon import temporary_daemon, temporary_folder
 from kvtier_daemon.tools.workload import SPEC, ChatStep
 
 ENGINES = 2
@@ -58,8 +56,8 @@ def run(seconds: float, warm: str, as_json: bool) -> bool:
             "so one conversation would not fit"
         )
     with (
-        tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder,
-        temporary_daemon(Path(folder), warm_bytes, "demo") as (client, _),
+        temporary_folder("kvtier-demo-") as folder,
+        temporary_daemon(folder, warm_bytes, "demo") as (client, _),
     ):
         summary = _watch(client, seconds, quiet=as_json)
     if as_json:
@@ -75,7 +73,7 @@ def _watch(client: Client, seconds: float, quiet: bool) -> dict[str, Any]:
     from rich.live import Live
 
     totals = DemoTotals()
-    command = [sys.executable, "-m", "kvtier_daemon.tools.workload", client.socket]
+    command = [sys.executable, "-P", "-m", "kvtier_daemon.tools.workload", client.socket]
     engines = [
         subprocess.Popen([*command, str(number), str(seconds)], stdout=subprocess.PIPE)
         for number in range(ENGINES)
@@ -84,10 +82,15 @@ def _watch(client: Client, seconds: float, quiet: bool) -> dict[str, Any]:
     for reader in readers:
         reader.start()
     started = time.monotonic()
-    with Live(console=Console(stderr=quiet, quiet=quiet), refresh_per_second=8) as live:
-        while any(reader.is_alive() for reader in readers):
-            time.sleep(REDRAW_S)
-            live.update(_table(client.stats(), totals, time.monotonic() - started, seconds))
+    try:
+        with Live(console=Console(stderr=quiet, quiet=quiet), refresh_per_second=8) as live:
+            while any(reader.is_alive() for reader in readers):
+                time.sleep(REDRAW_S)
+                live.update(_table(client.stats(), totals, time.monotonic() - started, seconds))
+    except BaseException:  # the engines end before their daemon, of which each would complain
+        for process in engines:
+            process.kill()
+        raise
     failed = sum(process.wait(10) != 0 for process in engines)
     return _summary(client.stats(), totals, time.monotonic() - started, failed)
 

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from kvtier import Client, ConfigError, KvtierError, Space
 from kvtier.key import Keys
 from kvtier.units import MIB
 from kvtier_daemon.config.preflight import missing_library
-from kvtier_daemon.tools.temporary_daemon import temporary_daemon
+from kvtier_daemon.tools.temporary_daemon import temporary_daemon, temporary_folder
 from kvtier_daemon.tools.workload import SPEC
 
 PROMPTS: Final = 6
@@ -71,12 +70,9 @@ def run(store: str, as_json: bool) -> bool:
         raise ConfigError(f"--fleet {store}: the package {STORES[store]} is not installed")
     if store == "mooncake" and (missing := missing_library()):
         raise ConfigError(f"--fleet {store}: {missing}; install it (Debian: libibverbs1)")
-    with (
-        tempfile.TemporaryDirectory(prefix="kvtier-fleet-") as folder,
-        contextlib.ExitStack() as undo,
-    ):
-        section = _start_store(store, Path(folder), undo)
-        steps = _two_hosts(Path(folder), section, undo)
+    with temporary_folder("kvtier-fleet-") as folder, contextlib.ExitStack() as undo:
+        section = _start_store(store, folder, undo)
+        steps = _two_hosts(folder, section, undo)
     if as_json:
         print(json.dumps({"store": store, "steps": [asdict(one) for one in steps]}, indent=2))
     else:
@@ -95,7 +91,7 @@ def _start_store(store: str, folder: Path, undo: contextlib.ExitStack) -> str:
     if store == "s3":
         data, key, secret = folder / "data", "kvtier", secrets.token_hex(16)
         (data / BUCKET).mkdir(parents=True)
-        command = [sys.executable, "-m", "nanio", "serve", "--data-dir", str(data)]
+        command = [sys.executable, "-P", "-m", "nanio", "serve", "--data-dir", str(data)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--no-access-log"]
         environment = {**os.environ, "NANIO_ACCESS_KEY": key, "NANIO_SECRET_KEY": secret}
         server = _start(command, log.fileno(), undo, environment)
@@ -116,7 +112,7 @@ def _start_store(store: str, folder: Path, undo: contextlib.ExitStack) -> str:
     _wait_for_port(port, master)
     # A third host, which lends memory: what A saves must not end with A.
     lender = subprocess.Popen(
-        [sys.executable, "-c", LEND, address, str(LENT_BYTES)],
+        [sys.executable, "-P", "-c", LEND, address, str(LENT_BYTES)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
     )  # fmt: skip
     undo.callback(_end, lender)

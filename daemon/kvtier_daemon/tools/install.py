@@ -47,8 +47,11 @@ HEAD_OF_NODES: Final = """\
 # threads. It reads /etc/kvtier/node0/kvtier.toml and its conf.d, keeps its tenants' secrets in
 # /var/lib/kvtier-node0 and listens at /run/kvtier-node0/kvtier.sock. Otherwise as kvtierd.service.
 """
-# Directories that the unit's sandbox hides from the program.
-HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
+# Directories that the unit's sandbox hides, and the setting that does it.
+HOMES, TEMPORARY = "ProtectHome=", "PrivateTmp="
+HIDDEN: Final = {
+    "/home": HOMES, "/root": HOMES, "/run/user": HOMES, "/tmp": TEMPORARY, "/var/tmp": TEMPORARY,
+}  # fmt: skip
 SHARE: Final = 4  # of the machine's memory in a first configuration
 TOOLS: Final = "/usr/bin:/bin:/usr/sbin:/sbin"  # where the programs of the printed commands are
 

@@ -21,7 +21,10 @@ FORMATS = (
     *STATE_BYTES, "fp8", "int8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head",
     "nvfp4", *PACKED_MLA,
 )  # fmt: skip
-FORMAT_ALIASES = {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "half": "float16", "float": "float32"}
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+FORMAT_ALIASES = {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", **DTYPE_ALIASES}
+MAX_NUMBER = (1 << 31) - 1
+MAX_LAYERS = 10_000  # each costs time here; published models have fewer than 200
 NESTED = ("text_config", "llm_config", "language_config", "text_model_config")
 # Defaults of classes for nested configs: published files leave these out.
 NESTED_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -159,28 +162,26 @@ class _Fields:
             (value for name in names if (value := self._config.get(name)) is not None), None
         )
 
-    def number(self, *names: str, least: int = 1) -> int:
-        value = self.maybe(*names, least=least)
+    def number(self, *names: str, least: int = 1, most: int = MAX_NUMBER) -> int:
+        value = self.maybe(*names, least=least, most=most)
         if value is None:
             also = f" (or as {', '.join(names[1:])})" if names[1:] else ""
             raise self.wrong(names[0], f"is missing{also}")
         return value
 
-    def maybe(self, *names: str, least: int = 1) -> int | None:
+    def maybe(self, *names: str, least: int = 1, most: int = MAX_NUMBER) -> int | None:
         for name in names:
-            value = self._config.get(name)
-            if value is None:
-                continue
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not least <= value < 1 << 31
-            ):
-                raise self.wrong(name, f"{value!r} is not an integer of at least {least}")
-            return int(value)
+            if (value := self._config.get(name)) is not None:
+                return self.integer(name, value, least, most)
         return None
+
+    def integer(self, name: str, value: Any, least: int = 1, most: int = MAX_NUMBER) -> int:
+        """Return the value of this field if it is an integer within these limits."""
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(name, f"{value!r} is not an integer from {least:,} to {most:,}")
+        return value
 
     def items(self, name: str) -> list[Any] | None:
         value = self._config.get(name)
@@ -235,8 +236,14 @@ def _text_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def _dtype(fields: _Fields, remarks: list[str]) -> str:
     value = fields.get("dtype", "torch_dtype")
     name = str(value).removeprefix("torch.") if value is not None else ""
+    name = DTYPE_ALIASES.get(name, name)
     if name in ("bfloat16", "float16"):
         return name
+    if name not in ("", "auto", "float32", "float64") and not name.startswith("float8_"):
+        named = "torch_dtype" if fields.get("dtype") is None else "dtype"
+        raise fields.wrong(
+            named, f"{value!r} is no float type of torch, such as bfloat16; correct or remove it"
+        )
     remarks.append(
         f"the config's dtype is {name or 'missing'}: counted as bfloat16, as engines run it"
     )
@@ -302,7 +309,8 @@ def _layers(
     for index, kind in enumerate(kinds[: len(kinds) - shared]):
         layer = whole
         if by_layer:
-            layer = replace(whole, **_share(fields, int(heads[index]), parallel))
+            own = fields.integer(f"num_key_value_heads[{index}]", heads[index])
+            layer = replace(whole, **_share(fields, own, parallel))
         if kind in ("full", "both"):
             found.append(_wide(fields, layer, parallel))
         if kind in ("window", "chunk"):
@@ -371,15 +379,12 @@ def _kinds(fields: _Fields) -> list[str]:
 
 def _layer_count(fields: _Fields) -> int:
     if fields.maybe(*LAYERS) is None:
-        for name in (
-            "layer_types",
-            "layers_block_type",
-            "hybrid_override_pattern",
-            "block_configs",
-        ):
-            if value := fields.get(name):
+        if pattern := fields.get("hybrid_override_pattern"):
+            return len(str(pattern))
+        for name in ("layer_types", "layers_block_type", "block_configs"):
+            if value := fields.items(name):
                 return len(value)
-    return fields.number(*LAYERS)
+    return fields.number(*LAYERS, most=MAX_LAYERS)
 
 
 def _windowed_kinds(fields: _Fields, count: int, model: str) -> list[str]:
@@ -388,6 +393,8 @@ def _windowed_kinds(fields: _Fields, count: int, model: str) -> list[str]:
     pattern = fields.get(
         "sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers"
     )
+    if isinstance(pattern, str | list) and not pattern:
+        raise fields.wrong("sliding_window_pattern", f"{pattern!r} is empty")
     if isinstance(pattern, str):
         return ["window" if pattern[i % len(pattern)] == "L" else "full" for i in range(count)]
     if isinstance(pattern, list):
@@ -436,6 +443,12 @@ def _is_no_attention(block: Any) -> bool:
     )
 
 
+def _group_size(fields: _Fields, block: Any) -> int:
+    attention = block.get("attention") if isinstance(block, Mapping) else None
+    size = attention.get("n_heads_in_group") if isinstance(attention, Mapping) else None
+    return fields.integer("block_configs: attention: n_heads_in_group", size)
+
+
 def _window(fields: _Fields, kinds: Sequence[str]) -> int:
     if "chunk" in kinds:
         return fields.number("attention_chunk_size")
@@ -476,16 +489,12 @@ def _kv_heads(fields: _Fields) -> int:
         return int(nested["kv_n_heads"])
     blocks = fields.items("block_configs")
     if blocks is not None:
-        sizes = {
-            block["attention"]["n_heads_in_group"]
-            for block in blocks
-            if not _is_no_attention(block)
-        }
+        sizes = {_group_size(fields, block) for block in blocks if not _is_no_attention(block)}
         if len(sizes) != 1:
             raise fields.wrong(
                 "block_configs", "layers with different numbers of heads are not supported"
             )
-        return fields.number(*HEADS) // int(sizes.pop())
+        return fields.number(*HEADS) // sizes.pop()
     return fields.maybe(*KV_HEADS) or fields.number(*HEADS)
 
 

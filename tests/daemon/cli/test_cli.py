@@ -6,6 +6,7 @@ import os
 import pwd
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from kvtier_daemon import app
 from kvtier_daemon.cli import main
 from kvtier_daemon.cli.progress import progress
 from kvtier_daemon.cli.status import draw
+from kvtier_daemon.cli.tables import print_fitting, row, table_of
 from kvtier_daemon.config.schema import load, settled
 from kvtier_daemon.tiers.states import SWITCHED_OFF
 from kvtier_daemon.tools import config_check
@@ -219,6 +221,7 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     listed = ", ".join(f'"{place}"' for place in places)
     file.write_text(f'[warm]\nsize = "64MiB"\n[cold]\nsize = "1GiB"\ndirectories = [{listed}]\n')
     monkeypatch.setattr(config_check, "DROPINS", units)
+    monkeypatch.setattr(config_check, "HIDDEN", {str(places[1]): "ProtectHome="})
     monkeypatch.setattr(config_check, "SERVICE_USER", pwd.getpwuid(os.geteuid()).pw_name)
 
     def hidden():
@@ -229,6 +232,13 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     dropin = units / "kvtierd.service.d" / "cold.conf"
     dropin.parent.mkdir(parents=True)
     (units / "kvtierd.service").touch()
+    dropin.write_text("[Service]\nProtectSystem=full\n")
+    (one,) = hidden()
+    assert f"{places[1]} is below {places[1]}, which the service's sandbox hides: use a dir" in one
+    dropin.write_text("[Service]\nProtectSystem=full\nProtectHome=no\n")
+    assert hidden() == []
+    monkeypatch.setattr(config_check, "HIDDEN", {})
+    dropin.unlink()
     assert [str(place) in one for place, one in zip(places, hidden(), strict=True)] == [True, True]
     dropin.write_text(f"[Service]\nReadWritePaths={places[0]}\n")
     (left,) = hidden()
@@ -329,6 +339,42 @@ def test_debug_shows_the_traceback(run, answer, error, words):
 def test_an_interrupt_has_its_own_code(run, answer):
     answer(KeyboardInterrupt())
     assert run("status")[0] == 130
+
+
+def test_the_status_is_the_same_if_nobody_can_be_told(tmp_path):
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "status", "--socket", str(tmp_path / "k")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, check=False).returncode == 3
+
+
+INTERRUPTED = """
+import signal, sys
+from importlib.metadata import entry_points
+
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        if name == IMPORTED:
+            signal.raise_signal(signal.SIGINT)
+
+(entry,) = entry_points(group="console_scripts", name="kvtier")
+sys.meta_path.insert(0, Interrupted())
+entry.load()()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "status"),
+    [("typer", -signal.SIGINT), ("kvtier_daemon.cli.size", 130), ("kvtier.client", 130)],
+)
+def test_an_interrupt_during_an_import_prints_nothing(imported, status):
+    command = "status" if imported == "kvtier.client" else "size"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"IMPORTED = {imported!r}{INTERRUPTED}", command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (status, "", "")
 
 
 # --- serve ----------------------------------------------------------------------------------------
@@ -572,6 +618,30 @@ def test_a_narrow_terminal_shows_every_label_and_number_in_shorter_bars(width):
     assert " 62% " in warm and "162,304" in warm and "40 GiB" in warm
     (tenant,) = [line for line in lines if line.startswith(" default")]
     assert tenant.split()[1:6] == ["62%", "40", "GiB", "64", "GiB"]
+
+
+@pytest.mark.parametrize("blocks", [1, 162_304])
+def test_the_copies_on_a_gpu_are_a_line_of_80_columns(blocks):
+    one = {"capacity_bytes": 141 * GIB, "used_bytes": 100.25 * GIB, "blocks": blocks}
+    hot = {"arena": {"gpus": {"3fa9c2d1-0000": one}}}
+    (line,) = [line for line in drawn(STATS | {"hot": hot}) if "GPU" in line or "141 GiB" in line]
+    assert line.startswith(" GPU 3fa9c2  █") and " 71% " in line and f"{blocks:,} block" in line
+
+
+@pytest.mark.parametrize("width", [24, 40, 50, 60, 80])
+def test_a_table_of_names_keeps_them_on_a_narrow_terminal(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    table = table_of(">space", "tenant~", "model~", ">warm", ">cold", ">used by")
+    row(table, "0", "default", "meta-llama/Llama-3.1-70B", "123,456", "1,234,567", "3")
+    print_fitting(table)
+    printed = capsys.readouterr().out
+    headings, *lines = printed.splitlines()
+    assert max(map(len, printed.splitlines())) <= width
+    at = [headings.index(name) for name in ("tenant", "model")]
+    ends = headings.find("warm") - 5 if "warm" in headings else None
+    assert "".join(line[at[0] : at[1]].strip() for line in lines) == "default"
+    assert "".join(line[at[1] : ends].strip() for line in lines) == "meta-llama/Llama-3.1-70B"
+    assert ("used by" in headings) == (width >= 60)
 
 
 def test_the_rate_of_a_store_is_shown_after_it_was_measured():

@@ -425,6 +425,15 @@ def test_a_missing_file_and_a_file_that_is_not_text_are_errors(tmp_path):
         load(tmp_path / "bad.toml", environ={})
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "marked.toml"
+    file.write_text('[warm]\nsize = "8MiB"\n', encoding="utf-8-sig")
+    assert load(file, environ={}).config.warm.size_bytes == 8 * MIB
+    file.write_text('[warm]\nsize = "8QiB"\n', encoding="utf-8-sig")
+    with pytest.raises(ConfigError, match=r"marked\.toml:2: warm\.size: "):
+        load(file, environ={})
+
+
 def test_an_error_in_a_piece_names_the_piece(read):
     with pytest.raises(ConfigError, match=r"conf\.d/9\.toml:2: warm\.sise: unknown key"):
         read(WARM, pieces={"9.toml": "[warm]\nsise = 1"})
@@ -741,6 +750,8 @@ def test_the_smallest_tenant_has_room_for_four_segments_in_each_directory(read):
         (COLD + 'segment = "32GiB"', "cold.segment: 32 GiB is more than 1/64 of cold.size"),
         ('[cold]\ndirectories = ["/d"]\nsize = "2MiB"', "cold.size: 2 MiB is too little"),
         (COLD + 'write = "around"', "cold.write: expected one of back, through"),
+        (COLD + "daily_writes = 700", "daily_writes: 700 B is less than 4 KiB; expected a size such"),
+        (COLD + 'daily_writes = "0.5KiB"', "cold.daily_writes: 512 B is less than 4 KiB"),
         (COLD + 'scrub = "4095"', "cold.scrub: 4.00 KiB is less than a page"),
         (COLD + 'scrub = "fast"', "expected bytes a second such as 16MiB, or 0 for none"),
         (COLD + 'codec = "zip"', "cold.codec: expected a known codec: auto, raw"),

@@ -1,14 +1,16 @@
 import os
 import resource
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.units import GIB, MIB
 from kvtier_daemon.config import preflight
 from kvtier_daemon.config.preflight import MachineFinding
 from kvtier_daemon.config.schema import load
+from kvtier_daemon.tiers.cold.directory_lock import claim
 
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -366,6 +368,21 @@ def test_a_state_directory_may_be_missing(tmp_path):
     assert finding.ok
     assert "will be created" in finding.value
     assert not (tmp_path / "a").exists()
+
+
+def test_a_directory_on_a_read_only_file_system_is_refused_with_that_reason(tmp_path):
+    mount = ["mount", "--bind", tmp_path, tmp_path], ["mount", "-o", "remount,bind,ro", tmp_path]
+    if os.geteuid() != 0 or subprocess.run(mount[0], check=False, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        subprocess.run(mount[1], check=True)
+        (found,) = preflight.cold_directories([tmp_path])
+        assert (found.ok, found.value) == (False, f"{tmp_path} is on a read-only file system")
+        assert found.fix == "mount it read-write, or remove it from cold.directories"
+        with pytest.raises(TierError, match="Read-only file system; mount its file system read-w"):
+            claim(tmp_path, os.getpid())
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_two_paths_to_the_same_cold_directory_are_refused(tmp_path):

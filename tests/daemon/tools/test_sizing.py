@@ -176,6 +176,16 @@ def test_a_sequence_keeps_its_windows_and_one_state() -> None:
         (llama(layer_types=["sliding_attention"] * 32), "sliding_window: is missing"),
         (llama(hidden_size=4097), "hidden_size: 4097 cannot be divided"),
         (llama(layer_types=["mamba"] * 32), "mamba_d_conv: is missing"),
+        (llama(num_hidden_layers=1_000_000_000), "1000000000 is not an integer from 1 to 10,000"),
+        (llama(torch_dtype="bfloat17"), "torch_dtype: 'bfloat17' is no float type of torch"),
+        (llama(dtype=16), "dtype: 16 is no float type of torch"),
+        (llama(num_key_value_heads=["a"] * 32), r"num_key_value_heads\[0\]: 'a' is not an integer"),
+        (llama(block_configs=[{}] * 32), "n_heads_in_group: None is not an integer"),
+        (
+            llama(sliding_window=9, sliding_window_pattern=""),
+            "sliding_window_pattern: '' is empty",
+        ),
+        ({"layer_types": 7}, "layer_types: is not a list"),
         ({}, "num_hidden_layers: is missing"),
         ([], "not a JSON object"),
     ],
@@ -236,6 +246,19 @@ def test_the_page_shows_the_command_and_its_output(
     assert output == [" ".join(line.split()) for line in lines]
 
 
+def test_a_file_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["size", "/dev/zero"])
+    assert left.value.code == 2 and "/dev/zero: is too long" in capsys.readouterr().err
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama()), encoding="utf-8-sig")
+    with pytest.raises(SystemExit) as left:
+        main(["size", str(tmp_path)])
+    assert not left.value.code
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"x"', "\xff" * 10])
 def test_a_file_that_is_not_a_config_is_refused_in_one_line(
     tmp_path: Any, text: str, capsys: pytest.CaptureFixture[str]
@@ -245,3 +268,16 @@ def test_a_file_that_is_not_a_config_is_refused_in_one_line(
         main(["size", str(tmp_path)])
     output = capsys.readouterr().err
     assert left.value.code == 2 and output.count("\n") == 1 and "config.json" in output
+
+
+@pytest.mark.parametrize("flag", ["--gpu-share", "--latency-ms", "--prefill-rate", "--gpu-hour"])
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_flag_takes_finite_numbers_only(
+    tmp_path: Path, flag: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama()))
+    with pytest.raises(SystemExit) as left:
+        main(["size", str(tmp_path), flag, number])
+    output = capsys.readouterr().err
+    assert left.value.code == 2
+    assert flag in output

@@ -7,6 +7,7 @@ The process that opens the index calls this; see index_child.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -127,6 +128,8 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
             undo.callback(os.close, fd)
         except OSError as error:
             remedy = f"create it as a directory that uid {os.geteuid()} may write to"
+            if error.errno == errno.EROFS:
+                remedy = "mount its file system read-write"
             text = f"cold: cannot use {directory}: {error.strerror}; {remedy}"
             raise TierError(text) from error
         try:
@@ -137,7 +140,8 @@ def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[in
                 f"cold: {directory} is used by this daemon already, pid {owner}; if another of "
                 "cold.directories is the same directory, remove one"
                 if owner == str(pid)
-                else f"cold: {directory} is used by another daemon, pid {owner}"
+                else f"cold: {directory} is used by another daemon, pid {owner}: stop that one, or use "
+                "another directory"
             )
             raise InUseError(text, int(owner) if owner.isdecimal() else 0) from error
         except OSError as error:

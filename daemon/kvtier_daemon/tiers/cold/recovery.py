@@ -5,6 +5,7 @@ Runs in a thread: a call consists of a few long calls without the GIL.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,10 @@ def recover(
         finally:
             os.close(fd)
     except OSError as error:
-        raise TierError(f"{path}: cannot be read: {error.strerror}") from error
+        why = f"cannot be read: {error.strerror}"
+        if error.errno == errno.ELOOP:  # of O_NOFOLLOW
+            why = f"is a symbolic link: other users may have access; not using it: run `rm {path}`"
+        raise TierError(f"{path}: {why}") from error
 
 
 def _read_head(
