@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 ANSWER_S = 45.0  # in which each request must be answered
 RECEIVE_BYTES = 1 << 16
+RIGHTS_BYTES = socket.CMSG_LEN(8 * array("i").itemsize)  # of descriptors
 GENERATION = struct.Struct("<Q")
 # Failures that a client may get, by the code.
 EXPECTED = {"disk_failed", "too_many"}
@@ -198,12 +200,13 @@ class Link:
             self._pause()
             return
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, RECEIVE_BYTES, 8)
+            data, rights, _, _ = self.sock.recvmsg(RECEIVE_BYTES, RIGHTS_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            data, fds = b"", []
-        self._fds.extend(fds)
+            data, rights = b"", []
+        for _, _, fds in rights:
+            self._fds.extend(array("i", fds))
         if not data:
             self._lost()
             return

@@ -38,7 +38,7 @@ from .plan import TENANTS, SimulatedConfig
 # isort: split
 from kvtier_daemon import app as app_module
 from kvtier_daemon.app import App
-from kvtier_daemon.catalog import blocks, demotion, expiring, reading
+from kvtier_daemon.catalog import admission, blocks, demotion, expiring, reading
 from kvtier_daemon.config.schema import ColdConfig, Config, LoadedConfig, TenantConfig, WarmConfig
 from kvtier_daemon.observing import loop_lag
 from kvtier_daemon.planning import recomputed
@@ -170,7 +170,7 @@ def install() -> None:
     directory_lock._warn_of_missing_index = lambda *_: None
     directory._trusted = lambda _, fd: fd
     directory.ColdDirectory.lacks_bytes = lambda _: 0
-    recomputed.NOTES_BYTES = 4096
+    admission.NOTES_BYTES = recomputed.NOTES_BYTES = 4096
     recovery.os = eraser.os = FaultyFiles()
     recovery.distrust = lambda *_, **__: ("", "")
     warm.Prefaulter = Prefaulter
@@ -270,8 +270,6 @@ class Daemon:
         self.is_up = True
         self.is_stopping = False
         self.connections: list[socket.socket] = []
-        for at in range(machine.config.directories):
-            (machine.folder / f"disk{at}").mkdir(mode=0o700, exist_ok=True)
         machine.begin_daemon()
         set_portions(machine.config.is_portioned)
         machine.loop = self.loop = SimulatedLoop(machine)
@@ -360,6 +358,10 @@ class Daemon:
         self.listener.close()
         for tenant in self.app.tenants.values():  # the process does not close its mapping before
             tenant.catalog.blocks.forgets, tenant.forget_count = array("Q", (0,)), None
+            for space in tenant.catalog.spaces:
+                # Notes of lookups refer to a space. The garbage collector does not see them, so what a
+                # space refers to would never be freed.
+                space.watches.clear()
         for finalizer in machine.finalizers:
             finalizer()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
@@ -19,49 +19,49 @@ if TYPE_CHECKING:
 class NumberedTask(asyncio.Task[Any]):
     """Its hash is its number, so that sets of tasks have the same order in each run."""
 
-    made = 0
+    numbers = itertools.count(1)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        NumberedTask.made += 1
-        self.number = NumberedTask.made
-        super().__init__(*args, **kwargs)
+    def __init__(self, work: Coroutine[Any, Any, Any], loop: SimulatedLoop, **more: Any) -> None:
+        self.number = next(self.numbers)
+        super().__init__(work, loop=loop, **more)
 
     def __hash__(self) -> int:
         return self.number
 
 
-class Handle(asyncio.Handle):
-    """A handle that is made without questions about debugging."""
+class Handle:
+    """What a task uses of an `asyncio.Handle`. It is made without questions about debugging."""
 
-    __slots__ = ()
+    _cancelled = False
 
-    def __init__(
-        self, call: Callable[..., object], args: Any, loop: Any, context: Context | None
-    ) -> None:
+    def __init__(self, call: Callable[..., object], args: Any, context: Context | None) -> None:
         self._context = copy_context() if context is None else context
-        self._loop = loop
-        self._cancelled = False
         self._callback = call
         self._args = args
-        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback, self._args = _nothing, ()
+
+    def cancelled(self) -> bool:
+        return self._cancelled
 
 
 class Timer(Handle):
-    __slots__ = ("_when",)
-
     def __init__(
-        self,
-        when: float,
-        call: Callable[..., object],
-        args: Any,
-        loop: Any,
-        context: Context | None,
+        self, when: float, call: Callable[..., object], args: Any, context: Context | None
     ) -> None:
-        super().__init__(call, args, loop, context)
+        self._context = copy_context() if context is None else context
+        self._callback = call
+        self._args = args
         self._when = when
 
     def when(self) -> float:
         return self._when
+
+
+def _nothing() -> None:
+    """What a cancelled handle calls."""
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
@@ -71,18 +71,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine = machine
-        self.readers: dict[int, asyncio.Handle] = {}
-        self.writers: dict[int, asyncio.Handle] = {}
-        self.signals: dict[int, asyncio.Handle] = {}
+        self.readers: dict[int, Handle] = {}
+        self.writers: dict[int, Handle] = {}
+        self.signals: dict[int, Handle] = {}
         self.timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
-        self.set_task_factory(self._make_task)
 
-    @staticmethod
-    def _make_task(
-        loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **more: Any
-    ) -> NumberedTask:
-        return NumberedTask(work, loop=loop, **more)
+    def create_task(self, work: Any, **more: Any) -> Any:
+        return NumberedTask(work, self, **more)
 
     def time(self) -> float:
         return CLOCK.now
@@ -93,21 +89,24 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # --- callbacks ---------------------------------------------------------------------------
 
     def call_soon(self, call: Any, *args: Any, context: Context | None = None) -> Any:
-        handle = Handle(call, args, self, context)
+        handle = Handle(call, args, context)
         self._ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
     def call_at(self, when: float, call: Any, *args: Any, context: Context | None = None) -> Any:
-        timer = Timer(when, call, args, self, context)
+        timer = Timer(when, call, args, context)
         heapq.heappush(self.timers, (when, next(self._numbers), timer))
         return timer
 
     def call_later(
         self, delay: float, call: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        return self.call_at(CLOCK.now + delay, call, *args, context=context)
+        when = CLOCK.now + delay
+        timer = Timer(when, call, args, context)
+        heapq.heappush(self.timers, (when, next(self._numbers), timer))
+        return timer
 
     # --- what the machine asks ---------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             heapq.heappop(timers)
         return timers[0][0] if timers else float("inf")
 
-    def run_once(self, ready: list[asyncio.Handle]) -> None:
+    def run_once(self, ready: Sequence[Handle]) -> None:
         """Run one iteration, with these callbacks of descriptors."""
         queue, timers, now = self._ready, self.timers, CLOCK.now
         queue.extend(ready)
@@ -143,20 +142,20 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # --- descriptors and signals -------------------------------------------------------------
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
-        self.readers[fd] = Handle(callback, args, self, None)
+        self.readers[fd] = Handle(callback, args, None)
         self.machine.watch(fd)
 
     def remove_reader(self, fd: Any) -> bool:
         return self._removed(self.readers, fd)
 
     def add_writer(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
-        self.writers[fd] = Handle(callback, args, self, None)
+        self.writers[fd] = Handle(callback, args, None)
         self.machine.watch(fd)
 
     def remove_writer(self, fd: Any) -> bool:
         return self._removed(self.writers, fd)
 
-    def _removed(self, watched: dict[int, asyncio.Handle], fd: int) -> bool:
+    def _removed(self, watched: dict[int, Handle], fd: int) -> bool:
         handle = watched.pop(fd, None)
         if handle is not None:
             handle.cancel()
@@ -164,7 +163,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return handle is not None
 
     def add_signal_handler(self, number: int, callback: Callable[..., object], *args: Any) -> None:
-        self.signals[number] = Handle(callback, args, self, None)
+        self.signals[number] = Handle(callback, args, None)
 
     def raise_signal(self, number: int) -> None:
         handle = self.signals[number]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
 import itertools
 import logging
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,7 +100,9 @@ class Listener:
     def connect(self, process: Process, buffer_bytes: int) -> tuple[socket.socket, Connection]:
         client, accepted = socket.socketpair()
         client.setblocking(False)
-        connection = Connection(fileno=accepted.detach())
+        # With the kind, which the class would ask the kernel for.
+        kind = accepted.family, accepted.type, accepted.proto
+        connection = Connection(*kind, fileno=accepted.detach())
         connection.process = process
         if buffer_bytes:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
@@ -189,7 +191,9 @@ class FaultyFiles:
     """Replaces `os` where segments are scanned and erased: reads and syncs may fail."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        right = getattr(os, name)
+        setattr(self, name, right)
+        return right
 
     def pread(self, fd: int, nbytes: int, at: int) -> bytes:
         disk = MACHINE.now.disk
@@ -870,7 +874,7 @@ class Machine:
         return 0.002 * self.chance.random() ** 4
 
     def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self._events, (CLOCK.now + delay_s, next(self._numbers), call, args))
+        heappush(self._events, (CLOCK.now + delay_s, next(self._numbers), call, args))
 
     def watch(self, fd: int) -> None:
         """Note that a task waits for this descriptor, or no longer."""
@@ -897,7 +901,8 @@ class Machine:
         draw = self._random()
         due = events[0][0] if events else NEVER
         if due <= now and draw < 0.5:
-            self._run_event()
+            _, _, call, args = heappop(events)
+            call(*args)
             return True
         loop_at = NEVER if loop is None else 0.0 if loop._ready else loop.next_at
         is_idle = due > now and loop_at > now
@@ -913,7 +918,8 @@ class Machine:
             CLOCK.now = now + draw * self.config.iteration_s
             loop.run_once(for_daemon)
         elif due <= now:
-            self._run_event()
+            _, _, call, args = heappop(events)
+            call(*args)
         else:
             then = min(due, loop_at)
             if then > until:
@@ -924,11 +930,14 @@ class Machine:
 
     def _ready(self) -> tuple[list[Any], list[Callable[[], None]]]:
         """The callbacks of descriptors that are ready: the daemon's, and those of clients."""
+        found = self._poll.poll(0)
+        if not found:
+            self.may_be_ready = False
+            return [], []
+        self.may_be_ready = True
         loop = self.loop
         for_daemon: list[Any] = []
         for_clients: list[Callable[[], None]] = []
-        found = self._poll.poll(0)
-        self.may_be_ready = bool(found)
         for fd, what in found:
             if what & POLLNVAL:
                 self.violate(f"descriptor {fd} is watched and is closed")
@@ -941,12 +950,9 @@ class Machine:
                 for_daemon.append(loop.writers[fd])
         return for_daemon, for_clients
 
-    def _run_event(self) -> None:
-        _, _, call, args = heapq.heappop(self._events)
-        call(*args)
-
     def run(self, until: float) -> None:
-        while self.step(until):
+        step = self.step
+        while step(until):
             pass
 
     def violate(self, text: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 from kvtier.layout import Group, KvSpec
@@ -65,6 +66,7 @@ OF_DISKS = {"slow": 4, "fail": 6, "hang": 3, "rot": 1}
 OF_MACHINES = {"stop": 3, "kill": 3, "power": 3}
 
 
+@lru_cache(1)
 def config_of(seed: int) -> SimulatedConfig:
     chance = random.Random(f"config {seed}")
     pick = chance.choice

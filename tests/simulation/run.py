@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import os
 import random
 import shutil
@@ -62,17 +63,20 @@ class Outcome:
 
 class Simulation:
     def __init__(
-        self, seed: int, plan: Sequence[Operation], folder: Path, keeps_lines: bool, is_traced: bool
-    ) -> None:
+        self, seed: int, plan: Sequence[Operation], folder: Path, base_fds: set[int], keeps_lines: bool,
+        is_traced: bool,
+    ) -> None:  # fmt: skip
         self.seed = seed
         config = config_of(seed)
         virtual.reset(seed, config.tick_s)
-        NumberedTask.made = 0
-        self.base_fds = _open_of(_descriptors())
+        NumberedTask.numbers = itertools.count(1)
+        self.base_fds = base_fds
         self.machine = machine = Machine(seed, config, folder, is_traced or keeps_lines)
         machine.lines = [] if keeps_lines else None
         machine.counts = self.counts = Counter()
         machine.client_fds = set()
+        for at in range(config.directories):
+            (folder / f"disk{at}").mkdir(mode=0o700)
         self.plan = plan
         self.oracle = Oracle(machine)
         self.daemon: Daemon | None = None
@@ -569,7 +573,7 @@ def simulate(
     gc.disable()
     before = _open_of(_descriptors())
     try:
-        simulation = Simulation(seed, plan, folder, keeps_lines, is_traced)
+        simulation = Simulation(seed, plan, folder, before, keeps_lines, is_traced)
         try:
             simulation.carry_out()
             simulation.finish()

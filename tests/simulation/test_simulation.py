@@ -72,6 +72,28 @@ def test_a_seed_that_fails_is_shrunk() -> None:
     assert keep.split(",") == [line.split()[0] for line in listed]
 
 
+# A daemon is killed while its clients watch spaces that they look up. Prints how many machines are left.
+KILLED = """
+import gc
+from tests.simulation.machine import Machine
+from tests.simulation.plan import Operation
+from tests.simulation.run import simulate
+kinds = ["save", "watch", "load", "match"] * 4 + ["kill"]
+plan = [Operation(0.1 * (at + 1), kind, at) for at, kind in enumerate(kinds)]
+outcome = simulate(0, plan)
+assert not outcome.failure, outcome.failure
+assert outcome.counts["kill"] == 1, outcome.counts
+print(sum(isinstance(one, Machine) for one in gc.get_objects()))
+"""
+
+
+def test_nothing_of_a_seed_is_left_in_its_process() -> None:
+    left = subprocess.run(
+        [sys.executable, "-c", KILLED], cwd=ROOT, text=True, check=True, stdout=subprocess.PIPE
+    )
+    assert left.stdout == "0\n"
+
+
 def test_ranges_of_seeds_are_run_in_portions_and_recorded(tmp_path: Path) -> None:
     record = tmp_path / "seeds.jsonl"
     run("--seeds", "3+4", "--jobs", "2", "--record", str(record))
