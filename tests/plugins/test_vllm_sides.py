@@ -56,7 +56,7 @@ SHAPES = {
 
 @pytest.fixture
 def cold_daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="16MiB")
+    return daemon_of(warm="4MiB")
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -1059,7 +1059,7 @@ def test_a_smaller_stage_stores_a_part_of_its_shard(
     (tmp_path / "cold").mkdir()
     cold = f'[cold]\ndirectories = ["{tmp_path / "cold"}"]\nsize = "256MiB"\n'
     for cached in (0, 8 * BLOCK):
-        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "16MiB"\n' + cold)
+        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "4MiB"\n' + cold)
         daemon.wait_for_disks()
         for found in (cached, 8 * BLOCK):
             engine = StagesEngine(daemon.socket, layout, verify=True, patience_ms=20_000)
