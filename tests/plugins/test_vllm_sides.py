@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import Kind
 from kvtier.link import BothMappings, Link
 from kvtier.saving import Saving
+from kvtier_daemon.cli.purge import purge
 from kvtier_vllm import daemon as plugin_daemon
 from kvtier_vllm import worker as kvtier_worker
 from kvtier_vllm.forecast import Forecast
@@ -29,7 +30,7 @@ from kvtier_vllm.prompt import LookupQuery, Prompt
 from kvtier_vllm.saves import TRIES, Saves, fresh_pages, runs
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
-from support.daemons import Daemon
+from support.daemons import Daemon, start_daemon
 from support.fake_engine import (
     BLOCK,
     PAGE_BYTES,
@@ -54,9 +55,24 @@ SHAPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    daemon = start_daemon(tmp_path_factory.mktemp("daemon"))
+    yield daemon
+    daemon.end()
+
+
 @pytest.fixture
-def cold_daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="4MiB")
+def cold_daemon(served: Daemon) -> Iterator[Daemon]:
+    """A daemon without blocks and sessions: all tests here have the same one, unless they stop it."""
+    yield served
+    served.wait_for(lambda stats: stats["sessions"] == 0)
+    purge(everything=True, yes=True, socket=Path(served.socket))
+
+
+@pytest.fixture
+def own_daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
+    return daemon_of()
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -422,15 +438,15 @@ def test_without_a_daemon_requests_miss_and_a_later_daemon_is_used(
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_promised_blocks_are_loaded_from_the_memory_of_a_dead_daemon(
-    cold_daemon: Daemon, engine_of: EngineOf, load: str
+    own_daemon: Daemon, engine_of: EngineOf, load: str
 ) -> None:
-    engine = engine_of(cold_daemon, load=load)
+    engine = engine_of(own_daemon, load=load)
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
-    cold_daemon.process.kill()
-    cold_daemon.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     engine.run(request)
     assert request.cached == 8 * BLOCK and not request.failed
     assert not engine.wrong_pages(request)
@@ -453,12 +469,12 @@ def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: E
 
 
 def test_a_hung_daemon_delays_one_request_by_its_patience_and_the_next_not_at_all(
-    cold_daemon: Daemon, engine_of: EngineOf, waits: list[str]
+    own_daemon: Daemon, engine_of: EngineOf, waits: list[str]
 ) -> None:
-    engine = engine_of(cold_daemon, patience_ms=300)
+    engine = engine_of(own_daemon, patience_ms=300)
     engine.serve(PROMPT)
     waits.clear()
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     try:
         assert engine.serve(PROMPT).cached == 0
         later = engine.run(engine.add(PROMPT))
@@ -466,40 +482,40 @@ def test_a_hung_daemon_delays_one_request_by_its_patience_and_the_next_not_at_al
         engine.finish(later)
         assert not waits, "the scheduler's thread waited for the daemon"
     finally:
-        cold_daemon.process.send_signal(signal.SIGCONT)
+        own_daemon.process.send_signal(signal.SIGCONT)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
     engine.settle()
 
 
 def test_a_request_waits_for_a_daemon_that_is_slow_to_accept_a_new_engine(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine, connecting may take longer than one attempt."""
-    engine_of(cold_daemon).serve(PROMPT)
+    engine_of(own_daemon).serve(PROMPT)
     monkeypatch.setattr(plugin_daemon, "CONNECT_S", 0.05)
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     try:
-        engine = engine_of(cold_daemon, patience_ms=60_000)
+        engine = engine_of(own_daemon, patience_ms=60_000)
         connection = engine.scheduler._daemon.connection
         assert connection is not None
         engine.until(lambda: bool(connection._lost_reason))
         request = engine.add(PROMPT)
         assert engine.scheduler.matched(request, 0)[0] is None
     finally:
-        cold_daemon.process.send_signal(signal.SIGCONT)
+        own_daemon.process.send_signal(signal.SIGCONT)
     engine.run(request)
     assert request.cached == 8 * BLOCK, engine.scheduler.counts
     engine.finish(request)
 
 
 def test_a_daemon_that_does_not_accept_a_new_engine_delays_it_by_the_patience_in_all(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin_daemon, "CONNECT_S", 0.05)
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        engine = engine_of(cold_daemon, patience_ms=300)
+        engine = engine_of(own_daemon, patience_ms=300)
         assert engine.serve(PROMPT).cached == 0
         engine.until(lambda: engine.scheduler._daemon.tried)
         assert time.monotonic() - began >= 0.2
@@ -507,7 +523,7 @@ def test_a_daemon_that_does_not_accept_a_new_engine_delays_it_by_the_patience_in
         assert later.cached == 0 and later.steps_asked == 1
         engine.finish(later)
     finally:
-        cold_daemon.process.send_signal(signal.SIGCONT)
+        own_daemon.process.send_signal(signal.SIGCONT)
 
 
 def test_a_restarted_daemon_is_used_again(
@@ -608,11 +624,11 @@ def test_a_rank_keeps_promised_blocks_of_a_daemon_that_ended_mapped(
 
 
 def test_a_step_names_the_daemon_whose_blocks_may_still_be_promised(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection is lost while the scheduler makes a step: ranks keep that daemon's memory mapped until
     the step in which the scheduler gives up its leases."""
-    engine = engine_of(cold_daemon, load="async")
+    engine = engine_of(own_daemon, load="async")
     engine.serve(PROMPT)
     side, (worker,) = engine.scheduler, engine.workers
     (run,) = worker.mappings.readers
@@ -624,8 +640,8 @@ def test_a_step_names_the_daemon_whose_blocks_may_still_be_promised(
 
     def lost_meanwhile() -> None:
         step()
-        cold_daemon.process.kill()
-        cold_daemon.process.wait()
+        own_daemon.process.kill()
+        own_daemon.process.wait()
         wait_until(lambda: scheduler_line.session is None and rank_line.session is None)
 
     monkeypatch.setattr(side._decisions, "next_step", lost_meanwhile)
@@ -654,18 +670,18 @@ def test_a_rank_reports_only_memory_that_its_loads_can_use(
 
 
 def test_a_rank_reports_that_memory_is_unmapped_before_it_unmaps_it(
-    cold_daemon: Daemon, engine_of: EngineOf
+    own_daemon: Daemon, engine_of: EngineOf
 ) -> None:
     """A daemon that hung is connected again as the same one, by the scheduler before a rank."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(own_daemon)
     engine.serve(PROMPT)
     (worker,) = engine.workers
     mappings = worker.mappings
     (run,) = mappings.readers
     line = mappings.connection
     assert line is not None
-    cold_daemon.process.kill()
-    cold_daemon.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     wait_until(lambda: line.session is None)
 
     def step(loads: list[LoadOrder]) -> dict[int, RankMapping]:
@@ -680,25 +696,25 @@ def test_a_rank_reports_that_memory_is_unmapped_before_it_unmaps_it(
 
 
 def test_an_idle_rank_keeps_the_memory_of_a_daemon_that_hangs_mapped(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler may not know that it hangs, and promise its blocks when it goes on."""
     monkeypatch.setattr(kvtier_worker, "IDLE_AFTER_S", 0.0)
     monkeypatch.setattr("kvtier_vllm.daemon.CONNECT_S", 0.05)
-    engine = engine_of(cold_daemon)
+    engine = engine_of(own_daemon)
     engine.serve(PROMPT)
     (worker,) = engine.workers
     (run,) = worker.mappings.readers
     line = worker.mappings.connection
     assert line is not None and line.session is not None
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     attempts, attempt = [], line._try_connect
     monkeypatch.setattr(line, "_try_connect", lambda: attempts.append(attempt()) or attempts[-1])
     line.lost(line.session, "it hangs")
     wait_until(lambda: len(attempts) >= 2)
     assert run in worker.mappings.readers
-    cold_daemon.process.kill()
-    cold_daemon.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     wait_until(lambda: not worker.mappings.readers)
 
 
