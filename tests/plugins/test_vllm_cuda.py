@@ -70,8 +70,8 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="4MiB")
+def daemon(shared: Daemon) -> Daemon:
+    return shared
 
 
 class StagesEngine(DeviceEngine):
