@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from array import array
 
 import pytest
 
-from support.daemons import kvtier
+from kvtier_daemon.tools.workload import SPEC, DemoEngine, kv_bytes
+from support.daemons import Daemon, kvtier
 
 ENOUGH = 20  # turns, of two engines
 
@@ -38,6 +40,20 @@ def test_the_demos_summary_is_consistent() -> None:
         if summary["turns"] >= ENOUGH:
             break
     assert 0.2 < summary["hit_rate"] < 1, summary
+
+
+def test_a_block_with_one_wrong_byte_is_counted(shared_daemon: Daemon) -> None:
+    prompt = array("I", range(4 * SPEC.block_tokens))
+    with shared_daemon.connect() as client:
+        space = client.open(SPEC)
+        keys = space.keys(prompt)
+        blocks = [bytearray(kv_bytes(key, SPEC.block_bytes)) for key in keys]
+        assert all(len(block) == SPEC.block_bytes for block in blocks)
+        blocks[2][-1] ^= 1
+        space.save(keys, blocks)
+        step = DemoEngine(client, SPEC).serve(prompt)
+        assert (step.hit_tokens, step.wrong_blocks) == (len(prompt), 1)
+        space.forget(keys)
 
 
 @pytest.mark.parametrize(
