@@ -62,7 +62,7 @@ ended: list[DeviceEngine] = []  # by their tests
 
 @pytest.fixture
 def daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="4MiB", config=CONFIG)
+    return daemon_of(warm="16MiB", config=CONFIG)
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_a_killed_daemon_is_followed_by_holder_and_engine(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
 ) -> None:
     folder = tmp_path / "again"
-    daemon = daemon_of(folder=folder, warm="4MiB", config=CONFIG)
+    daemon = daemon_of(folder=folder, warm="16MiB", config=CONFIG)
     holder = held(tmp_path, daemon.socket)
     try:
         engine = engine_of(daemon)
@@ -320,7 +320,7 @@ def test_a_killed_daemon_is_followed_by_holder_and_engine(
         daemon.process.kill()
         daemon.process.wait()
         assert engine.serve(PROMPT).cached == 0
-        daemon = daemon_of(folder=folder, warm="4MiB", config=CONFIG)
+        daemon = daemon_of(folder=folder, warm="16MiB", config=CONFIG)
         daemon.wait_for(lambda stats: stats["hot"]["arena"]["capacity_bytes"] > 0)
         assert arena(daemon)["blocks"] == 0
         engine.until(lambda: engine.serve(PROMPT).cached > 0)
@@ -359,7 +359,7 @@ def test_without_the_section_the_driver_gets_no_other_call(
                  "cuMemSetAccess", "cuMemCreate", "cuMemRelease")  # fmt: skip
     counted = []
     for config in ("", ""):
-        engine = engine_of(daemon_of(warm="4MiB", config=config), gpu_copies="batch", load="sync")
+        engine = engine_of(daemon_of(warm="16MiB", config=config), gpu_copies="batch", load="sync")
         before = {name: fake_cuda.calls(name) for name in functions}
         copies = fake_cuda.calls("cuMemcpyBatchAsync_v2") + fake_cuda.calls("cuMemcpyAsync")
         engine.serve(PROMPT)
