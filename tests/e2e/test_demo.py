@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 
 import pytest
 
 from kvtier import Client, Unavailable
-from support.daemons import kvtier
+from kvtier_daemon.tools.workload import SPEC, DemoEngine, kv_bytes
+from support.daemons import Daemon, kvtier
 
 ENOUGH = 20  # turns, of two engines
 
@@ -35,7 +37,7 @@ def test_the_demo_shows_a_gain_and_the_next_steps() -> None:
 
 
 def test_the_demos_summary_is_consistent() -> None:
-    for seconds in (2, 8, 60):  # a busy machine needs longer for enough turns
+    for seconds in (1, 4, 60):  # a busy machine needs longer for enough turns
         done = run_demo("--json", seconds=seconds)
         assert done.returncode == 0, done.stderr
         summary = json.loads(done.stdout)
@@ -81,6 +83,20 @@ def test_no_file_of_the_working_directory_is_imported(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["engines_failed"] == 0
+
+
+def test_a_block_with_one_wrong_byte_is_counted(shared_daemon: Daemon) -> None:
+    prompt = array("I", range(4 * SPEC.block_tokens))
+    with shared_daemon.connect() as client:
+        space = client.open(SPEC)
+        keys = space.keys(prompt)
+        blocks = [bytearray(kv_bytes(key, SPEC.block_bytes)) for key in keys]
+        assert all(len(block) == SPEC.block_bytes for block in blocks)
+        blocks[2][-1] ^= 1
+        space.save(keys, blocks)
+        step = DemoEngine(client, SPEC).serve(prompt)
+        assert (step.hit_tokens, step.wrong_blocks) == (len(prompt), 1)
+        space.forget(keys)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def direct_daemon(
     )
     tenant = f'[tenants.default]\nuids = ["*"]\ndirect_reads = {permits}\n'
     daemon = daemon_of(
-        config='[warm]\nsize = "16MiB"\n' + cold + tenant, folder=folder, haste=PATIENT
+        config='[warm]\nsize = "4MiB"\n' + cold + tenant, folder=folder, haste=PATIENT
     )
     daemon.wait_for_disks()
     return daemon

@@ -31,7 +31,7 @@ BLOCKS = 8
 SPEC = spec_of("partial disk", layers=8)  # blocks of 128 KiB
 CONFIG = """
 [warm]
-size = "16MiB"
+size = "4MiB"
 [cold]
 directories = ["{disk}"]
 size = "64MiB"

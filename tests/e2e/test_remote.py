@@ -186,8 +186,8 @@ def test_another_secret_is_accepted_for_its_tenant_only(
     with a.connect() as client:
         keys = share(a, client.open(spec_of("tenants")), 1)
     tenants = (
-        f'[tenants.default]\nuids = [{os.getuid()}]\nquota = "8MiB"\n'
-        '[tenants.other]\nuids = [65534]\nquota = "8MiB"\n'
+        f'[tenants.default]\nuids = [{os.getuid()}]\nquota = "2MiB"\n'
+        '[tenants.other]\nuids = [65534]\nquota = "2MiB"\n'
     )
     b = host("b", config=tenants, secret=NEW, accepted=OLD, tenant="other")
     with b.connect() as client:

@@ -166,7 +166,7 @@ def test_another_fleet_or_tenant_has_families_of_its_own(
     if other == "secret":
         b = host("b", secret=b"of another fleet".ljust(32))
     else:
-        tenants = f'[tenants.other]\nuids = [{os.getuid()}]\nquota = "8MiB"\n'
+        tenants = f'[tenants.other]\nuids = [{os.getuid()}]\nquota = "2MiB"\n'
         b = host("b", config=tenants, tenant="other")
     with a.connect() as first, b.connect() as second:
         keys = share(a, first.open(ranks_spec(4)), 1)

@@ -73,7 +73,7 @@ def test_new_blocks_go_beside_those_that_were_taken_over_until_the_oldest_are_ev
 
 
 def test_what_was_forgotten_or_has_expired_stays_gone(folder: Path) -> None:
-    daemon = start(folder)
+    daemon = start(folder, warm="8MiB")
     with daemon.connect() as client:
         save(client)
         save(client, first=1000)
@@ -85,7 +85,7 @@ def test_what_was_forgotten_or_has_expired_stays_gone(folder: Path) -> None:
         long = space.keys(tokens(space, 3000, 4))
         space.save(long, bytes(4 * space.spec.block_bytes), ttl_s=3600.0)
     end(daemon, signal.SIGKILL)
-    daemon = start(folder)
+    daemon = start(folder, warm="8MiB")
     with daemon.connect() as client:
         assert loaded(client) == [] and len(loaded(client, first=1000)) == BLOCKS
         assert len(loaded(client, first=3000, count=4)) == 4

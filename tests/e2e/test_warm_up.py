@@ -145,13 +145,13 @@ def test_memory_is_filled_to_its_share_with_the_most_wanted(
         prompts = [share(a, space, number, 1 + 3 * (number == 2)) for number in range(5)]
         told(a, store)
     assert not a.stop()
-    # 4% of 16 MiB: 10 blocks of 64 KiB.
-    b = host("b", "warm_up_percent = 4\n")
+    # 16% of 4 MiB: 10 blocks of 64 KiB.
+    b = host("b", "warm_up_percent = 16\n")
     assert warmed(b)["blocks"] == 10
     with b.connect() as client:
         space = client.open(spec_of("share"))
         check(space, prompts[2])
-        assert b.stats()["tiers"]["warm"]["state_bytes"]["ready"] <= 0.04 * (16 << 20)
+        assert b.stats()["tiers"]["warm"]["state_bytes"]["ready"] <= 0.16 * (4 << 20)
 
 
 def test_a_host_with_blocks_reads_the_lists_only_when_it_is_told_to(

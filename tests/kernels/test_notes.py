@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,19 @@ def test_the_newest_notes_stay_when_the_memory_is_full() -> None:
             for now in range(16)]  # fmt: skip
     assert kept[15] > 900 > kept[12] > 200 > kept[9]
     assert sum(kept) == len(notes)
+
+
+def test_notes_occupy_memory_once_they_are_made() -> None:
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    before = resident()
+    notes = Notes(64 << 20)
+    assert resident() - before < 8 << 20
+    notes.note(b"".join(map(key, range(20_000))), 1, 0)
+    assert resident() - before > 32 << 20
+    assert notes.memory_bytes() == 64 << 20
 
 
 def test_invalid_arguments_are_refused() -> None:

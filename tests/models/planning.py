@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -146,6 +146,7 @@ class World:
         events = sorted([(self.start + load.at, 0, load) for load in loads]
                         + [(self.start + load.gone_at, 1, load) for load in loads
                            if load.gone_at < NEVER], key=lambda event: event[:2])  # fmt: skip
+        waiting: defaultdict[str, list[Load]] = defaultdict(list)
         tended = self.now
         while True:
             next_event = events[0][0] if events else NEVER
@@ -160,7 +161,7 @@ class World:
                 self.reading.discard(block)
                 self.in_memory.add(block)
                 self.reads[block] += 1
-                for load in loads:
+                for load in waiting.pop(block, ()):
                     if block in load.left:
                         load.left.discard(block)
                         if not load.left:
@@ -173,6 +174,8 @@ class World:
                     self.gone(self.planner.cancel(load.name))
                 else:
                     self.ask(load)
+                    for block in load.left:
+                        waiting[block].append(load)
             if self.now >= tended + TEND_S:
                 tended = self.now
                 self.gone(self.planner.expire())

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.connection import Connection
+from kvtier_daemon.cli.purge import purge
 from kvtier_vllm.daemon import Reconnect
-from support.daemons import BUSY_S, Daemon
+from support.daemons import BUSY_S, Daemon, start_daemon
 from support.fake_engine import FakeEngine
 
 
@@ -55,3 +57,34 @@ def engine_of() -> Iterator[Callable[..., FakeEngine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Daemon]]:
+    """The daemon of the tests of a module; another one if a test left anything in it, such as memory that an
+    engine may still write to."""
+    running: list[Daemon] = []
+
+    def clean() -> Daemon:
+        if not running or any(running[-1].stats()["tiers"]["warm"]["states"].values()):
+            running.append(start_daemon(tmp_path_factory.mktemp("daemon")))
+        return running[-1]
+
+    yield clean
+    for daemon in running:
+        daemon.end()
+
+
+@pytest.fixture
+def shared(served: Callable[[], Daemon]) -> Iterator[Daemon]:
+    """Provide a daemon without blocks and sessions: one for all tests of a module that neither stop it nor
+    read its sums. A test names it before its engines, which end first."""
+    daemon = served()
+    yield daemon
+    daemon.wait_for(lambda stats: stats["sessions"] == 0)
+    purge(everything=True, yes=True, socket=Path(daemon.socket))
+
+
+@pytest.fixture
+def own_daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
+    return daemon_of()

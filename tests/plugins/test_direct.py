@@ -46,7 +46,7 @@ def daemon_with(daemon_of: DaemonOf, folder: Path, codec: str) -> Daemon:
         lossy += f'profiles = ["{folder}/profile.kvtp"]\n'
     return daemon_of(
         folder=folder, haste=PATIENT,
-        config=f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\n'
+        config=f'[warm]\nsize = "4MiB"\n[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\n'
         f'segment = "1MiB"\ncodec = "{lossless}"\n{lossy}'
         '[tenants.default]\nuids = ["*"]\ndirect_reads = true\n',
     )  # fmt: skip

@@ -70,8 +70,8 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="16MiB")
+def daemon(shared: Daemon) -> Daemon:
+    return shared
 
 
 class StagesEngine(DeviceEngine):
@@ -104,7 +104,7 @@ def test_a_smaller_stage_has_a_part_of_its_shard(
     (tmp_path / "cold").mkdir()
     cold = f'[cold]\ndirectories = ["{tmp_path / "cold"}"]\nsize = "256MiB"\n'
     for cached in (0, 8 * BLOCK):
-        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "16MiB"\n' + cold)
+        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "4MiB"\n' + cold)
         daemon.wait_for_disks()
         for found in (cached, 8 * BLOCK):
             engine = StagesEngine(fake_cuda, daemon.socket, layout, **options)
@@ -583,7 +583,7 @@ def test_the_memory_of_a_restarted_daemon_is_registered(
     daemon_of: Callable[..., Daemon], tmp_path: Any, engine_of: EngineOf, fake_cuda: FakeCuda
 ) -> None:
     folder = tmp_path / "again"
-    daemon = daemon_of(folder=folder, warm="16MiB")
+    daemon = daemon_of(folder=folder, warm="4MiB")
     engine = engine_of(daemon)
     engine.serve(PROMPT)
     before = fake_cuda.live()["registered"]
@@ -592,7 +592,7 @@ def test_the_memory_of_a_restarted_daemon_is_registered(
     daemon.process.kill()
     daemon.process.wait()
     assert engine.serve(PROMPT).cached == 0
-    daemon_of(folder=folder, warm="16MiB")
+    daemon_of(folder=folder, warm="4MiB")
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
     soon(lambda: gone() is None and fake_cuda.live()["registered"] == before)
     engine.settle()
@@ -695,7 +695,7 @@ def test_arenas_of_earlier_daemons_are_unmapped(
 
     before = arenas()
     for _ in range(2):
-        daemon = daemon_of(folder=folder, warm="16MiB")
+        daemon = daemon_of(folder=folder, warm="4MiB")
         engine.until(lambda: engine.serve(PROMPT).cached > 0)
         assert arenas() > before and len(pins._arenas) == 1
         daemon.process.kill()

@@ -52,7 +52,7 @@ def test_a_daemon_with_a_store_and_no_other_tier_is_connected_to(
         daemon = daemon_of(folder=tmp_path / "it", config=store.config)
         line = Reconnect(daemon.socket, spec_of("line"), "line", populate=False)
         assert line.wait_first() is not None
-        until(lambda: "tenant default, warm 16 MiB, remote; this model" in caplog.text)
+        until(lambda: "tenant default, warm 4 MiB, remote; this model" in caplog.text)
         line.close()
         line._thread.join(60)
         assert not daemon.stop()
@@ -130,5 +130,5 @@ def test_a_new_connection_logs_the_daemon_and_its_memory(
             line._thread.join(60)
     (message,) = [one.getMessage() for one in caplog.records]
     assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in message
-    assert "warm 16 MiB" in message
+    assert "warm 4 MiB" in message
     assert "has 5 blocks in memory and 0 on disk" in message

@@ -59,11 +59,6 @@ def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
     return daemon_of(config='[warm]\nsize = "4MiB"\n' + config)
 
 
-@pytest.fixture
-def warm(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="4MiB")
-
-
 def crowd_out(daemon: Daemon, engine: FakeEngine, on_disk: int = 0) -> None:
     """Evict all blocks without leases from memory, after at least `on_disk` blocks were written."""
     if on_disk:
@@ -111,8 +106,8 @@ def test_a_hit_is_counted_in_the_tier_of_the_first_lookup(
     assert request.sources == (3 * BLOCK, 5 * BLOCK), "told to the engine when it is allocated"
 
 
-def test_a_failed_load_is_not_a_hit(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm, load="async")
+def test_a_failed_load_is_not_a_hit(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
@@ -120,7 +115,7 @@ def test_a_failed_load_is_not_a_hit(warm: Daemon, engine_of: EngineOf) -> None:
     lease = engine.scheduler._prompts[request.request_id].lookup.lease
     assert isinstance(lease, Lease)
     lease.release()
-    crowd_out(warm, engine)
+    crowd_out(shared, engine)
     engine.run(request)
     assert request.failed
     counts = engine.scheduler.counts
@@ -131,9 +126,9 @@ def test_a_failed_load_is_not_a_hit(warm: Daemon, engine_of: EngineOf) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_block_that_was_overwritten_is_computed_again(
-    warm: Daemon, engine_of: EngineOf, load: str
+    own_daemon: Daemon, engine_of: EngineOf, load: str
 ) -> None:
-    engine = engine_of(warm, load=load, verify=True)
+    engine = engine_of(own_daemon, load=load, verify=True)
     engine.serve(PROMPT)
     assert engine.serve(PROMPT).cached == 8 * BLOCK
     request = engine.add(PROMPT)
@@ -142,7 +137,7 @@ def test_a_block_that_was_overwritten_is_computed_again(
     lease = engine.scheduler._prompts[request.request_id].lookup.lease
     assert isinstance(lease, Lease)
     part = lease.part(0, 0)
-    with warm.connect() as other:
+    with own_daemon.connect() as other:
         slot = part.slots[3 * SLOT_BYTES : 4 * SLOT_BYTES]
         (bytes_of,) = views(other.link.mappings[0], slot, 1, True)
         bytes_of[0] ^= 1
@@ -150,14 +145,14 @@ def test_a_block_that_was_overwritten_is_computed_again(
     engine.run(request)
     assert engine.scheduler.counts["load_failed:spoilt"] == 1
     assert engine.scheduler.counts["failed_tokens"] == 8 * BLOCK
-    warm.wait_for(lambda stats: stats["tenants"]["default"]["spoilt_blocks"] == 1)
+    own_daemon.wait_for(lambda stats: stats["tenants"]["default"]["spoilt_blocks"] == 1)
     engine.serve(PROMPT)  # saves the block again, unless the failed request has done so
     assert engine.serve(PROMPT).cached == 8 * BLOCK
     assert engine.scheduler.counts["load_failed:spoilt"] == 1
 
 
-def test_a_repeated_lookup_counts_one_miss(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm)
+def test_a_repeated_lookup_counts_one_miss(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + 2 * BLOCK))
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
@@ -172,8 +167,10 @@ def test_a_repeated_lookup_counts_one_miss(warm: Daemon, engine_of: EngineOf) ->
     assert engine.scheduler.counts["miss:absent"] == 2
 
 
-def test_blocks_in_the_engines_own_cache_are_not_misses(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm)
+def test_blocks_in_the_engines_own_cache_are_not_misses(
+    shared: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + 2 * BLOCK))
     missed = engine.scheduler.counts["miss:absent"]
     request = engine.add(PROMPT)
@@ -186,8 +183,8 @@ def test_blocks_in_the_engines_own_cache_are_not_misses(warm: Daemon, engine_of:
     engine.finish(request)
 
 
-def test_the_counts_of_ranks_add_up(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm, layout_of([0, 20], ranks=2))
+def test_the_counts_of_ranks_add_up(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared, layout_of([0, 20], ranks=2))
     for _ in range(2):
         engine.serve(PROMPT)
     told = engine.scheduler.stats.take()
@@ -203,13 +200,13 @@ def test_the_counts_of_ranks_add_up(warm: Daemon, engine_of: EngineOf) -> None:
     assert engine.scheduler.stats.take() == {}, "each is told once"
 
 
-def test_every_count_of_a_kind_has_its_series(warm: Daemon, engine_of: EngineOf) -> None:
+def test_every_count_of_a_kind_has_its_series(own_daemon: Daemon, engine_of: EngineOf) -> None:
     """A reason without a series would be counted but not visible."""
-    engine = engine_of(warm, patience_ms=200)
+    engine = engine_of(own_daemon, patience_ms=200)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"load": False}})
-    warm.process.kill()
-    warm.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     engine.serve(range(500, 600))
     labels = {one.kind: one.values for one in COUNTERS}
     kinds = {name.partition(":")[0] for name in engine.scheduler.counts}
@@ -239,9 +236,9 @@ def test_two_stats_are_merged() -> None:
 
 
 def test_loads_and_saves_are_counted_by_adapter(
-    warm: Daemon, engine_of: EngineOf, tmp_path: Path
+    shared: Daemon, engine_of: EngineOf, tmp_path: Path
 ) -> None:
-    engine = engine_of(warm, layout_of([0, 20], ranks=2))
+    engine = engine_of(shared, layout_of([0, 20], ranks=2))
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     lora = SimpleNamespace(lora_name="support", lora_path=str(tmp_path))
@@ -379,8 +376,8 @@ def test_events_follow_a_block_from_tier_to_tier(
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
 
 
-def test_consecutive_blocks_are_one_event(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm, events=True)
+def test_consecutive_blocks_are_one_event(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared, events=True)
     request = engine.serve(PROMPT)
     events: list[Any] = []
 
@@ -398,18 +395,18 @@ def test_consecutive_blocks_are_one_event(warm: Daemon, engine_of: EngineOf) -> 
 
 
 def test_blocks_of_another_engine_are_reported_after_their_tokens_are_known(
-    warm: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
-    engine_of(warm).serve(PROMPT)
-    engine = engine_of(warm, events=True)
+    engine_of(shared).serve(PROMPT)
+    engine = engine_of(shared, events=True)
     index = Index(engine)
     request = engine.serve(PROMPT)
     index.listen()
     assert request.cached == 8 * BLOCK and index.has(wire.MEMORY, request) == 8
 
 
-def test_without_events_no_feed_is_requested(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm)
+def test_without_events_no_feed_is_requested(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     for _ in range(2):
         engine.serve(PROMPT)
     assert engine.scheduler.take_events() == []
@@ -419,22 +416,22 @@ def test_without_events_no_feed_is_requested(warm: Daemon, engine_of: EngineOf) 
 
 
 def test_all_blocks_are_reported_as_removed_after_the_daemon_ended(
-    warm: Daemon, engine_of: EngineOf
+    own_daemon: Daemon, engine_of: EngineOf
 ) -> None:
-    engine = engine_of(warm, events=True)
+    engine = engine_of(own_daemon, events=True)
     index = Index(engine)
     request = engine.serve(PROMPT)
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
-    warm.process.kill()
-    warm.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     engine.serve(range(500, 600))
     index.until(lambda: not index.there)
 
 
 def test_all_blocks_are_reported_as_removed_in_a_new_generation(
-    warm: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
-    engine = engine_of(warm, events=True)
+    engine = engine_of(shared, events=True)
     index = Index(engine)
     request = engine.serve(PROMPT)
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
@@ -445,14 +442,14 @@ def test_all_blocks_are_reported_as_removed_in_a_new_generation(
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
 
 
-def test_missed_changes_are_reported_as_removals(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm, events=True)
+def test_missed_changes_are_reported_as_removals(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared, events=True)
     index = Index(engine)
     # Pinned blocks are not evicted, so their removal is reported only because changes were missed.
     request = engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 600}})
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
-    with warm.connect() as client:
+    with shared.connect() as client:
         space = client.open(spec_for(engine.layout))
         for start in range(1, 49):
             keys = space.keys([start] * (BLOCK * WARM_BLOCKS))
@@ -462,10 +459,10 @@ def test_missed_changes_are_reported_as_removals(warm: Daemon, engine_of: Engine
 
 
 def test_the_number_of_known_blocks_is_bounded(
-    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin_events, "LIMIT_KNOWN", 10)
-    engine = engine_of(warm, events=True)
+    engine = engine_of(shared, events=True)
     index = Index(engine)
     first = engine.serve(PROMPT)
     index.until(lambda: index.has(wire.MEMORY, first) == 8)
@@ -480,10 +477,10 @@ def test_the_number_of_known_blocks_is_bounded(
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_pinned_prompt_stays(
-    warm: Daemon, engine_of: EngineOf, before: bool, waits: list[str]
+    shared: Daemon, engine_of: EngineOf, before: bool, waits: list[str]
 ) -> None:
     """A prompt is pinned when it is saved, or when it is found if it was saved earlier."""
-    engine = engine_of(warm)
+    engine = engine_of(shared)
     if before:
         engine.serve(PROMPT)
     waits.clear()
@@ -491,17 +488,17 @@ def test_a_pinned_prompt_stays(
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
     assert not waits, "the scheduler's thread waited for the daemon"
     engine.serve(range(1000, 1000 + 8 * BLOCK + 3))
-    crowd_out(warm, engine)
+    crowd_out(shared, engine)
     assert engine.serve(PROMPT).cached == 8 * BLOCK
     assert engine.serve(range(1000, 1000 + 8 * BLOCK + 3)).cached == 0
     engine.settle()
 
 
 def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
-    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although its request has ended then."""
-    engine = engine_of(warm)
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     monkeypatch.setattr("kvtier_vllm.identity.LIMIT_HASHES", 3)
     pinned: list[int] = []
@@ -518,11 +515,11 @@ def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
 
 
 def test_a_save_of_an_old_generation_is_not_pinned(
-    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its save was in progress when the generation changed, so its keys are no longer looked up. Later
     saves are pinned."""
-    engine = engine_of(warm)
+    engine = engine_of(shared)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     pinned: list[int] = []
     plain = engine.scheduler._pins._send
@@ -545,10 +542,10 @@ def test_a_save_of_an_old_generation_is_not_pinned(
 
 
 def test_a_prompt_is_pinned_in_each_generation(
-    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that was interrupted by the change of generation is computed, or found, with new keys."""
-    engine = engine_of(warm)
+    engine = engine_of(shared)
     side = engine.scheduler
     engine.until(lambda: side._daemon.session is not None)
     pinned: list[Keys] = []
@@ -563,14 +560,14 @@ def test_a_prompt_is_pinned_in_each_generation(
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_pin_ends(warm: Daemon, engine_of: EngineOf, before: bool) -> None:
-    engine = engine_of(warm)
+def test_a_pin_ends(own_daemon: Daemon, engine_of: EngineOf, before: bool) -> None:
+    engine = engine_of(own_daemon)
     if before:
         engine.serve(PROMPT)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 0.5}})
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
-    warm.wait_for(lambda stats: not stats["tenants"]["default"]["leases"])
-    crowd_out(warm, engine)
+    own_daemon.wait_for(lambda stats: not stats["tenants"]["default"]["leases"])
+    crowd_out(own_daemon, engine)
     assert engine.serve(PROMPT).cached == 0
 
 
@@ -675,10 +672,10 @@ def test_a_warm_up_request_promotes_its_prompt_without_loading_it(
 
 
 def test_the_response_of_a_one_step_request_contains_the_daemons_answers(
-    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM ends a request before it passes on the reports of the step."""
-    engine = engine_of(warm)
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     side = engine.scheduler
     with monkeypatch.context() as patch:
@@ -738,11 +735,11 @@ def test_blocks_saved_with_a_ttl_are_not_found_after_it(
 
 @pytest.mark.parametrize("ttl", [0, -1, True, "60", None, float("nan")], ids=repr)
 def test_a_request_with_an_invalid_ttl_saves_nothing(
-    warm: Daemon, engine_of: EngineOf, ttl: Any
+    own_daemon: Daemon, engine_of: EngineOf, ttl: Any
 ) -> None:
-    engine = engine_of(warm)
+    engine = engine_of(own_daemon)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"ttl": ttl}})
-    assert not engine.scheduler.counts["saved_tokens"] and not warm.stats()["saved_tokens"]
+    assert not engine.scheduler.counts["saved_tokens"] and not own_daemon.stats()["saved_tokens"]
 
 
 def test_a_ttl_is_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -810,8 +807,8 @@ def test_a_timeline_contains_all_phases_of_a_hit_in_order(
     assert len({named[name]["tid"] for name in copies} | {step["tid"]}) == ranks + 1
 
 
-def test_without_a_file_no_timeline_is_recorded(warm: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(warm)
+def test_without_a_file_no_timeline_is_recorded(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     timelines = engine.scheduler.timelines
@@ -834,9 +831,9 @@ def test_a_request_of_one_step_has_its_timeline(tmp_path: Path) -> None:
 
 
 def test_an_aborted_request_leaves_no_timeline(
-    warm: Daemon, engine_of: EngineOf, tmp_path: Path
+    shared: Daemon, engine_of: EngineOf, tmp_path: Path
 ) -> None:
-    engine = engine_of(warm, load="async", timeline=str(tmp_path / "hits.json"))
+    engine = engine_of(shared, load="async", timeline=str(tmp_path / "hits.json"))
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     engine.until(lambda: bool(engine.loading))
@@ -848,9 +845,9 @@ def test_an_aborted_request_leaves_no_timeline(
 
 
 def test_an_unwritable_timeline_file_is_reported_once(
-    warm: Daemon, engine_of: EngineOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shared: Daemon, engine_of: EngineOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = engine_of(warm, timeline=str(tmp_path / "nowhere" / "hits.json"))
+    engine = engine_of(shared, timeline=str(tmp_path / "nowhere" / "hits.json"))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert engine.serve(PROMPT).done
@@ -859,11 +856,11 @@ def test_an_unwritable_timeline_file_is_reported_once(
 
 
 def test_a_file_has_its_limit(
-    warm: Daemon, engine_of: EngineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "hits.json"
     monkeypatch.setattr(plugin_timeline, "LIMIT_FILE_BYTES", 100)
-    engine = engine_of(warm, timeline=str(path))
+    engine = engine_of(shared, timeline=str(path))
     for _ in range(2):
         engine.serve(PROMPT)
     engine.until(lambda: not engine.scheduler.timelines._thread.is_alive())
@@ -872,34 +869,36 @@ def test_a_file_has_its_limit(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_daemon_counts_the_tokens_that_an_engine_used(
-    warm: Daemon, engine_of: EngineOf, ranks: int
+    own_daemon: Daemon, engine_of: EngineOf, ranks: int
 ) -> None:
     """Found blocks do not count as used if the request is aborted, or if the engine has the prefix itself."""
-    engine = engine_of(warm, layout_of(ranks=ranks))
+    engine = engine_of(own_daemon, layout_of(ranks=ranks))
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
     engine.finish(request)
     engine.settle()
-    stats = warm.stats()
+    stats = own_daemon.stats()
     assert stats["hit_tokens"]["warm"] == 8 * BLOCK
     assert stats["used_tokens"]["warm"] == stats["bytes"]["loaded"] == 0
     engine.serve(PROMPT)
-    stats = warm.wait_for(lambda stats: stats["bytes"]["loaded"] > 0)
+    stats = own_daemon.wait_for(lambda stats: stats["bytes"]["loaded"] > 0)
     assert stats["used_tokens"] == {"warm": 8 * BLOCK, "cold": 0}
     assert stats["bytes"]["loaded"] == 8 * BYTES * ranks == engine.scheduler.counts["loaded_bytes"]
 
 
-def test_an_engine_with_several_ranks_counts_as_one(warm: Daemon, engine_of: EngineOf) -> None:
+def test_an_engine_with_several_ranks_counts_as_one(
+    own_daemon: Daemon, engine_of: EngineOf
+) -> None:
     """Its scheduler and each of its ranks have a session."""
-    engine = engine_of(warm, layout_of(ranks=2))
+    engine = engine_of(own_daemon, layout_of(ranks=2))
     engine.serve(PROMPT)
-    stats = warm.wait_for(lambda stats: stats["sessions"] == 3)
+    stats = own_daemon.wait_for(lambda stats: stats["sessions"] == 3)
     assert stats["engines"] == stats["tenants"]["default"]["engines"] == 1
-    with warm.connect() as client:
+    with own_daemon.connect() as client:
         client.open(spec_for(engine.layout))
-        assert warm.stats()["engines"] == 2
+        assert own_daemon.stats()["engines"] == 2
 
 
 # --- what a response says ------------------------------------------------------------------------
@@ -930,9 +929,9 @@ def test_a_request_may_get_its_hits_and_pins_in_its_response(
 
 
 def test_a_failed_load_is_not_reported_as_a_hit(
-    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(warm, load="async")
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     worker = engine.workers[0]
     monkeypatch.setattr(
@@ -945,13 +944,13 @@ def test_a_failed_load_is_not_reported_as_a_hit(
 
 
 def test_blocks_of_high_priority_outlive_blocks_of_low_priority(
-    warm: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
-    engine = engine_of(warm)
+    engine = engine_of(shared)
     for first, priority in ((0, 1.0), (1000, 0.0)):
         tokens = range(first, first + 8 * BLOCK + 3)
         engine.serve(tokens, kv_transfer_params={"kvtier": {"priority": priority}})
-    with warm.connect() as client:
+    with shared.connect() as client:
         space = client.open(spec_for(engine.layout))
         tokens = [7] * (BLOCK * WARM_BLOCKS)
         for at in range(0, WARM_BLOCKS - 8, 64):

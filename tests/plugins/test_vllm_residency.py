@@ -42,7 +42,7 @@ def forgotten() -> set[int]:
 
 @pytest.fixture
 def engine(daemon_of: Any, engine_of: EngineOf, forgotten: set[int]) -> Iterator[FakeEngine]:
-    daemon = daemon_of(warm="16MiB")
+    daemon = daemon_of(warm="4MiB")
     engine = engine_of(daemon, pages=16, residency=True)
     engine.daemon = daemon  # type: ignore[attr-defined]
     engine.scheduler.set_limits(EngineLimits(), lambda page: None if page in forgotten else "mark")
@@ -89,7 +89,7 @@ def test_the_engine_holds_nothing_after_its_end(engine: FakeEngine, engine_of: E
 
 
 def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf) -> None:
-    daemon, layout = daemon_of(warm="16MiB"), layout_of([0, 0], parts=[2, 1])
+    daemon, layout = daemon_of(warm="4MiB"), layout_of([0, 0], parts=[2, 1])
     engine = engine_of(daemon, layout, pages=64, residency=True)
     engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
@@ -97,7 +97,7 @@ def test_groups_and_pages_of_different_sizes(daemon_of: Any, engine_of: EngineOf
 
 
 def test_without_the_option_nothing_is_reported(daemon_of: Any, engine_of: EngineOf) -> None:
-    daemon = daemon_of(warm="16MiB")
+    daemon = daemon_of(warm="4MiB")
     engine = engine_of(daemon)
     engine.scheduler.set_limits(EngineLimits(), lambda page: "mark")
     engine.serve(PROMPT)
@@ -108,7 +108,7 @@ def test_a_daemon_without_it_gets_no_report(
     daemon_of: Any, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older daemon ends the connection of a client that sends a message that it does not know."""
-    daemon = daemon_of(warm="16MiB")
+    daemon = daemon_of(warm="4MiB")
     stats = residency.Client.stats
 
     def older(client: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def prompt(number: int) -> range:
 def test_lazy_saves_a_block_when_the_engine_is_about_to_drop_it(
     daemon_of: Any, engine_of: EngineOf
 ) -> None:
-    daemon = daemon_of(warm="16MiB")
+    daemon = daemon_of(warm="4MiB")
     engine = lazy_engine(daemon, engine_of, pages=16)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     serve(engine, prompt(1))
@@ -186,7 +186,7 @@ def test_lazy_saves_a_block_when_the_engine_is_about_to_drop_it(
 
 def test_lazy_never_saves_wrong_bytes(daemon_of: Any, engine_of: EngineOf) -> None:
     """Pages are given away while they are copied, and blocks are lost; what is found is what was computed."""
-    daemon = daemon_of(warm="16MiB")
+    daemon = daemon_of(warm="4MiB")
     engine = lazy_engine(daemon, engine_of, pages=13)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     chance = random.Random(1)
@@ -218,7 +218,7 @@ def test_lazy_saves_no_page_that_has_other_content_now() -> None:
 def test_lazy_saves_nothing_that_was_computed_from_unfilled_pages(
     daemon_of: Any, engine_of: EngineOf
 ) -> None:
-    daemon = daemon_of(warm="16MiB")
+    daemon = daemon_of(warm="4MiB")
     engine = lazy_engine(daemon, engine_of, pages=16)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     serve(engine, prompt(1))

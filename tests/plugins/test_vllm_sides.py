@@ -54,28 +54,23 @@ SHAPES = {
 }
 
 
-@pytest.fixture
-def cold_daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
-    return daemon_of(warm="16MiB")
-
-
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_is_loaded_as_it_was_saved(
-    cold_daemon: Daemon, engine_of: EngineOf, shape: str, load: str
+    shared: Daemon, engine_of: EngineOf, shape: str, load: str
 ) -> None:
     """Every page of every layer and rank, in a second engine."""
     layout = SHAPES[shape]
-    engine = engine_of(cold_daemon, layout, load=load)
+    engine = engine_of(shared, layout, load=load)
     assert engine.serve(PROMPT).cached == 0
-    again = engine_of(cold_daemon, layout, load=load)
+    again = engine_of(shared, layout, load=load)
     assert again.serve(PROMPT).cached == 8 * BLOCK
     for one in (engine, again):
         one.settle()
 
 
-def test_one_token_is_left_to_compute(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(cold_daemon)
+def test_one_token_is_left_to_compute(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(range(4 * BLOCK))
     assert engine.serve(range(4 * BLOCK)).cached == 3 * BLOCK
     assert engine.serve(range(4 * BLOCK + 1)).cached == 4 * BLOCK
@@ -83,11 +78,11 @@ def test_one_token_is_left_to_compute(cold_daemon: Daemon, engine_of: EngineOf) 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_the_last_tokens_are_computed_if_an_option_says_so(
-    cold_daemon: Daemon, engine_of: EngineOf, load: str
+    shared: Daemon, engine_of: EngineOf, load: str
 ) -> None:
     """New tokens at the end of a prompt count, so a prompt that goes on loads more."""
-    engine_of(cold_daemon, load=load).serve(range(6 * BLOCK))
-    engine = engine_of(cold_daemon, load=load, compute_last=2 * BLOCK)
+    engine_of(shared, load=load).serve(range(6 * BLOCK))
+    engine = engine_of(shared, load=load, compute_last=2 * BLOCK)
     assert engine.serve(range(6 * BLOCK)).cached == 4 * BLOCK
     assert engine.serve(range(6 * BLOCK + 1)).cached == 4 * BLOCK
     assert engine.serve(range(7 * BLOCK - 1)).cached == 4 * BLOCK
@@ -95,16 +90,16 @@ def test_the_last_tokens_are_computed_if_an_option_says_so(
     assert engine.serve(range(2 * BLOCK)).cached == engine.serve(range(BLOCK)).cached == 0
 
 
-def test_a_longer_prompt_loads_the_common_prefix(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(cold_daemon)
+def test_a_longer_prompt_loads_the_common_prefix(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(range(4 * BLOCK))
     other = [*range(3 * BLOCK), *range(900, 900 + 3 * BLOCK)]
     assert engine.serve(other).cached == 3 * BLOCK
     assert engine.serve([*other, 1]).cached == 6 * BLOCK
 
 
-def test_a_tail_is_saved_with_its_head_as_parent(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(cold_daemon)
+def test_a_tail_is_saved_with_its_head_as_parent(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(range(4 * BLOCK))
     engine.serve(range(6 * BLOCK))
     head, tail = engine.writes
@@ -355,10 +350,10 @@ def with_states() -> Layout:
 
 
 def test_a_state_is_saved_though_its_request_is_not_served_by_the_step_that_names_it(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
     """The state was complete when an earlier step ended, and no later step names it."""
-    engine = engine_of(cold_daemon, with_states())
+    engine = engine_of(shared, with_states())
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     request = engine.run(engine.add(PROMPT))
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
@@ -370,16 +365,16 @@ def test_a_state_is_saved_though_its_request_is_not_served_by_the_step_that_name
     engine.carry_out({request.request_id: request}, {}, [])
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     engine.finish(request)
-    again = engine_of(cold_daemon, with_states())
+    again = engine_of(shared, with_states())
     found = again.serve([*request.tokens, 1])
     assert found.cached == 9 * BLOCK and not found.failed
 
 
 def test_a_state_that_can_not_be_saved_is_counted(
-    cold_daemon: Daemon, engine_of: EngineOf, tmp_path: Path
+    shared: Daemon, engine_of: EngineOf, tmp_path: Path
 ) -> None:
     """Its page already belongs to another request, or there is no daemon."""
-    for socket, why in ((cold_daemon.socket, "overwritten"), (str(tmp_path / "no"), "no_daemon")):
+    for socket, why in ((shared.socket, "overwritten"), (str(tmp_path / "no"), "no_daemon")):
         engine = engine_of(socket, with_states(), patience_ms=1)
         line = engine.scheduler._daemon.connection
         assert line is not None and bool(line.wait_first()) == (why == "overwritten")
@@ -389,8 +384,8 @@ def test_a_state_that_can_not_be_saved_is_counted(
         assert drops(engine) == {f"drop:{why}": 1}
 
 
-def test_a_request_may_disable_loads_and_saves(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(cold_daemon)
+def test_a_request_may_disable_loads_and_saves(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"save": False}})
     assert engine.serve(PROMPT).cached == 0
     assert engine.serve(PROMPT, kv_transfer_params={"kvtier": {"load": False}}).cached == 0
@@ -399,9 +394,9 @@ def test_a_request_may_disable_loads_and_saves(cold_daemon: Daemon, engine_of: E
 
 
 def test_a_new_generation_finds_no_block_of_the_old_one(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     engine.scheduler.new_generation()
     assert engine.serve(PROMPT).cached == 0
@@ -422,22 +417,22 @@ def test_without_a_daemon_requests_miss_and_a_later_daemon_is_used(
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_promised_blocks_are_loaded_from_the_memory_of_a_dead_daemon(
-    cold_daemon: Daemon, engine_of: EngineOf, load: str
+    own_daemon: Daemon, engine_of: EngineOf, load: str
 ) -> None:
-    engine = engine_of(cold_daemon, load=load)
+    engine = engine_of(own_daemon, load=load)
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
-    cold_daemon.process.kill()
-    cold_daemon.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     engine.run(request)
     assert request.cached == 8 * BLOCK and not request.failed
     assert not engine.wrong_pages(request)
 
 
-def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(cold_daemon)
+def test_a_save_waits_for_the_first_connection(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     assert (
         engine.scheduler._daemon.connection is not None
         and engine.scheduler._daemon.connection.wait_first() is not None
@@ -453,12 +448,12 @@ def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: E
 
 
 def test_a_hung_daemon_delays_one_request_by_its_patience_and_the_next_not_at_all(
-    cold_daemon: Daemon, engine_of: EngineOf, waits: list[str]
+    own_daemon: Daemon, engine_of: EngineOf, waits: list[str]
 ) -> None:
-    engine = engine_of(cold_daemon, patience_ms=300)
+    engine = engine_of(own_daemon, patience_ms=300)
     engine.serve(PROMPT)
     waits.clear()
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     try:
         assert engine.serve(PROMPT).cached == 0
         later = engine.run(engine.add(PROMPT))
@@ -466,40 +461,40 @@ def test_a_hung_daemon_delays_one_request_by_its_patience_and_the_next_not_at_al
         engine.finish(later)
         assert not waits, "the scheduler's thread waited for the daemon"
     finally:
-        cold_daemon.process.send_signal(signal.SIGCONT)
+        own_daemon.process.send_signal(signal.SIGCONT)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
     engine.settle()
 
 
 def test_a_request_waits_for_a_daemon_that_is_slow_to_accept_a_new_engine(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine, connecting may take longer than one attempt."""
-    engine_of(cold_daemon).serve(PROMPT)
+    engine_of(own_daemon).serve(PROMPT)
     monkeypatch.setattr(plugin_daemon, "CONNECT_S", 0.05)
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     try:
-        engine = engine_of(cold_daemon, patience_ms=60_000)
+        engine = engine_of(own_daemon, patience_ms=60_000)
         connection = engine.scheduler._daemon.connection
         assert connection is not None
         engine.until(lambda: bool(connection._lost_reason))
         request = engine.add(PROMPT)
         assert engine.scheduler.matched(request, 0)[0] is None
     finally:
-        cold_daemon.process.send_signal(signal.SIGCONT)
+        own_daemon.process.send_signal(signal.SIGCONT)
     engine.run(request)
     assert request.cached == 8 * BLOCK, engine.scheduler.counts
     engine.finish(request)
 
 
 def test_a_daemon_that_does_not_accept_a_new_engine_delays_it_by_the_patience_in_all(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin_daemon, "CONNECT_S", 0.05)
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        engine = engine_of(cold_daemon, patience_ms=300)
+        engine = engine_of(own_daemon, patience_ms=300)
         assert engine.serve(PROMPT).cached == 0
         engine.until(lambda: engine.scheduler._daemon.tried)
         assert time.monotonic() - began >= 0.2
@@ -507,7 +502,7 @@ def test_a_daemon_that_does_not_accept_a_new_engine_delays_it_by_the_patience_in
         assert later.cached == 0 and later.steps_asked == 1
         engine.finish(later)
     finally:
-        cold_daemon.process.send_signal(signal.SIGCONT)
+        own_daemon.process.send_signal(signal.SIGCONT)
 
 
 def test_a_restarted_daemon_is_used_again(
@@ -580,10 +575,10 @@ def test_an_idle_engine_unmaps_the_arena_of_a_daemon_that_ended(
 
 
 def test_a_rank_keeps_promised_blocks_of_a_daemon_that_ended_mapped(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank may be told to load between two steps, which may take any time."""
-    engine = engine_of(cold_daemon, load="async")
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     engine.settle()
     (worker,) = engine.workers
@@ -608,11 +603,11 @@ def test_a_rank_keeps_promised_blocks_of_a_daemon_that_ended_mapped(
 
 
 def test_a_step_names_the_daemon_whose_blocks_may_still_be_promised(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection is lost while the scheduler makes a step: ranks keep that daemon's memory mapped until
     the step in which the scheduler gives up its leases."""
-    engine = engine_of(cold_daemon, load="async")
+    engine = engine_of(own_daemon, load="async")
     engine.serve(PROMPT)
     side, (worker,) = engine.scheduler, engine.workers
     (run,) = worker.mappings.readers
@@ -624,8 +619,8 @@ def test_a_step_names_the_daemon_whose_blocks_may_still_be_promised(
 
     def lost_meanwhile() -> None:
         step()
-        cold_daemon.process.kill()
-        cold_daemon.process.wait()
+        own_daemon.process.kill()
+        own_daemon.process.wait()
         wait_until(lambda: scheduler_line.session is None and rank_line.session is None)
 
     monkeypatch.setattr(side._decisions, "next_step", lost_meanwhile)
@@ -638,10 +633,10 @@ def test_a_step_names_the_daemon_whose_blocks_may_still_be_promised(
 
 
 def test_a_rank_reports_only_memory_that_its_loads_can_use(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
     """It connects during a step, and loses the daemon before the next one."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     (worker,) = engine.workers
     mappings = worker.mappings
@@ -654,18 +649,18 @@ def test_a_rank_reports_only_memory_that_its_loads_can_use(
 
 
 def test_a_rank_reports_that_memory_is_unmapped_before_it_unmaps_it(
-    cold_daemon: Daemon, engine_of: EngineOf
+    own_daemon: Daemon, engine_of: EngineOf
 ) -> None:
     """A daemon that hung is connected again as the same one, by the scheduler before a rank."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(own_daemon)
     engine.serve(PROMPT)
     (worker,) = engine.workers
     mappings = worker.mappings
     (run,) = mappings.readers
     line = mappings.connection
     assert line is not None
-    cold_daemon.process.kill()
-    cold_daemon.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     wait_until(lambda: line.session is None)
 
     def step(loads: list[LoadOrder]) -> dict[int, RankMapping]:
@@ -680,34 +675,34 @@ def test_a_rank_reports_that_memory_is_unmapped_before_it_unmaps_it(
 
 
 def test_an_idle_rank_keeps_the_memory_of_a_daemon_that_hangs_mapped(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    own_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler may not know that it hangs, and promise its blocks when it goes on."""
     monkeypatch.setattr(kvtier_worker, "IDLE_AFTER_S", 0.0)
     monkeypatch.setattr("kvtier_vllm.daemon.CONNECT_S", 0.05)
-    engine = engine_of(cold_daemon)
+    engine = engine_of(own_daemon)
     engine.serve(PROMPT)
     (worker,) = engine.workers
     (run,) = worker.mappings.readers
     line = worker.mappings.connection
     assert line is not None and line.session is not None
-    cold_daemon.process.send_signal(signal.SIGSTOP)
+    own_daemon.process.send_signal(signal.SIGSTOP)
     attempts, attempt = [], line._try_connect
     monkeypatch.setattr(line, "_try_connect", lambda: attempts.append(attempt()) or attempts[-1])
     line.lost(line.session, "it hangs")
     wait_until(lambda: len(attempts) >= 2)
     assert run in worker.mappings.readers
-    cold_daemon.process.kill()
-    cold_daemon.process.wait()
+    own_daemon.process.kill()
+    own_daemon.process.wait()
     wait_until(lambda: not worker.mappings.readers)
 
 
 def test_a_very_long_prompt_is_hashed_and_saved_in_parts(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier_vllm.identity.LIMIT_HASHES", 3)
     monkeypatch.setattr("kvtier_vllm.saves.LIMIT_BLOCKS", 3)
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     request = engine.add(PROMPT)
     keys = engine.scheduler._prompts[request.request_id].keys
@@ -721,11 +716,9 @@ def test_a_very_long_prompt_is_hashed_and_saved_in_parts(
     assert engine.serve(PROMPT).cached == 8 * BLOCK
 
 
-def test_unmapping_an_old_arena_does_not_delay_a_step(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
+def test_unmapping_an_old_arena_does_not_delay_a_step(shared: Daemon, engine_of: EngineOf) -> None:
     """Unmapping much memory takes seconds, also after a reconnection to the same daemon."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     worker = engine.workers[0]
     run, ends = next(iter(worker.mappings.readers)), []
@@ -744,9 +737,9 @@ def test_unmapping_an_old_arena_does_not_delay_a_step(
 
 
 def test_ready_blocks_are_used_if_the_others_are_late(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(cold_daemon, patience_ms=1000)
+    engine = engine_of(shared, patience_ms=1000)
     engine.serve(PROMPT)
     side = engine.scheduler
     request = engine.add([*PROMPT, *range(5 * BLOCK)])
@@ -779,10 +772,10 @@ def test_ready_blocks_are_used_if_the_others_are_late(
 
 
 def test_a_lookup_without_a_waiting_request_is_cancelled(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine continues without the answer, which must not hold a lease until the request ends."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     side = engine.scheduler
     session = side._daemon.session
@@ -828,10 +821,10 @@ def test_an_engine_without_a_daemon_says_so_once_for_all_its_ranks(
     assert "connected to the daemon" in back
 
 
-def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+def test_slots_of_another_run_are_not_read(shared: Daemon, engine_of: EngineOf) -> None:
     """All ranks must be connected to the same run of the daemon before a block is promised, and no block is
     read after that run ended."""
-    engine = engine_of(cold_daemon, load="async")
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     worker = engine.workers[0]
     request = engine.add(PROMPT)
@@ -845,10 +838,8 @@ def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: Engin
     assert engine.scheduler.counts["load_failed:no_daemon"] == 1
 
 
-def test_a_slot_that_was_given_away_fails_the_load(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
-    engine = engine_of(cold_daemon, load="async")
+def test_a_slot_that_was_given_away_fails_the_load(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
@@ -856,7 +847,7 @@ def test_a_slot_that_was_given_away_fails_the_load(
     lease = engine.scheduler._prompts[request.request_id].lookup.lease
     assert isinstance(lease, Lease)
     lease.release()
-    with cold_daemon.connect() as client:
+    with shared.connect() as client:
         space = client.open(spec_for(engine.layout))
         keys = engine.scheduler._prompts[request.request_id].keys
         assert keys is not None and space.forget(keys) == 8
@@ -869,9 +860,9 @@ def test_a_slot_that_was_given_away_fails_the_load(
 
 
 def test_blocks_computed_from_a_failed_load_are_not_saved(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
-    engine = engine_of(cold_daemon, load="sync")
+    engine = engine_of(shared, load="sync")
     engine.serve(PROMPT)
     longer = [*PROMPT, *range(40)]
     request = engine.add(longer)
@@ -884,15 +875,15 @@ def test_blocks_computed_from_a_failed_load_are_not_saved(
     assert request.cached == 8 * BLOCK and request.num_computed_tokens == len(longer)
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     assert engine.scheduler.counts["saved"] == 8
-    assert engine_of(cold_daemon).serve(longer).cached == 8 * BLOCK
+    assert engine_of(shared).serve(longer).cached == 8 * BLOCK
 
 
 @pytest.mark.parametrize("save", [True, False])
 def test_pages_are_tracked_as_unverified_only_if_saves_are_enabled(
-    cold_daemon: Daemon, engine_of: EngineOf, save: bool
+    shared: Daemon, engine_of: EngineOf, save: bool
 ) -> None:
-    engine_of(cold_daemon).serve(PROMPT)
-    engine = engine_of(cold_daemon, load="sync", save=save)
+    engine_of(shared).serve(PROMPT)
+    engine = engine_of(shared, load="sync", save=save)
     begun, doubted = engine.scheduler._saves.unverified, []
     call = begun.reported
     begun.reported = lambda *told: (doubted.append(len(begun)), call(*told))  # type: ignore[assignment]
@@ -903,9 +894,9 @@ def test_pages_are_tracked_as_unverified_only_if_saves_are_enabled(
 
 @pytest.mark.parametrize("shape", ["two ranks", "a window", "six groups"])
 def test_loads_run_between_steps_if_their_failure_could_not_be_reported(
-    cold_daemon: Daemon, engine_of: EngineOf, shape: str
+    shared: Daemon, engine_of: EngineOf, shape: str
 ) -> None:
-    engine = engine_of(cold_daemon, SHAPES[shape], load="sync")
+    engine = engine_of(shared, SHAPES[shape], load="sync")
     engine.serve(PROMPT)
     engine.run(request := engine.add(PROMPT))
     assert request.cached
@@ -913,11 +904,11 @@ def test_loads_run_between_steps_if_their_failure_could_not_be_reported(
 
 
 def test_a_rank_that_does_not_connect_delays_one_request(
-    cold_daemon: Daemon, engine_of: EngineOf, caplog: pytest.LogCaptureFixture,
+    shared: Daemon, engine_of: EngineOf, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 60.0)  # answers never exceed the patience
-    engine = engine_of(cold_daemon, patience_ms=200)
+    engine = engine_of(shared, patience_ms=200)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
     engine.settle()
     counts = engine.scheduler.counts
@@ -936,9 +927,9 @@ def test_a_rank_that_does_not_connect_delays_one_request(
 
 
 def test_a_request_of_an_old_generation_is_not_saved_in_the_new_one(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     request = engine.add(PROMPT)
     request.num_computed_tokens = BLOCK
@@ -950,10 +941,10 @@ def test_a_request_of_an_old_generation_is_not_saved_in_the_new_one(
 
 
 def test_the_reset_after_a_change_of_weights_begins_another_generation(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
     """Until then the engine's own cache had blocks of the old weights. Other resets change nothing."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.scheduler.own_cache_reset()
     engine.serve(PROMPT)
     engine.scheduler.own_cache_reset()
@@ -968,11 +959,9 @@ def test_the_reset_after_a_change_of_weights_begins_another_generation(
     assert engine.serve(PROMPT).cached == 8 * BLOCK
 
 
-def test_pages_reused_before_their_save_are_not_saved(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
+def test_pages_reused_before_their_save_are_not_saved(shared: Daemon, engine_of: EngineOf) -> None:
     """The request ends before its save begins, and the next request gets its pages."""
-    engine = engine_of(cold_daemon, pages=10)
+    engine = engine_of(shared, pages=10)
     engine.serve(range(1000, 1000 + BLOCK))
     held = threading.Event()
     engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
@@ -989,11 +978,11 @@ def test_pages_reused_before_their_save_are_not_saved(
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "is cancelled"])
 def test_no_save_reads_pages_whose_memory_is_discarded(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, ends: bool
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     """Before an engine sleeps. A save that waits in the thread does not begin."""
     monkeypatch.setattr(kvtier_worker, "DRAIN_S", 30.0 if ends else 0.05)
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     (worker,), held, counts = engine.workers, threading.Event(), engine.scheduler.counts
     before = counts["saved_tokens"]
@@ -1006,14 +995,14 @@ def test_no_save_reads_pages_whose_memory_is_discarded(
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     engine.finish(request)
     assert counts["saved_tokens"] - before == (8 * BLOCK if ends else 0)
-    assert engine_of(cold_daemon).serve(PROMPT).cached == (8 * BLOCK if ends else 0)
+    assert engine_of(shared).serve(PROMPT).cached == (8 * BLOCK if ends else 0)
 
 
 def test_memory_is_not_discarded_before_a_load_has_ended(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load cannot be cancelled."""
-    engine = engine_of(cold_daemon, load="async")
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     (worker,), load, held = engine.workers, engine.workers[0].loads._load, threading.Event()
 
@@ -1059,7 +1048,7 @@ def test_a_smaller_stage_stores_a_part_of_its_shard(
     (tmp_path / "cold").mkdir()
     cold = f'[cold]\ndirectories = ["{tmp_path / "cold"}"]\nsize = "256MiB"\n'
     for cached in (0, 8 * BLOCK):
-        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "16MiB"\n' + cold)
+        daemon = daemon_of(folder=tmp_path, config='[warm]\nsize = "4MiB"\n' + cold)
         daemon.wait_for_disks()
         for found in (cached, 8 * BLOCK):
             engine = StagesEngine(daemon.socket, layout, verify=True, patience_ms=20_000)
@@ -1073,10 +1062,8 @@ def test_a_smaller_stage_stores_a_part_of_its_shard(
         daemon.stop()
 
 
-def test_saves_are_delayed_while_too_many_bytes_wait(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
-    engine = engine_of(cold_daemon, saving=2 * engine_block_bytes())
+def test_saves_are_delayed_while_too_many_bytes_wait(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared, saving=2 * engine_block_bytes())
     engine.serve(range(1000, 1000 + BLOCK))
     request = engine.run(engine.add(PROMPT))
     assert engine.scheduler.in_flight["bytes"] <= 2 * engine_block_bytes()
@@ -1108,9 +1095,9 @@ def drop_saves(engine: FakeEngine, step: Callable[[], object]) -> None:
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
 
 
-def test_a_dropped_save_is_repeated(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+def test_a_dropped_save_is_repeated(shared: Daemon, engine_of: EngineOf) -> None:
     """While the request has its pages: blocks that it saves later could not be found without them."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     before = drops(engine)
     request = engine.add(PROMPT)
@@ -1123,11 +1110,9 @@ def test_a_dropped_save_is_repeated(cold_daemon: Daemon, engine_of: EngineOf) ->
     assert drops(engine) == before
 
 
-def test_saves_cancelled_together_count_as_one_attempt(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
+def test_saves_cancelled_together_count_as_one_attempt(shared: Daemon, engine_of: EngineOf) -> None:
     """A preemption cancels all saves of a request that wait for their copy."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     before = drops(engine)
     request = engine.add(PROMPT)
@@ -1147,10 +1132,10 @@ def test_saves_cancelled_together_count_as_one_attempt(
 
 
 def test_a_block_whose_pages_are_reused_between_two_writes_is_counted_once(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of two groups is saved, and the second is cancelled because its request ended."""
-    engine = engine_of(cold_daemon, layout_of([0, 0]))
+    engine = engine_of(shared, layout_of([0, 0]))
     engine.serve(range(1000, 1000 + BLOCK))
     before, saved = Counter(drops(engine)), engine.scheduler.counts["saved"]
     worker = engine.workers[0]
@@ -1168,10 +1153,8 @@ def test_a_block_whose_pages_are_reused_between_two_writes_is_counted_once(
     assert Counter(drops(engine)) - before == Counter({"drop:overwritten": 8})
 
 
-def test_blocks_after_a_permanent_hole_are_not_saved(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
-    engine = engine_of(cold_daemon)
+def test_blocks_after_a_permanent_hole_are_not_saved(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     saved = engine.scheduler.counts["saved"]
     request = engine.add(PROMPT)
@@ -1186,11 +1169,9 @@ def test_blocks_after_a_permanent_hole_are_not_saved(
     assert engine.scheduler.counts["drop:after_hole"] == 2
 
 
-def test_attempts_are_counted_separately_for_each_hole(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
+def test_attempts_are_counted_separately_for_each_hole(shared: Daemon, engine_of: EngineOf) -> None:
     """As in a model with windows, whose pages are released one step after the other."""
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     before = drops(engine)
     request = engine.run(engine.add(PROMPT))
@@ -1205,10 +1186,10 @@ def test_attempts_are_counted_separately_for_each_hole(
 
 
 def test_a_permanent_hole_is_counted_without_decoded_blocks(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
     """The prompt's blocks are counted, the blocks of the answer are not."""
-    engine = engine_of(cold_daemon, save_decode=False)
+    engine = engine_of(shared, save_decode=False)
     engine.serve(range(1000, 1000 + BLOCK))
     before = Counter(drops(engine))
     request = engine.add(PROMPT)
@@ -1243,9 +1224,9 @@ def test_a_daemon_without_room_gets_no_further_save_requests(
 
 
 def test_saves_to_a_growing_daemon_are_retried_until_it_has_room(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     worker, plain, times = engine.workers[0], engine.workers[0].saves._copy, TRIES + 2
 
@@ -1265,9 +1246,9 @@ def test_saves_to_a_growing_daemon_are_retried_until_it_has_room(
 
 
 def test_an_engine_does_not_wait_while_the_daemon_grows(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(cold_daemon)
+    engine = engine_of(shared)
     engine.serve(range(1000, 1000 + BLOCK))
     waited: list[float] = []
 
@@ -1287,10 +1268,10 @@ def test_an_engine_does_not_wait_while_the_daemon_grows(
 
 
 def test_blocks_of_a_failed_load_are_not_counted_as_dropped(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the engine ends a request whose load failed, none of its blocks could be saved."""
-    engine = engine_of(cold_daemon, load="async")
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     before, worker = drops(engine), engine.workers[0]
     for recomputed in (False, True):
@@ -1359,15 +1340,15 @@ def test_blocks_computed_before_a_daemon_started_are_saved(
 
 
 def test_pages_that_a_load_left_unfilled_are_saved_when_they_are_computed(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
-    engine = engine_of(cold_daemon, load="async")
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
     keys = engine.scheduler._prompts[request.request_id].keys
-    with cold_daemon.connect() as client:
+    with shared.connect() as client:
         assert keys is not None and client.open(spec_for(engine.layout)).forget(keys) == 8
     worker = engine.workers[0]
     (reader,) = worker.mappings.readers.values()
@@ -1377,18 +1358,18 @@ def test_pages_that_a_load_left_unfilled_are_saved_when_they_are_computed(
     assert request.failed
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     engine.finish(request)
-    assert engine_of(cold_daemon).serve(PROMPT).cached == 8 * BLOCK
+    assert engine_of(shared).serve(PROMPT).cached == 8 * BLOCK
 
 
 def test_more_keys_than_a_lease_may_have_are_cut(
-    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    shared: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that would be refused as a whole is loaded as far as one lease permits."""
     layout = layout_of([0, 20], ranks=2)
-    engine_of(cold_daemon, layout).serve(PROMPT)
+    engine_of(shared, layout).serve(PROMPT)
     # For each rank's two groups: six slots of the first, and the two of the window.
     monkeypatch.setattr("kvtier.wire.LIMIT_TOLD_SLOTS", 2 * 6 + 2 * 2)
-    assert engine_of(cold_daemon, layout).serve(PROMPT).cached == 6 * BLOCK
+    assert engine_of(shared, layout).serve(PROMPT).cached == 6 * BLOCK
 
 
 def test_a_request_waits_once_for_coming_blocks_before_any_step_was_measured() -> None:
@@ -1426,10 +1407,10 @@ def test_coming_blocks_are_weighed_by_the_blocks_that_a_load_needs() -> None:
 
 
 def test_a_shutdown_waits_briefly_for_loads_and_saves_in_progress(
-    cold_daemon: Daemon, engine_of: EngineOf
+    shared: Daemon, engine_of: EngineOf
 ) -> None:
     """The time limit also applies if a save and a load take longer."""
-    worker = engine_of(cold_daemon).workers[0]
+    worker = engine_of(shared).workers[0]
     held = threading.Event()
     worker.state.tasks.put(lambda: bool(held.wait(60)))
     worker.loads._load = lambda load: held.wait(60)  # type: ignore[method-assign]
@@ -1447,8 +1428,8 @@ def engine_block_bytes() -> int:
     return layout_of().block_bytes
 
 
-def test_an_abort_leaves_nothing_behind(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(cold_daemon, load="async")
+def test_an_abort_leaves_nothing_behind(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared, load="async")
     engine.serve(PROMPT)
     asked = engine.add(PROMPT)
     engine.finish(asked)
@@ -1461,7 +1442,7 @@ def test_an_abort_leaves_nothing_behind(cold_daemon: Daemon, engine_of: EngineOf
     engine.finish(loading)
     engine.until(lambda: not engine.loading)
     engine.settle()
-    stats = cold_daemon.wait_for(lambda stats: not leases(stats))
+    stats = shared.wait_for(lambda stats: not leases(stats))
     assert not leases(stats)
 
 
@@ -1469,11 +1450,9 @@ def leases(stats: dict[str, Any]) -> int:
     return int(stats["tenants"]["default"]["leases"])
 
 
-def test_many_concurrent_prompts_are_loaded_correctly(
-    cold_daemon: Daemon, engine_of: EngineOf
-) -> None:
+def test_many_concurrent_prompts_are_loaded_correctly(shared: Daemon, engine_of: EngineOf) -> None:
     layout: Layout = layout_of([0, 20], ranks=2)
-    engine = engine_of(cold_daemon, layout, pages=512)
+    engine = engine_of(shared, layout, pages=512)
     prompts = [[*range(4 * BLOCK), *range(n * 100, n * 100 + 40)] for n in range(1, 13)]
     for cached in (0, 6 * BLOCK):
         requests = [engine.add(prompt) for prompt in prompts]
@@ -1487,12 +1466,12 @@ def test_many_concurrent_prompts_are_loaded_correctly(
     engine.settle()
 
 
-def test_an_engine_s_death_frees_its_leases(cold_daemon: Daemon, engine_of: EngineOf) -> None:
-    engine = engine_of(cold_daemon)
+def test_an_engine_s_death_frees_its_leases(shared: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(shared)
     engine.serve(PROMPT)
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
-    assert leases(cold_daemon.stats()) == 1
+    assert leases(shared.stats()) == 1
     engine.scheduler.close()
-    cold_daemon.wait_for(lambda stats: not leases(stats))
+    shared.wait_for(lambda stats: not leases(stats))

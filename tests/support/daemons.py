@@ -71,7 +71,7 @@ class Daemon:
             while not holds(stats := checked(client.stats())):
                 assert time.monotonic() < deadline, f"still not so after {seconds} s: {stats}"
                 time.sleep(pause_s)
-                pause_s = min(1.4 * pause_s, 0.04)
+                pause_s = min(1.5 * pause_s, 0.1)
         return stats
 
     def wait_for_start(self) -> None:
@@ -145,7 +145,7 @@ def hasty_command(haste: Mapping[str, float]) -> tuple[str, ...]:
 
 def start_daemon(
     folder: Path,
-    warm: str = "16MiB",
+    warm: str = "4MiB",
     config: str = "",
     wait: bool = True,
     command: Sequence[str] = SERVE,

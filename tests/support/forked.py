@@ -289,6 +289,11 @@ if __name__ == "__main__":
     }
     with contextlib.suppress(ImportError):
         import_module("kvtier_daemon.tiers.remote.s3")
+    # What each daemon and each command begins with: a fork finds its results in caches.
+    cli.program()
+    for name in ("serve", "status", "tier"):
+        cli.loaded(name)
+    import_module("kvtier_daemon.config.schema").load(None, {"warm.size": "4MiB"}, environ={})
     settle()
     sys.path.pop(0)  # this file's folder, which a daemon does not have
     words, program = serve()

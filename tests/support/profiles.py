@@ -18,8 +18,8 @@ from kvtier_daemon.codec.profile import (
 def table_of(chance: random.Random, symbols: int) -> bytes:
     """Return frequencies that sum to 256."""
     found = [1] * symbols
-    for _ in range(256 - symbols):
-        found[chance.randrange(symbols)] += 1
+    for symbol in chance.choices(range(symbols), k=256 - symbols):
+        found[symbol] += 1
     return bytes(found)
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -81,6 +82,7 @@ class Commands(TyperGroup):
             formatter.write_dl(sorted(COMMANDS.items()))
 
 
+@cache
 def loaded(name: str) -> Any:
     module = import_module(f"kvtier_daemon.cli.{name.replace('-', '_')}")
     found = getattr(module, "app", None)
@@ -123,6 +125,11 @@ def _options(
     pass
 
 
+@cache
+def program() -> Any:
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit. Status: 0 success, 1 it found a problem, 2 refused or invalid usage, 3 no
     usable daemon, 70 internal error, 130 interrupted, 141 the reader of the output has exited.
@@ -139,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         completion_init()
     try:
-        app(args=[word for word in words if word != "--debug"], prog_name="kvtier")
+        program()(args=[word for word in words if word != "--debug"], prog_name="kvtier")
     except KvtierError as error:
         _say(error, "", debug)
         sys.exit(EXIT_UNAVAILABLE if isinstance(error, Unavailable) else EXIT_ERROR)

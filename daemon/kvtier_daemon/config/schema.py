@@ -324,7 +324,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
 
 def _given(parsed: _Parsed, struct: type[msgspec.Struct], *section: str) -> dict[str, Any]:
     """Return the values of this section that were given, by the names of the struct's fields."""
-    names = {field.encode_name: field.name for field in msgspec.structs.fields(struct)}
+    names = {field.encode_name: field.name for field in sources.fields_of(struct)}
     return {names[path[-1]]: value for path, (value, _) in parsed.items() if path[:-1] == section}
 
 

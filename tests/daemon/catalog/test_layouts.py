@@ -16,6 +16,7 @@ from kvtier_daemon.catalog.frames import FRAME, FramedBlocks, StoredFrame, segme
 
 ROOT = Path(__file__).parents[3]
 CALLS = {"Struct", "pack", "pack_into", "unpack", "unpack_from", "iter_unpack", "calcsize"}
+CALLED = re.compile(rf"\b({'|'.join(CALLS)})\(")
 
 
 @cache
@@ -24,7 +25,8 @@ def spelled() -> dict[str, set[str]]:
     found = defaultdict(set)
     for folder in ("kvtier", "plugins", "daemon", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            text = path.read_text()
+            for node in ast.walk(ast.parse(text)) if CALLED.search(text) else ():
                 if not (isinstance(node, ast.Call) and node.args):
                     continue
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else ""

@@ -301,16 +301,16 @@ def test_many_late_requests_are_given_up_in_parts() -> None:
 
 
 def test_remembered_declines_are_limited_and_do_not_block_new_requests() -> None:
-    world = World()
+    world, many = World(), blocks("m", 500)
     for at in range(2 * LIMIT_REQUESTS):
-        slow = Load(f"slow{at}", 0.0, blocks(f"s{at}", 500), 0.1)
+        slow = Load(f"slow{at}", 0.0, many, 0.1)
         world.ask(slow)
         assert slow.verdict is not None and slow.verdict.why == "slower"
     quick = Load("quick", 0.0, blocks("q", 5), 1.0)
     world.ask(quick)
     assert quick.verdict is not None and quick.verdict.load
     for at in range(LIMIT_DECLINED):
-        world.ask(Load(f"more{at}", 0.0, blocks(f"m{at}", 500), 0.1))
+        world.ask(Load(f"more{at}", 0.0, many, 0.1))
     assert world.planner.knows("quick") and not world.planner.knows("slow0"), "the oldest goes"
     world.now += FORGET_S + 0.1
     world.planner.expire()

@@ -84,6 +84,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(benchmark, name, value)
 
 
+def test_a_measurement_notices_one_wrong_byte() -> None:
+    saved, loaded = bytearray(range(200)), bytearray(range(200))
+    views, outs = ([memoryview(one)[:100], memoryview(one)[100:]] for one in (saved, loaded))
+    assert not benchmark._differ(outs, views)
+    for at in (0, 99, 199):
+        loaded[at] ^= 1
+        assert benchmark._differ(outs, views)
+        loaded[at] ^= 1
+
+
 def test_a_measurement_is_shown_with_its_limits(small: None, tmp_path: Path) -> None:
     steps: list[str] = []
     result = benchmark.run(True, tmp_path, lambda what, done, total: steps.append(what))

@@ -242,14 +242,13 @@ def rans_encode(rows: Numbers, shares: list[int]) -> tuple[bytes, bytes]:
     frequency = np.array(shares)
     start = np.cumsum(frequency) - frequency
     state = np.full(LANES, STATE_LEAST, np.int64)
-    words: list[bytes] = []
-    for row in rows[::-1]:
-        f = frequency[row]
+    words = [state[:0]]
+    for f, s in zip(frequency[rows[::-1]], start[rows[::-1]], strict=True):
         full = state >= f << 23
-        words.append((state[full] & 0xFFFF).astype("<u2").tobytes())
-        state = np.where(full, state >> 16, state)
-        state = (state // f << 8) + state % f + start[row]
-    return state.astype("<u4").tobytes(), b"".join(reversed(words))
+        words.append(state[full])
+        turns, rest = np.divmod(np.where(full, state >> 16, state), f)
+        state = (turns << 8) + rest + s
+    return state.astype("<u4").tobytes(), np.concatenate(words[::-1]).astype("<u2").tobytes()
 
 
 def rans_decode(rows: int, states: bytes, words: bytes, shares: list[int]) -> Numbers:
@@ -257,19 +256,19 @@ def rans_decode(rows: int, states: bytes, words: bytes, shares: list[int]) -> Nu
     frequency = np.array(shares)
     start = np.cumsum(frequency) - frequency
     symbol_of = np.repeat(np.arange(len(shares)), frequency)
+    share_of, place_of = frequency[symbol_of], np.arange(len(symbol_of)) - start[symbol_of]
     state = np.frombuffer(states, "<u4").astype(np.int64)
     left = np.frombuffer(words, "<u2").astype(np.int64)
     found = np.zeros((rows, LANES), np.int64)
-    for row in found:
-        slot = state & 255
-        row[:] = symbol_of[slot]
-        state = frequency[row] * (state >> 8) + slot - start[row]
+    for slot in found:
+        slot[:] = state & 255
+        state = share_of[slot] * (state >> 8) + place_of[slot]
         hungry = state < STATE_LEAST
-        count = int(hungry.sum())
+        count = np.count_nonzero(hungry)
         state[hungry] = state[hungry] << 16 | left[:count]
         left = left[count:]
     assert not len(left) and (state == STATE_LEAST).all()
-    return found
+    return symbol_of[found]
 
 
 def _decode_r32(element: int, encoded: bytes, raw_bytes: int) -> bytes:

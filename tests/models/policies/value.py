@@ -13,9 +13,12 @@ C. Waldspurger et al., "Cache modeling and optimization using miniature simulati
 2017. `Value` is native, `ValueModel` the same in Python, bit for bit.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from models.policies.model import Ages, hint_of, mix, short_name, unpack, unpack_names
 from models.policies.native import Value
@@ -411,7 +414,7 @@ class ValueModel(Ages):
         if self._hints:  # so that hints count before the first hit
             pool = [max(one, UNSEEN) for one in pool]
         near: list[Row] = []
-        worth: dict[int, Row] = {}
+        chances_of: dict[int, Row] = {}
         for family in families:
             relatives = pool
             # The prior of a family is derived from an earlier family, scaled up: more uses make
@@ -430,8 +433,9 @@ class ValueModel(Ages):
                         continue
                     factor = WORTH[1 + (kind - PLAIN) // (2 * FAMILIES)]
                     relatives = [min(one * factor, 0.999) for one in relatives]
-                own = chances(self._hits[kind], ends[kind], relatives, FEW, self._mean_run([kind]))
-                worth[kind] = [best_rate(own, first) for first in range(AGES)]
+                run = self._mean_run([kind])
+                chances_of[kind] = chances(self._hits[kind], ends[kind], relatives, FEW, run)
+        worth = best_rates(chances_of)
         every_worth = sorted({one for row in worth.values() for one in row})
         order = {one: at for at, one in enumerate(every_worth)}
         for kind, row in worth.items():
@@ -492,16 +496,20 @@ def chances(hits: Row, ends: Row, relatives: Row, few: float, run: float) -> Row
     return found
 
 
-def best_rate(chance: Row, first: int) -> float:
-    """From this age on, the hits per second of space at the best horizon."""
-    left, got, spent, best = 1.0, 0.0, 0.0, 0.0
-    for at in range(first, AGES):
-        now = left * chance[at]
-        got += now
-        spent += (left - now / 2) * WIDTHS[at]
-        left -= now
-        best = max(best, got / spent)
-    return best
+def best_rates(chances_of: dict[int, Row]) -> dict[int, Row]:
+    """For each kind, from each age on: the hits per second of space at the best horizon. All kinds and first
+    ages at once: one at a time takes half of the time of all tests of this model."""
+    chance = np.array([*chances_of.values()])
+    left = np.ones((len(chance), AGES))
+    got, spent, best = (np.zeros_like(left) for _ in range(3))
+    for at in range(AGES):
+        begun = np.s_[:, : at + 1]  # those whose first age was reached
+        now = left[begun] * chance[:, at, None]
+        got[begun] += now
+        spent[begun] += (left[begun] - now / 2) * WIDTHS[at]
+        left[begun] -= now
+        best[begun] = np.maximum(best[begun], got[begun] / spent[begun])
+    return dict(zip(chances_of, best.tolist(), strict=True))
 
 
 def level_of(own: int) -> int:
@@ -519,7 +527,7 @@ def new_kind(batch: int) -> int:
 
 
 def age_kind(quarters: int) -> int:
-    return next((at for at, end in enumerate(ENDS) if quarters <= end), AGES - 1)
+    return min(bisect_left(ENDS, quarters), AGES - 1)
 
 
 def counters_of(name: int) -> list[int]:
