@@ -5,8 +5,8 @@ found again, or saved again after eviction (TinyLFU's doorkeeper; Einziger, Frie
 A block that is not admitted stays in memory until it is evicted, and is counted at that time.
 
 Blocks that an engine calls important are worth a write too, and one more when their segment is reused. Blocks
-of no importance (0) are not copied then, even if they were requested. Other hints change nothing here: a block
-that was requested twice is used by others.
+of no importance (0) are not copied then, even if they were requested. Other hints change nothing here: a
+block that was requested twice is used by others.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Admission:
 
     def worth_copying(self, ids: bytes, used: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
         """Which of these blocks to copy when their segment is reused: a byte per block, as in `used`, which
-        says if it was requested. A hint of much importance counts for one such copy; none with importance 0 is
-        copied."""
+        says if it was requested. A hint of much importance counts for one such copy, and one of no importance
+        (0) for none."""
         if self._hints is None or not ids:
             return used
         keys = keys_of(ids)

@@ -455,31 +455,28 @@ class Simulation:
     def _write_ahead(self) -> None:
         """As the daemon: write blocks as they are saved if the budget has plenty left, then the next
         victims, whose segments may have been reused."""
+        if not self.nvme_blocks:
+            return
         left = self._budget.left()
         self._admission.strict = self._machine.admission == "second-touch" or (
             self._machine.admission == "auto"
             and self._budget.is_limited
             and left < self._budget.scarce
         )
-        if self.nvme_blocks and left > self._budget.plenty and not self._admission.strict:
-            queue = self._unwritten
-            while queue and (room := self._room()) > 0:
-                # A block that left memory and came back is in the queue twice.
-                some = dict.fromkeys(queue.popleft() for _ in range(min(room, len(queue))))
-                self._write(node for node in some if self._memory[node])
-        if self.nvme_blocks and self._in_memory >= NEARLY_FULL * self.memory_blocks:
+        room = min(WRITTEN_AHEAD - len(self._writing), int(min(left, 1 << 62) // self._frame_bytes))
+        if room <= 0:
+            return
+        first: dict[int, None] = {}  # a block that left memory and came back is in the queue twice
+        if left > self._budget.plenty and not self._admission.strict:
+            while self._unwritten and len(first) < room:
+                if self._memory[node := self._unwritten.popleft()] and node not in self._frames:
+                    first[node] = None
+        if len(first) < room and self._in_memory >= NEARLY_FULL * self.memory_blocks:
             look = LOOK_BLOCKS if self._admission.strict else WRITTEN_AHEAD
-            self._write(array("I", self._policy.victims(look)))
-
-    def _room(self) -> int:
-        """How many more blocks may be written now."""
-        left = int(min(self._budget.left(), 1 << 62) // self._frame_bytes)
-        return min(WRITTEN_AHEAD - len(self._writing), left)
-
-    def _write(self, nodes: Iterable[int]) -> None:
-        dirty = [node for node in nodes if node not in self._frames and node not in self._writing]
+            first |= dict.fromkeys(array("I", self._policy.victims(look)))
+        dirty = [node for node in first if node not in self._frames and node not in self._writing]
         admitted = self._admission.filter(_ids(dirty), lambda ids: _keys(array("I", ids)))
-        for node in array("I", admitted)[: max(0, self._room())]:
+        for node in array("I", admitted)[:room]:
             self._writing.add(node)
             self._budget.spend(self._frame_bytes)
             self._disk.write(node, self._frame_bytes)
