@@ -48,7 +48,7 @@ $(VENV)/.ready: $(VENV)/.native
 	@touch $@
 
 demo: $(VENV)/.native  ## run a small daemon with a sample workload
-	$(BIN)/kvtier demo --seconds 8
+	$(BIN)/kvtier demo --seconds 6
 
 STORE ?= s3
 
