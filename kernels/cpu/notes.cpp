@@ -3,13 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <span>
 #include <string>
 #include <utility>
+
+#include "chunks.h"
 
 namespace kvtier {
 namespace {
@@ -21,14 +20,7 @@ constexpr std::size_t kAhead = 8;
 // note costs one cache miss.
 class Notes {
  public:
-    explicit Notes(std::size_t nbytes) : count_(std::max<std::size_t>(1, nbytes / sizeof(Set))) {
-        // From calloc: a page becomes resident with its first note. An alignment of its own costs a
-        // set.
-        void* first = memory_.get();
-        std::size_t room = (count_ + 1) * sizeof(Set);
-        if (first == nullptr) throw std::bad_alloc();
-        sets_ = static_cast<Set*>(std::align(alignof(Set), count_ * sizeof(Set), first, room));
-    }
+    explicit Notes(std::size_t nbytes) : sets_(std::max<std::size_t>(1, nbytes / sizeof(Set))) {}
 
     // Stores `code` for each key. If the last note of a key has one of the codes in `before`, keeps
     // that code and adds the bits `also` to it.
@@ -63,7 +55,7 @@ class Notes {
         return {0, 0};
     }
     std::size_t size() const { return size_; }
-    std::size_t memory_bytes() const { return count_ * sizeof(Set); }
+    std::size_t memory_bytes() const { return sets_.size() * sizeof(Set); }
 
  private:
     struct Note {
@@ -80,16 +72,11 @@ class Notes {
         return name;
     }
     std::size_t set_of(std::uint64_t name) const {
-        return static_cast<std::size_t>((static_cast<unsigned __int128>(name) * count_) >> 64);
+        return static_cast<std::size_t>((static_cast<unsigned __int128>(name) * sets_.size()) >>
+                                        64);
     }
 
-    struct Free {
-        void operator()(void* memory) const { std::free(memory); }
-    };
-
-    std::size_t count_;
-    std::unique_ptr<void, Free> memory_{std::calloc(count_ + 1, sizeof(Set))};
-    Set* sets_;
+    ZeroPages<Set> sets_;  // a page becomes resident with its first note
     std::size_t size_ = 0;
 };
 
