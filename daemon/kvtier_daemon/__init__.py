@@ -6,9 +6,8 @@ def main() -> None:
     traceback of the imports; a shell reports that as 130 too."""
     import signal
 
-    usual = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # else ignored, as by nohup
+    # Otherwise it is ignored, as by nohup.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvtier_daemon.cli import main as run

@@ -56,7 +56,7 @@ class Admission:
         if self._notes is None:
             return b"\1" * (len(keys) // KEY_BYTES)
         again = self._notes.codes(keys).translate(AGAIN_OF)
-        return again if self._hints is None else self._with_hints(keys, again)
+        return again if self._hints is None else _with_much(self._hints.codes(keys), again)
 
     def hint(self, keys: bytes, importance: float) -> None:
         """An engine reported the importance of these blocks, from 0 to 1."""
@@ -72,19 +72,21 @@ class Admission:
         if self._hints is None or not ids:
             return used
         keys = keys_of(ids)
-        used = bytes(map(and_, self._hints.codes(keys).translate(SOME_OF), used))
-        wanted = self._with_hints(keys, used)
+        codes = self._hints.codes(keys)
+        used = bytes(map(and_, codes.translate(SOME_OF), used))
+        wanted = _with_much(codes, used)
         spent = (one and not before for one, before in zip(wanted, used, strict=True))
         names = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
         self._hints.note(b"".join(compress(names, spent)), OTHER, 0)
         return wanted
-
-    def _with_hints(self, keys: bytes, otherwise: bytes) -> bytes:
-        assert self._hints is not None
-        return bytes(map(or_, self._hints.codes(keys).translate(MUCH_OF), otherwise))
 
     def filter(self, ids: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:
         """The blocks of these that may be written now."""
         if not self.strict or not ids:
             return ids
         return array("I", compress(array("I", ids), self.admitted(keys_of(ids)))).tobytes()
+
+
+def _with_much(codes: bytes, otherwise: bytes) -> bytes:
+    """A byte per block: `otherwise`, and 1 where the hint says much importance."""
+    return bytes(map(or_, codes.translate(MUCH_OF), otherwise))
