@@ -124,7 +124,7 @@ os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 def as_nobody() -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Runs a line of Python as a user who owns no files here."""
     if os.geteuid() != 0:
-        pytest.skip("needs root to be somebody else")
+        pytest.skip("needs root, to run as another user")
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", BE_NOBODY + line]

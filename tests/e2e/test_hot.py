@@ -387,7 +387,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as another user")
 def test_only_the_daemons_user_offers_memory_and_a_user_that_leaves_loses_it(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:

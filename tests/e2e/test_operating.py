@@ -291,7 +291,7 @@ def test_blocks_of_another_tenant_are_not_listed_forgotten_or_watched(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     if os.geteuid() != 0:
-        pytest.skip("needs root to be somebody else")
+        pytest.skip("needs root, to run as another user")
     config = (
         f'socket_mode = "0666"\n[warm]\nsize = "64MiB"\n'
         f'[tenants.ours]\nuids = [0]\nquota = "50%"\n'
@@ -344,7 +344,7 @@ def test_a_failure_of_the_disk_does_not_name_another_tenant(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     if os.geteuid() != 0:
-        pytest.skip("needs root to be somebody else")
+        pytest.skip("needs root, to run as another user")
     cold = open_folder / "disk"
     (cold / "segments").mkdir(parents=True, mode=0o700)
     (cold / "segments/secret-corp").touch()  # a folder is expected: the directory cannot be used
@@ -384,7 +384,7 @@ def test_a_client_that_lists_keys_can_not_load_what_another_has_salted(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     if os.geteuid() != 0:
-        pytest.skip("needs root to be somebody else")
+        pytest.skip("needs root, to run as another user")
     config = f'socket_mode = "0666"\n[warm]\nsize = "64MiB"\n[tenants.ours]\nuids = [0, {NOBODY}]\n'
     daemon = daemon_of(folder=open_folder, config=config)
     with daemon.connect() as client:

@@ -194,7 +194,7 @@ def test_only_the_operator_may_read_the_settings(
     open_folder: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     if os.geteuid() != 0:
-        pytest.skip("needs root to be somebody else")
+        pytest.skip("needs root, to run as another user")
     daemon = daemon_of(folder=open_folder, config='socket_mode = "0666"\n[warm]\nsize = "16MiB"\n')
     program = (
         "import os, sys; from kvtier import Client, Refused\n"
