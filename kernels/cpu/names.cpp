@@ -37,8 +37,10 @@ class Chain {
           message_(kKey + 1 + content_most + extras.size()),
           extras_(extras) {
         std::memcpy(secret_, secret.held.data(), kKey);
-        std::memcpy(message_.data(), parent.held.data(), kKey);
+        begin(parent);
     }
+
+    void begin(const Fixed& parent) { std::memcpy(message_.data(), parent.held.data(), kKey); }
 
     void link(uint8_t tag, const void* content, size_t size, uint8_t* key) {
         uint8_t* at = message_.data() + kKey;
@@ -79,7 +81,7 @@ nb::bytes chain_keys(nb::handle secret, nb::handle parent, nb::handle tokens, lo
 }
 
 nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes,
-                       nb::handle extras) {
+                       nb::handle extras, bool alone) {
     const Fixed secret_bytes(secret, "secret"), parent_bytes(parent, "parent");
     const HeldMemory extra_bytes(extras, Access::kRead, "extras");
     const nb::object items = nb::steal(PySequence_Tuple(hashes.ptr()));
@@ -96,6 +98,7 @@ nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes
         if (size < kHashLeast || size > kHashMost) {
             fail(nb::value_error, "hash ", i, ": 16 to 64 bytes, not ", size);
         }
+        if (alone) chain.begin(parent_bytes);
         chain.link(static_cast<uint8_t>(size), PyBytes_AS_STRING(item), size,
                    keys.data() + kKey * i);
     }
@@ -131,5 +134,5 @@ void bind_names(nb::module_& m) {
     m.def("chain_keys", &chain_keys, "secret"_a, "parent"_a, "tokens"_a, "block_tokens"_a,
           "extras"_a = nb::bytes("", 0));
     m.def("chain_hashes", &chain_hashes, "secret"_a, "parent"_a, "hashes"_a,
-          "extras"_a = nb::bytes("", 0));
+          "extras"_a = nb::bytes("", 0), "alone"_a = false);
 }

@@ -149,10 +149,6 @@ def hash_keys(
     if not (after is None or isinstance(after, Keys)):
         raise InvalidArgument(f"after: expected Keys, got {type(after).__name__}")
 
-    def chained(one: bytes, begin: bytes) -> bytes:
-        runs = [[name] for name in each] if alone else [each]
-        return b"".join([chain_hashes(one, begin, run, extras) for run in runs])
-
     parent = after[-1] if after else b""
     if after and len(after.others) != len(accepted):
         accepted = ()  # the daemon was started again meanwhile
@@ -160,6 +156,6 @@ def hash_keys(
         each, others = list(hashes), list[bytes]()
         for number, one in enumerate(accepted):
             begin = after.others[number][-KEY_BYTES:] if after else chain_root(one, salt)
-            others.append(chained(one, begin))
+            others.append(chain_hashes(one, begin, each, extras, alone))
         root = parent or chain_root(secret, salt)
-        return Keys(chained(secret, root), parent, tuple(others))
+        return Keys(chain_hashes(secret, root, each, extras, alone), parent, tuple(others))

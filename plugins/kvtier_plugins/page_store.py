@@ -312,7 +312,7 @@ class PageStore:
             self._cache.log.info("kvtier: pages in this run: %s", ", ".join(parts))
 
     def _keys(self, space: Space, keys: Sequence[str]) -> Keys:
-        return keys_alone(space, [(bytes.fromhex(key), self._generation) for key in keys])
+        return space.keys_of_hashes([*map(bytes.fromhex, keys)], self._generation, alone=True)
 
     def _load(self, space: Space, pool: str, keys: Keys, numbers: Sequence[int]) -> int:
         shard, group, good = self._cache.shard, self._groups[pool], 0

@@ -192,6 +192,12 @@ def test_chain_hashes_matches_its_model(names):
         assert kernels.chain_hashes(SECRET, PARENT, hashes, extras) == expected
 
 
+def test_chain_hashes_alone_have_the_same_parent(names):
+    hashes = [DATA[i : i + size] for i, size in enumerate((16, 64, 20, 20, 33))]
+    each = [kernels.chain_hashes(SECRET, PARENT, [one], b"adapter") for one in hashes]
+    assert kernels.chain_hashes(SECRET, PARENT, hashes, b"adapter", True) == b"".join(each)
+
+
 @pytest.mark.parametrize("size", [0, 15, 65])
 def test_chain_hashes_refuses_hashes_of_odd_length(size):
     with pytest.raises(ValueError, match="16 to 64"):
