@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from array import array
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,10 @@ def test_a_demo_that_is_ended_leaves_no_files(tmp_path: Path, number: signal.Sig
         command = [sys.executable, "-P", "-m", "kvtier_daemon.cli", "demo", "--seconds", "600"]
         environ = {**os.environ, "TMPDIR": place}
         with (tmp_path / "output").open("w+") as output:
-            demo = subprocess.Popen(command, stdout=output, stderr=output, env=environ)
+            not_ignored = partial(signal.signal, number, signal.SIG_DFL)  # as under nohup
+            demo = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environ, preexec_fn=not_ignored
+            )
             while not looked_up(place):
                 assert demo.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.02)
