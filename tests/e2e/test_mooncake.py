@@ -23,6 +23,7 @@ from support.specs import pattern, spec_of
 
 PROMPT = 8  # blocks
 WAIT_S = 60.0
+PATIENCE_MS = 60_000
 Hosts = Callable[..., Daemon]
 
 
@@ -67,7 +68,10 @@ def share(daemon: Daemon, space: Space, number: int) -> Keys:
 def loaded(space: Space, keys: Keys, blocks: int = PROMPT) -> int:
     """Load when as many blocks are there; return how many came. Their bytes must be those saved."""
     until = time.monotonic() + WAIT_S
-    while (found := space.match(keys)).ready < blocks and time.monotonic() < until:
+    # With patience: it also reads from a store that was slow on a busy machine.
+    while (
+        found := space.match(keys, within_ms=PATIENCE_MS)
+    ).ready < blocks and time.monotonic() < until:
         time.sleep(0.01)
     with space.load(keys[: found.ready]) as ready:
         for key, block in zip(keys, ready, strict=False):
@@ -168,9 +172,11 @@ def test_a_host_that_dies_with_lent_memory_does_not_end_the_processes_of_others(
             pool.stop_lending()
             deadline = time.monotonic() + WAIT_S
             while remote_of(b.stats())["states"]["not_read"] < 2 * PROMPT:
-                assert time.monotonic() < deadline, "reads must have failed"
+                assert time.monotonic() < deadline, (
+                    f"reads must have failed: {remote_of(b.stats())}"
+                )
                 for keys in shared:
-                    theirs.match(keys)
+                    theirs.prefetch(keys)  # a match does not read from a store that was slow
                 b.wait_for(lambda stats: remote_of(stats)["asking"] == 0, WAIT_S)
                 b.wait_for(lambda stats: remote_of(stats)["reading"] == 0, WAIT_S)
             time.sleep(0.5)  # a process that was given up is replaced by now

@@ -23,6 +23,7 @@ from support.specs import pattern, spec_of
 
 PROMPT = 8  # blocks
 WAIT_S = 60.0
+PATIENCE_MS = 60_000
 OLD, NEW = b"of the fleet".ljust(32), b"of the fleet, from now on".ljust(32)
 Hosts = Callable[..., Daemon]
 
@@ -73,7 +74,10 @@ def share(daemon: Daemon, space: Space, number: int) -> Keys:
 def loaded(space: Space, keys: Keys, blocks: int = PROMPT) -> int:
     """Load until as many blocks are there; return how many came. Their bytes must be those saved."""
     until = time.monotonic() + WAIT_S
-    while (found := space.match(keys)).ready < blocks and time.monotonic() < until:
+    # With patience: it also reads from a store that was slow on a busy machine.
+    while (
+        found := space.match(keys, within_ms=PATIENCE_MS)
+    ).ready < blocks and time.monotonic() < until:
         time.sleep(0.01)
     with space.load(keys[: found.ready]) as ready:
         for key, block in zip(keys, ready, strict=False):
@@ -145,7 +149,9 @@ def test_the_secret_of_a_fleet_is_replaced_host_by_host_without_misses(host: Hos
         assert (renewed.packed, renewed.others) == (keys.others[0], (keys.packed,))
         # Under the old key, and it becomes a block under the new one.
         until = time.monotonic() + WAIT_S
-        while theirs.match(renewed).ready < PROMPT and time.monotonic() < until:
+        while (
+            theirs.match(renewed, within_ms=PATIENCE_MS).ready < PROMPT and time.monotonic() < until
+        ):
             time.sleep(0.01)
         with theirs.load(renewed) as blocks:
             assert [bytes(block) for block in blocks] == [pattern(key, 65536) for key in keys]
@@ -155,7 +161,7 @@ def test_the_secret_of_a_fleet_is_replaced_host_by_host_without_misses(host: Hos
         known = ours.keys([2] * PROMPT * 16)
         assert known.others == (more.packed,)
         until = time.monotonic() + WAIT_S
-        while ours.match(known).ready < PROMPT and time.monotonic() < until:
+        while ours.match(known, within_ms=PATIENCE_MS).ready < PROMPT and time.monotonic() < until:
             time.sleep(0.01)
         with ours.load(known) as blocks:
             assert [bytes(block) for block in blocks] == [pattern(key, 65536) for key in more]

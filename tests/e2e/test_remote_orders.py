@@ -19,6 +19,7 @@ from support.specs import pattern, spec_of
 
 PROMPT = 4  # blocks
 WAIT_S = 60.0
+PATIENCE_MS = 60_000  # also for a store that was slow on a busy machine
 Hosts = Callable[..., Daemon]
 
 
@@ -72,7 +73,9 @@ def test_off_ends_the_process_and_on_uses_the_store_again(host: Hosts, store: Ob
         assert (refused.returncode, "it cannot be drained" in refused.stderr) == (2, True)
         code, told = order(b, "on")
         assert (code, told["state"]) == (0, "on")
-        b.wait_for(lambda stats: bool(theirs.match(keys).ready == PROMPT), WAIT_S)
+        b.wait_for(
+            lambda stats: bool(theirs.match(keys, within_ms=PATIENCE_MS).ready == PROMPT), WAIT_S
+        )
         with theirs.load(keys) as blocks:
             for key, block in zip(keys, blocks, strict=True):
                 assert bytes(block) == pattern(key, theirs.spec.block_bytes)
@@ -125,7 +128,12 @@ def test_a_host_hands_all_its_blocks_over_before_it_retires(
         space = client.open(spec_of("retires"))
         for number in range(prompts):
             keys = space.keys([number] * PROMPT * space.spec.block_tokens)
-            b.wait_for(lambda stats, keys=keys: bool(space.match(keys).ready == PROMPT), WAIT_S)
+            b.wait_for(
+                lambda stats, keys=keys: bool(
+                    space.match(keys, within_ms=PATIENCE_MS).ready == PROMPT
+                ),
+                WAIT_S,
+            )
             with space.load(keys) as blocks:
                 for key, block in zip(keys, blocks, strict=True):
                     assert bytes(block) == pattern(key, space.spec.block_bytes)
@@ -227,7 +235,9 @@ def test_a_daemon_that_dies_during_a_read_leaves_nothing_wrong(host: Hosts, tmp_
         b = host("b", store.config)
         with b.connect() as client:
             space = client.open(spec_of("dies"))
-            b.wait_for(lambda stats: bool(space.match(keys).ready == PROMPT), WAIT_S)
+            b.wait_for(
+                lambda stats: bool(space.match(keys, within_ms=PATIENCE_MS).ready == PROMPT), WAIT_S
+            )
             with space.load(keys) as blocks:
                 for key, block in zip(keys, blocks, strict=True):
                     assert bytes(block) == pattern(key, space.spec.block_bytes)
@@ -256,7 +266,9 @@ def test_an_old_version_of_an_object_is_a_miss_or_the_equal_content(
         b = host("b", store.config + sealed)
         with b.connect() as client:
             space = client.open(spec_of("replayed"))
-            b.wait_for(lambda stats: bool(space.match(keys).ready == PROMPT), WAIT_S)
+            b.wait_for(
+                lambda stats: bool(space.match(keys, within_ms=PATIENCE_MS).ready == PROMPT), WAIT_S
+            )
             with space.load(keys) as blocks:
                 for key, block in zip(keys, blocks, strict=True):
                     assert bytes(block) == pattern(key, space.spec.block_bytes)
