@@ -81,7 +81,9 @@ def run(monkeypatch, tmp_path, capsys):
         captured = capsys.readouterr()
         return left.value.code or 0, captured.out, captured.err
 
-    return run
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield run
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # `serve` changes it
 
 
 @pytest.fixture
