@@ -436,6 +436,7 @@ class ColdLifecycle:
         share = sum(each.quota_bytes for each in parts) / config.warm.size_bytes
         directories, staging = tier.directories, tier.coding.staging
         attached = directories.attached
+        files = [store.files for store in directories.stores()]
         return {
             "capacity_bytes": int(tier.size_bytes * share),
             "used_bytes": sum(count["framed_bytes"] for count in counts),
@@ -466,6 +467,10 @@ class ColdLifecycle:
             "state": self.state("cold"),
             "given_up": directories.given_up,
             "faults": tier.faults,
+            "refused": {
+                "files": sum(one.unreadable for one in files),
+                "bytes": sum(one.unreadable_bytes for one in files),
+            },
             "failure": tier.failure,
             "older_copies": [one.directory.older for one in attached if one.directory.older],
             "not_counted": "; ".join(filter(None, (one.directory.not_counted for one in attached))),
