@@ -220,11 +220,11 @@ def _amount(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
 
 
-def _has_capability(proc: Path, capability: int) -> bool:
+def _has_capability(proc: Path, capability: int, process: str = "self") -> bool:
     # In a user namespace this bit has no effect: the kernel checks it in the initial namespace.
-    if _text(proc / "self" / "uid_map").split() != _IDENTITY:
+    if _text(proc / process / "uid_map").split() != _IDENTITY:
         return False
-    for line in _text(proc / "self" / "status").splitlines():
+    for line in _text(proc / process / "status").splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> capability & 1)
     return False

@@ -449,7 +449,9 @@ def test_a_file_may_be_a_pipe_but_not_one_without_an_end(tmp_path):
         assert load(file, environ={}).config.warm.size_bytes == 64 * GIB
         written.result()
         written = writer.submit(write, WARM + "#" * (2 << 20))
-        with pytest.raises(ConfigError, match=r"pipe\.toml: cannot be read: it has more than 1 MiB"):
+        with pytest.raises(
+            ConfigError, match=r"pipe\.toml: cannot be read: it has more than 1 MiB"
+        ):
             load(file, environ={})
 
 
