@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +44,7 @@ LOST_SHARE: Final = 0.01  # of the blocks that were to be written
 COUNTED_READS: Final = re.compile(r"^Reads\s*:.*\bn=\d", re.MULTILINE)  # by nvidia-fs
 LIMITS: Final = {
     resource.RLIMIT_MEMLOCK: "Max locked memory", resource.RLIMIT_NOFILE: "Max open files",
+    resource.RLIMIT_FSIZE: "Max file size",
 }  # fmt: skip
 DAEMON: Final = "daemon"  # the check whether the daemon answers
 
@@ -199,13 +201,10 @@ def started(
 ) -> list[Finding]:
     """Run the checks of a start. If the daemon runs, its memory is not needed a second time."""
     config = loaded.config
-    files = preflight.open_files(
-        config, lambda kind: limit(world, process, kind), lambda kind, limits: None
-    )
-    looks = [
-        replace(files, value=f"{files.value} of {_whose(process)}"),
-        preflight.socket_path(config.socket),
-    ]
+    checks = (preflight.open_files, preflight.file_size)
+    limits = [check(config, partial(limit, world, process), lambda *_: None) for check in checks]
+    looks = [replace(one, value=f"{one.value} of {_whose(process)}") for one in limits]
+    looks.append(preflight.socket_path(config.socket))
     if not serves:
         looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
     looks.append(preflight.state_directory(config.state))

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import gc
 import io
 import json
@@ -336,6 +337,15 @@ def test_debug_shows_the_traceback(run, answer, error, words):
     assert err.startswith("Traceback")
     assert "in status" in err
     assert err.splitlines()[-1].startswith("kvtier: ")
+
+
+def test_a_file_that_exceeds_a_limit_names_the_limit(run, answer, monkeypatch):
+    answer(OSError(errno.EFBIG, os.strerror(errno.EFBIG), "trace"))
+    monkeypatch.setattr("kvtier_daemon.cli.getrlimit", lambda kind: (2 << 20, -1))
+    code, _, err = run("status")
+    assert code == 2 and "'trace'; `ulimit -f` limits files to 2048 KiB here: raise it" in err
+    monkeypatch.setattr("kvtier_daemon.cli.getrlimit", lambda kind: (-1, -1))
+    assert run("status")[2].rstrip().endswith("'trace'"), "a limit of the file system"
 
 
 def test_an_interrupt_has_its_own_code(run, answer):

@@ -172,6 +172,8 @@ def test_the_limits_are_those_of_the_daemon(tmp_path: Path) -> None:
     (files,) = (one for one in found if one.name == "open files")
     of = f"the daemon, process {service.pid}"
     assert files.level is Severity.fail and f"the limit is 700 (hard 700) of {of}" in files.value
+    (size,) = (one for one in found if one.name == "size of files")
+    assert size.value.endswith(f"the limit is unlimited (hard unlimited) of {of}")
     (memlock,) = (one for one in found if one.name == "memlock")
     assert memlock.value.startswith(f"64 KiB for {of}, ")
 
