@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,15 +133,15 @@ class DirectoryOpener:
         assert cold is not None
         await asyncio.to_thread(self._keys.load)
         child = await asyncio.to_thread(Child)
-        opening = asyncio.get_running_loop().run_in_executor(
-            self._threads, open_directory, path, cold.size_bytes // len(cold.directories),
+        opening = self._threads.submit(
+            open_directory, path, cold.size_bytes // len(cold.directories),
             child, self._devices.get(path), self._unwritten.get(path), config.state,
         )  # fmt: skip
         try:
-            directory = await asyncio.shield(opening)
+            directory = await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
             child.kill()
-            opening.add_done_callback(_close_opened)
+            opening.add_done_callback(_close_opened)  # in its thread, which may outlive the loop
             raise
         self._devices[path] = directory.device
         self._unwritten.pop(path, None)
@@ -603,7 +603,7 @@ class ColdLifecycle:
             tier.directories.give_up(f"internal error: {error!r}; see the daemon's log")
 
 
-def _close_opened(opening: asyncio.Future[ColdDirectory]) -> None:
+def _close_opened(opening: asyncio.Future[ColdDirectory] | Future[ColdDirectory]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0)
 
