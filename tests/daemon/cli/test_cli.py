@@ -223,7 +223,7 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     places = [tmp_path / "one", tmp_path / "two"]
     listed = ", ".join(f'"{place}"' for place in places)
     file.write_text(f'[warm]\nsize = "64MiB"\n[cold]\nsize = "1GiB"\ndirectories = [{listed}]\n')
-    monkeypatch.setattr(config_check, "DROPINS", units)
+    monkeypatch.setattr(config_check, "SYSTEM_UNITS", units)
     monkeypatch.setattr(config_check, "HIDDEN", {str(places[1]): "ProtectHome="})
     monkeypatch.setattr(config_check, "SERVICE_USER", pwd.getpwuid(os.geteuid()).pw_name)
 
