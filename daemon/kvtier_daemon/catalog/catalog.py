@@ -104,8 +104,7 @@ class Usage:
         if space.prefill is not None:
             self.count_avoided(space, ready)
         found = ready + from_disk + awaited
-        if self._blocks.admission.is_on:
-            self._blocks.admission.note(keys[: found * KEY_BYTES])
+        self._blocks.admission.found(keys, found)
         self.last_miss = ""
         if found < blocks:
             self.last_miss = self._why_missing(space, keys, found)
