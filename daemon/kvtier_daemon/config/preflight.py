@@ -81,9 +81,11 @@ def look_before_start(loaded: LoadedConfig, of_service: bool = False) -> list[Ma
     known while another daemon may run. Changes nothing. `of_service`: the systemd unit sets the limits."""
     config = loaded.config
     is_default = loaded.origins["socket"] == "default"
-    limits = [locked_memory(config.warm), open_files(config), file_size(config)]
+    findings = []
+    if not of_service:
+        findings = [locked_memory(config.warm), open_files(config), file_size(config)]
     return [
-        *([] if of_service else limits),
+        *findings,
         memory_of_machine(config.warm),
         socket_path(config.socket),
         socket_directory(config.socket.parent, is_default=is_default, make=False),

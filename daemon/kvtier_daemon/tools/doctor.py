@@ -358,8 +358,7 @@ def registered_memory(world: World, config: Config, process: str = "self") -> Fi
     name = "memlock"
     soft, _ = limit(world, process, resource.RLIMIT_MEMLOCK)
     need = preflight.arena_bytes(config.warm)
-    said = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
-    said += f" for {_whose(process)}"
+    said = f"{preflight._amount(soft)} for {_whose(process)}"
     if soft == resource.RLIM_INFINITY or soft >= need:
         return ok(name, said)
     if preflight._has_capability(world.root / "proc", preflight._CAP_IPC_LOCK, process):
