@@ -212,6 +212,7 @@ class App:
             self._audit.note(Order("reload", what=changed), outcome, actor)
 
         loop.add_signal_handler(signal.SIGHUP, reload.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # blocked by `kvtier serve`
         # The objects so far live as long as the daemon: exclude them from garbage collection.
         gc.collect()
         gc.freeze()

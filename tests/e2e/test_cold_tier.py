@@ -18,6 +18,7 @@ import pytest
 from kvtier import Client, Group, InvalidArgument, KvSpec, Lease, Match
 from kvtier.client import Answer
 from kvtier.frame import PAGE
+from kvtier.units import format_bytes
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_kernels import release_views
 from support.daemons import Daemon, kvtier
@@ -369,6 +370,26 @@ def test_forgotten_blocks_stay_forgotten_after_a_restart(
     with daemon.connect() as client:
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 2 * CHAIN)
         assert [whole(client, chain) for chain in range(3)] == [CHAIN, 0, CHAIN]
+
+
+def test_the_room_of_refused_files_is_shown(
+    daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "daemon"
+    daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
+    with daemon.connect() as client:
+        save(client, 0)
+        settled(daemon)
+    assert daemon.stop() == 0
+    first = min(disk.glob("segments/*/*"))
+    first.chmod(0o666)  # another user could have written to it
+    daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
+    assert daemon.stats()["tiers"]["cold"]["refused"] == {"files": 1, "bytes": first.stat().st_size}
+    shown = " ".join(kvtier("status", "--socket", daemon.socket).stdout.split())
+    room = format_bytes(first.stat().st_size)
+    assert f"cold, refused 1 segment file with {room} of cold.size; the log says why" in shown
+    assert "all disks work" not in shown
+    assert f"run `chmod go-w {first}`" in daemon.log.read_text()
 
 
 def test_an_older_copy_of_the_directory_is_emptied_and_reported(

@@ -193,12 +193,21 @@ def test_an_arena_larger_than_memory_is_refused_with_the_numbers(tmp_path: Path)
     assert "GiB" in text
 
 
-def test_too_few_open_files_are_refused_with_the_number_and_the_fix(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        ("-n 200", ("200", "LimitNOFILE")),
+        ("-f 20480", ("64 MiB needed for an extent", "the limit is 10 MiB", "LimitFSIZE=infinity")),
+    ],
+)
+def test_too_low_limits_are_refused_with_the_number_and_the_fix(
+    tmp_path: Path, limit: str, says: tuple[str, ...]
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     command = [
         "sh",
         "-c",
-        'ulimit -n 200; exec "$@"',
+        f'ulimit {limit}; exec "$@"',
         "sh",
         sys.executable,
         "-m",
@@ -210,7 +219,7 @@ def test_too_few_open_files_are_refused_with_the_number_and_the_fix(tmp_path: Pa
         command, capture_output=True, text=True, timeout=60, check=False, env=environment
     )
     assert done.returncode == 2, done.stderr
-    assert "200" in done.stderr and "LimitNOFILE" in done.stderr
+    assert all(one in done.stderr for one in says), done.stderr
     assert (soft, hard) == resource.getrlimit(resource.RLIMIT_NOFILE)
 
 

@@ -666,6 +666,7 @@ def test_doctor_knows_the_configuration_of_the_daemon_that_answers(
     by_name = {one["name"]: one["value"] for one in found}
     assert by_name["configuration"] == f"in force in the daemon, from {tmp_path / 'd/kvtier.toml'}"
     assert {"memlock", f"file system of {tmp_path / 'cold'}"} & by_name.keys(), by_name
+    assert by_name["open files"].endswith(f" of the daemon, process {daemon.process.pid}")
 
 
 @pytest.mark.parametrize("term", ["why=nosuch", "kind=nosuch", "what=nosuch", "lookup,why=nosuch"])

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -188,6 +189,33 @@ def test_sighup_reloads_and_notifies_the_service_manager(
             assert said_last in message
     with daemon.connect() as client:
         assert client.settings()["keys"]["max_clients"][0] == 9
+
+
+HUNG_UP = """
+import signal, sys
+from kvtier_daemon.cli import main
+
+class HungUp:
+    def find_spec(self, name, path, target=None):
+        if name == "kvtier_daemon.app":  # the configuration has been read
+            with open(sys.argv[-1], "r+") as file:
+                text = file.read()
+                file.seek(0)
+                file.write("max_clients = 9\\n" + text)
+            signal.raise_signal(signal.SIGHUP)
+
+sys.meta_path.insert(0, HungUp())
+main()
+"""
+
+
+def test_a_sighup_during_the_start_reloads_once_the_daemon_serves(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of(command=[sys.executable, "-c", HUNG_UP, "serve"])
+    with daemon.connect() as client:
+        while client.settings()["keys"]["max_clients"][0] != 9:
+            time.sleep(0.01)
 
 
 def test_only_the_operator_may_read_the_settings(

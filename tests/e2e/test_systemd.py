@@ -4,9 +4,11 @@ host permits one in its own namespaces."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +38,7 @@ KEPT = (
     "ExecStart=",
     "ExecReload=",
     "Restart",
+    "StartLimit",
     "WatchdogSec=",
     "Timeout",
     "KillMode=",
@@ -439,6 +442,39 @@ def test_a_daemon_that_hangs_is_restarted_and_one_that_works_is_not(manager: Man
     manager.wait_for(lambda: manager.show("NRestarts") == "1", "the watchdog bit")
     asked(path, Client.ping)
     assert manager.show("MainPID") != main
+
+
+def replaced(manager: Manager, command: str, **seconds: tuple[str, str]) -> None:
+    """Let the service run this command instead of the daemon, with other values of these settings."""
+    installed(manager)
+    unit = manager.units / "kvtierd.service"
+    text = re.sub("(?m)^ExecStart=.*", f"ExecStart=/bin/sh -c '{command}'", unit.read_text())
+    for name, (usual, shorter) in seconds.items():
+        assert f"{name}={usual}\n" in text
+        text = text.replace(f"{name}={usual}\n", f"{name}={shorter}\n")
+    unit.write_text(text)
+    manager.run("systemctl --user daemon-reload")
+
+
+def test_a_daemon_that_crashes_again_and_again_is_started_again(manager: Manager) -> None:
+    tenths = {"RestartSec": ("2s", "200ms"), "StartLimitIntervalSec": ("5s", "500ms")}
+    replaced(manager, "kill -s KILL $$$$", **tenths)
+    manager.run("systemctl --user start kvtierd.socket; systemctl --user start kvtierd.service")
+    manager.wait_for(lambda: int(manager.show("NRestarts")) > 12, "it is started again", 60)
+    assert manager.show("ActiveState") != "failed"
+
+
+def test_a_client_does_not_start_a_daemon_with_a_wrong_configuration_forever(
+    manager: Manager,
+) -> None:
+    replaced(manager, "exit 2")
+    manager.run("systemctl --user start kvtierd.socket")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(manager.folder / "s" / "kvtier.sock"))
+        state = ("ActiveState", "kvtierd.socket")
+        manager.wait_for(lambda: manager.show(*state) == "failed", "its socket is closed", 60)
+    assert manager.show("Result", "kvtierd.socket") == "service-start-limit-hit"
+    assert manager.show("NRestarts") == "0"
 
 
 @pytest.fixture

@@ -358,10 +358,6 @@ class Daemon:
         self.listener.close()
         for tenant in self.app.tenants.values():  # the process does not close its mapping before
             tenant.catalog.blocks.forgets, tenant.forget_count = array("Q", (0,)), None
-            for space in tenant.catalog.spaces:
-                # Notes of lookups refer to a space. The garbage collector does not see them, so what a
-                # space refers to would never be freed.
-                space.watches.clear()
         for finalizer in machine.finalizers:
             finalizer()
 

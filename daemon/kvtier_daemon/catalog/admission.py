@@ -5,14 +5,14 @@ found again, or saved again after eviction (TinyLFU's doorkeeper; Einziger, Frie
 A block that is not admitted stays in memory until it is evicted, and is counted at that time.
 
 Blocks that an engine calls important are worth a write too, and one more when their segment is reused. Blocks
-of no importance (0) are not copied then, even if they were requested. Other hints change nothing here: a
-block that was requested twice is used by others.
+of no importance (0) are not copied then, unless a request found them after the hint. Other hints change
+nothing here: a block that was requested twice is used by others.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import compress
 from operator import and_, or_
 
@@ -46,6 +46,20 @@ class Admission:
     def memory_bytes(self) -> int:
         return sum(one.memory_bytes() for one in (self._notes, self._hints) if one is not None)
 
+    def found(self, keys: bytes, blocks: int) -> None:
+        """A request found this many blocks of its keys. That ends hints of no importance."""
+        if self._notes is None and self._hints is None:
+            return
+        keys = keys[: blocks * KEY_BYTES]
+        self.note(keys)
+        if self._hints is not None and NONE in (codes := self._hints.codes(keys)):
+            self._end_hints(keys, (code == NONE for code in codes))
+
+    def _end_hints(self, keys: bytes, which: Iterable[int]) -> None:
+        assert self._hints is not None
+        names = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        self._hints.note(b"".join(compress(names, which)), OTHER, 0)
+
     def note(self, keys: bytes) -> None:
         """These blocks were saved, or a request found them."""
         if self._notes is not None:
@@ -75,9 +89,9 @@ class Admission:
         codes = self._hints.codes(keys)
         used = bytes(map(and_, codes.translate(SOME_OF), used))
         wanted = _with_much(codes, used)
-        spent = (one and not before for one, before in zip(wanted, used, strict=True))
-        names = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-        self._hints.note(b"".join(compress(names, spent)), OTHER, 0)
+        self._end_hints(
+            keys, (one and not before for one, before in zip(wanted, used, strict=True))
+        )
         return wanted
 
     def filter(self, ids: bytes, keys_of: Callable[[bytes], bytes]) -> bytes:

@@ -104,8 +104,7 @@ class Usage:
         if space.prefill is not None:
             self.count_avoided(space, ready)
         found = ready + from_disk + awaited
-        if self._blocks.admission.is_on:
-            self._blocks.admission.note(keys[: found * KEY_BYTES])
+        self._blocks.admission.found(keys, found)
         self.last_miss = ""
         if found < blocks:
             self.last_miss = self._why_missing(space, keys, found)
@@ -394,11 +393,12 @@ class Catalog:
 
     def watch(self, session: SessionId, space: KnownSpace, wake: Callable[[], None]) -> SpaceWatch:
         """Keep changes of this space for the session until it takes them, up to a limit."""
-        watch = space.watches.get(session)
+        watches = self.spaces.watches.setdefault(space.number, {})
+        watch = watches.get(session)
         if watch is None:
             if session not in space.users:
                 raise bad_request(f"space {space.number} is not open in this session")
-            watch = space.watches[session] = SpaceWatch(wake)
+            watch = watches[session] = SpaceWatch(wake)
             self._changes.update()
         return watch
 

@@ -38,7 +38,7 @@ class ChangeFeed:
         """Add these blocks to the watches: they came to this tier, or left it."""
         for at in range(0, len(names), IDENTITY_BYTES):
             index, group, shard, _, key, _ = IDENTITY.unpack_from(names, at)
-            watches = self._spaces.at_index(index).watches
+            watches = self._spaces.watches.get(self._spaces.at_index(index).number)
             if watches:
                 change = CHANGE.pack(what, tier, group, shard, key)
                 for watch in watches.values():

@@ -54,7 +54,8 @@ class ReadLease:
 
 class Lookup(msgspec.Struct, gc=False):
     """A match or a load and its answer. `missing` is the first block that it did not get; `used` is the
-    number of blocks that the client has reported as used since."""
+    number of blocks that the client has reported as used since. What it refers to must be part of no cycle:
+    the garbage collector does not look into it."""
 
     number: int
     at: float

@@ -26,7 +26,7 @@ LIMIT_SPACES = 4096
 @dataclass(slots=True)
 class KnownSpace:
     """One model configuration of this tenant. `number` names it on the wire and is never reused. `index` is
-    the store's number while the space has blocks."""
+    the store's number while the space has blocks. It refers to no part of the daemon, because of `Lookup`."""
 
     number: int
     identity: bytes
@@ -35,7 +35,6 @@ class KnownSpace:
     block_bytes: tuple[int, ...]  # of one shard's part of a block, by group
     users: set[SessionId] = field(default_factory=set)
     index: int = -1
-    watches: dict[SessionId, SpaceWatch] = field(default_factory=dict)
     prefill: tuple[float, float] | None = None  # seconds per token, and per token before it
     used_tokens: int = 0  # as clients report when they release leases
     loaded_bytes: int = 0
@@ -86,6 +85,7 @@ class SpaceTable:
         self._by_identity: dict[bytes, KnownSpace] = {}
         self._by_index: dict[int, KnownSpace] = {}
         self._next = 0
+        self.watches: dict[int, dict[SessionId, SpaceWatch]] = {}  # by the number of the space
         self.keep: Callable[[], None] = lambda: None  # called before a space gets its first block
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class SpaceTable:
 
     @property
     def watched(self) -> bool:
-        return any(space.watches for space in self._of.values())
+        return any(self.watches.values())
 
     def settle(self, space: KnownSpace) -> None:
         """Add the space to the store, because a save to it follows."""
@@ -174,7 +174,7 @@ class SpaceTable:
         left = [space for space in self._of.values() if session in space.users]
         for space in left:
             space.users.discard(session)
-            space.watches.pop(session, None)
+            self.watches.get(space.number, {}).pop(session, None)
         self.retire(left)
 
     def leave_one(self, session: SessionId, space: KnownSpace) -> None:
@@ -187,6 +187,7 @@ class SpaceTable:
         for space in spaces:
             if not space.users and self.unsettle(space):
                 del self._of[space.number]
+                self.watches.pop(space.number, None)
                 if self._by_identity.get(space.identity) is space:
                     del self._by_identity[space.identity]
 

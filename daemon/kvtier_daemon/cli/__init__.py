@@ -4,6 +4,7 @@ A command's file has a function of its name, or a typer app if it has subcommand
 command runs, so that `kvtier --help` stays fast. Expensive imports are inside functions.
 """
 
+import errno
 import gc
 import os
 import sys
@@ -12,6 +13,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from io import TextIOWrapper
+from resource import RLIM_INFINITY, RLIMIT_FSIZE, getrlimit
 from typing import Annotated, Any
 
 import typer
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _say(error, "", debug)
         sys.exit(EXIT_UNAVAILABLE if isinstance(error, Unavailable) else EXIT_ERROR)
     except OSError as error:
-        _say(error, "", debug)
+        _say(error, _advice(error), debug)
         sys.exit(EXIT_ERROR)
     except KeyboardInterrupt:  # before or after what typer runs
         sys.exit(EXIT_INTERRUPTED)
@@ -172,6 +174,14 @@ BUG = (
     "; this is an internal error of kvtier: --debug shows the traceback, and `kvtier "
     "bugreport` collects what a report needs"
 )
+
+
+def _advice(error: OSError) -> str:
+    """Say which limit a file exceeds: the error alone does not tell it from one of the file system."""
+    most = getrlimit(RLIMIT_FSIZE)[0]
+    if error.errno != errno.EFBIG or most == RLIM_INFINITY:
+        return ""
+    return f"; `ulimit -f` limits files to {most // 1024} KiB here: raise it, `ulimit -f unlimited`"
 
 
 def _say(error: Exception, advice: str, debug: bool) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # The command answers within 2 s of its start. If its own start took longer, it waits longer for the daemon,
 # because the machine is slow.
 TOLD_S = 1.75
-UNIT = Path("/etc/systemd/system/kvtierd.service")
 SHOWN = "`systemctl status kvtierd` shows whether it starts, or why it failed"
 ANSWER_S, LEAST_ANSWER_S = 1.5, 1.0
 
@@ -73,7 +72,7 @@ def _why(path: Path, error: Exception) -> str:
     from kvtier.errors import ConfigError
     from kvtier.wire import LIMIT_SOCKET_PATH
     from kvtier_daemon.claim import is_stopped, named, owner_of
-    from kvtier_daemon.config.schema import SYSTEM_SOCKET, default_socket
+    from kvtier_daemon.config.schema import SYSTEM_SOCKET, SYSTEM_UNITS, default_socket
 
     cause = error.__cause__
     if isinstance(cause, PermissionError):
@@ -97,7 +96,7 @@ def _why(path: Path, error: Exception) -> str:
     own = default_socket(os.environ, os.geteuid())
     nor = f", nor at {own}" if str(path) == client.DEFAULT_SOCKET and own != path else ""
     start = "start one with `kvtier serve --warm-size 8GiB`"
-    if path == SYSTEM_SOCKET and UNIT.exists():
+    if path == SYSTEM_SOCKET and (SYSTEM_UNITS / "kvtierd.service").exists():
         start = SHOWN
     return f"no daemon answers at {path}: {reason}{nor}; {start}, or give its path with --socket"
 

@@ -1,5 +1,6 @@
 """`kvtier serve`: run the daemon in the foreground."""
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,9 @@ def serve(
 
     Flags take precedence over the environment (KVTIER_WARM__SIZE), and the environment over the file.
     """
+    # A reload during the start would end the process: the signal waits for `App.serve`.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
     from kvtier_daemon.config import preflight
     from kvtier_daemon.config.schema import load
 

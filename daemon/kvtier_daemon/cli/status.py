@@ -154,6 +154,7 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
     each = f"{(new + again) / new:.2f} for each new byte" if new else ""
     looked = f"{count(scrub.get('frames', 0), 'frame')}, {scrub.get('damaged', 0):,} damaged"
     took = scrub.get("last_round_s")
+    refused = cold.get("refused", {})
     return {
         "cold written": [format_bytes(new + again), each] if new else [],
         "  in 24 hours": [format_bytes(day), left if limit else "no limit"] if new or limit else [],
@@ -174,6 +175,12 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
         else ["off"],
         "cold, older copy": list(cold.get("older_copies", ())),
         "cold forgets": [failure] if (failure := cold.get("not_counted")) else [],
+        "cold, refused": [
+            f"{count(files, 'segment file')} with {format_bytes(refused['bytes'])} of cold.size; the log "
+            "says why, and what to do"
+        ]
+        if (files := refused.get("files", 0))
+        else [],
         "cold faults": _faults(cold),
     }
 
@@ -225,7 +232,8 @@ def _smaller(ratios: Sequence[float]) -> str:
 
 def _faults(cold: Mapping[str, Any]) -> list[str]:
     """Return how often the disks failed, the current failure, and the remedy."""
-    faults, failure = cold.get("faults", 0), cold.get("failure", "")
+    faults = cold.get("faults", 0) - cold.get("refused", {}).get("files", 0)
+    failure = cold.get("failure", "")
     if is_away(cold):
         return []
     if cold.get("given_up"):

@@ -67,6 +67,7 @@ def look(loaded: LoadedConfig) -> list[MachineFinding]:
         _memory_of(config),
         locked_memory(config.warm),
         open_files(config),
+        file_size(config),
         socket_path(config.socket),
         socket_directory(config.socket.parent, is_default=loaded.origins["socket"] == "default"),
         state_directory(config.state),
@@ -80,7 +81,9 @@ def look_before_start(loaded: LoadedConfig, of_service: bool = False) -> list[Ma
     known while another daemon may run. Changes nothing. `of_service`: the systemd unit sets the limits."""
     config = loaded.config
     is_default = loaded.origins["socket"] == "default"
-    findings = [] if of_service else [locked_memory(config.warm), open_files(config)]
+    findings = []
+    if not of_service:
+        findings = [locked_memory(config.warm), open_files(config), file_size(config)]
     return [
         *findings,
         memory_of_machine(config.warm),
@@ -220,11 +223,11 @@ def _amount(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
 
 
-def _has_capability(proc: Path, capability: int) -> bool:
+def _has_capability(proc: Path, capability: int, process: str = "self") -> bool:
     # In a user namespace this bit has no effect: the kernel checks it in the initial namespace.
-    if _text(proc / "self" / "uid_map").split() != _IDENTITY:
+    if _text(proc / process / "uid_map").split() != _IDENTITY:
         return False
-    for line in _text(proc / "self" / "status").splitlines():
+    for line in _text(proc / process / "status").splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> capability & 1)
     return False
@@ -265,6 +268,26 @@ def open_files(
         f" or lower max_clients, or raise warm.extent{' or cold.segment' if config.cold else ''}"
     )
     return MachineFinding(_reaches(soft, need), "open files", value, fix)
+
+
+def file_size(
+    config: Config,
+    getrlimit: Limits = resource.getrlimit,
+    setrlimit: SetLimits = resource.setrlimit,
+) -> MachineFinding:
+    """Check whether files, which memory is too, may be as large as the daemon's. Raises the soft limit if
+    that helps."""
+    need = max(config.warm.extent_bytes, config.cold.segment_bytes if config.cold else 0)
+    soft, hard = _raised(resource.RLIMIT_FSIZE, need, getrlimit, setrlimit)
+    value = (
+        f"{format_bytes(need)} needed for an extent or a segment, the limit is {_amount(soft)} "
+        f"(hard {_amount(hard)})"
+    )
+    fix = (
+        "as root run `ulimit -f unlimited` before, or write LimitFSIZE=infinity into the unit; or "
+        "lower warm.extent or cold.segment"
+    )
+    return MachineFinding(_reaches(soft, need), "size of files", value, fix)
 
 
 def _raised(kind: int, need: int, getrlimit: Limits, setrlimit: SetLimits) -> tuple[int, int]:

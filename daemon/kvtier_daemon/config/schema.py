@@ -29,6 +29,7 @@ KEEP_S: Final = 60
 SYSTEM_SOCKET: Final = Path("/run/kvtier/kvtier.sock")
 SYSTEM_STATE: Final = Path("/var/lib/kvtier")
 SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
+SYSTEM_UNITS: Final = Path("/etc/systemd/system")
 
 
 class WarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

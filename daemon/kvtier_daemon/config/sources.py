@@ -5,6 +5,7 @@ that the schema lacks is unknown; the error suggests the nearest key.
 """
 
 import difflib
+import errno
 import json
 import re
 import tomllib
@@ -27,6 +28,9 @@ _TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}", re.ASCII)
 _HEADING = re.compile(r"\s*\[\s*([^\[\]#]+?)\s*\]\s*(?:#|$)")
 _ASSIGNMENT = re.compile(r"\s*([\w.\-\"' ]+?)\s*=")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
+
+# A device such as /dev/zero has no end.
+LARGEST_BYTES = 1 << 20
 
 _PREFIX = "KVTIER_"
 # Variables of other parts of kvtier, and therefore not keys of the daemon.
@@ -62,10 +66,19 @@ Leaves = dict[KeyPath, Leaf]
 # --- reading them --------------------------------------------------------------------------------
 
 
+def text_of(file: Path) -> str:
+    """Return the text of a file, which may be a pipe. Never reads more than LARGEST_BYTES and one byte."""
+    with file.open("rb") as opened:
+        text = opened.read(LARGEST_BYTES + 1)
+    if len(text) > LARGEST_BYTES:
+        raise OSError(errno.EFBIG, "it has more than 1 MiB; is it the right file?")
+    return text.decode("utf-8-sig")  # with a byte order mark or without
+
+
 def of_file(file: Path) -> Leaves:
     """Return the leaves of a TOML file. Raises ConfigError if it is unreadable or invalid."""
     try:
-        text = file.read_text(encoding="utf-8-sig")  # with a byte order mark or without
+        text = text_of(file)
         tree = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error

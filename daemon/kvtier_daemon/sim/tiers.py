@@ -210,7 +210,7 @@ class Simulation:
         there = [node for node in nodes if self._memory[node] or node in self._engine.away]
         self._policy.wanted(_ids(there), _names(there))
         self._wanted.update(node for node in nodes if node in self._frames)
-        self._admission.note(_keys(nodes[: one.ready + len(cold)]))
+        self._admission.found(_keys(nodes), one.ready + len(cold))
         if self._prefetched:
             used = self._prefetched.intersection(nodes[: one.ready])
             self._prefetched -= used

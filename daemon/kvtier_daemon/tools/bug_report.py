@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.errors import ConfigError
+from kvtier_daemon.config import sources
 
 LOG_BYTES: Final = 256 * 1024
 JOURNAL_LINES: Final = 2000
@@ -122,7 +123,7 @@ def configuration(path: Path, names: Redactor) -> str:
     lines: list[str] = []
     for number, file in enumerate(files):
         try:
-            found = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+            found = tomllib.loads(sources.text_of(file))
         except (OSError, ValueError) as error:
             # The message may quote the file.
             lines.append(f"# file {number}: cannot be read: {type(error).__name__}")

@@ -15,14 +15,20 @@ import msgspec
 from kvtier.errors import ConfigError
 from kvtier_daemon.config import preflight
 from kvtier_daemon.config.problems import Refusal
-from kvtier_daemon.config.schema import SYSTEM_FILE, SYSTEM_SOCKET, SYSTEM_STATE, LoadedConfig, load
+from kvtier_daemon.config.schema import (
+    SYSTEM_FILE,
+    SYSTEM_SOCKET,
+    SYSTEM_STATE,
+    SYSTEM_UNITS,
+    LoadedConfig,
+    load,
+)
 from kvtier_daemon.secrets import wrong_secrets
 from kvtier_daemon.tiers.cold.directory_lock import distrust_cold
 from kvtier_daemon.tiers.tier_keys import key_files
 from kvtier_daemon.tools.install import HIDDEN
 
 SERVICE_USER: Final = "kvtier"
-DROPINS: Final = Path("/etc/systemd/system")
 PLACES_OF_UNIT: Final = {"KVTIER_SOCKET": str(SYSTEM_SOCKET), "KVTIER_STATE": str(SYSTEM_STATE)}
 
 
@@ -60,9 +66,9 @@ def _hidden_by_sandbox(loaded: LoadedConfig) -> tuple[str, ...]:
     """Return the cold directories that the unit of the installed service hides, unless a drop-in has
     settings of its own for that, and those that no drop-in makes writable."""
     config = loaded.config
-    if config.cold is None or not any(DROPINS.glob("kvtierd*.service")):
+    if config.cold is None or not any(SYSTEM_UNITS.glob("kvtierd*.service")):
         return ()
-    lines = [line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
+    lines = [line for file in SYSTEM_UNITS.glob("kvtierd*.service.d/*.conf")
              for line in file.read_text(errors="replace").splitlines()]  # fmt: skip
     hidden = tuple(
         f"cold directory: {place} is below {one}, which the service's sandbox hides: use a directory "

@@ -16,8 +16,9 @@ import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,10 @@ GOOD_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksourc
 NVIDIA: Final = "0x10de"
 LOST_SHARE: Final = 0.01  # of the blocks that were to be written
 COUNTED_READS: Final = re.compile(r"^Reads\s*:.*\bn=\d", re.MULTILINE)  # by nvidia-fs
+LIMITS: Final = {
+    resource.RLIMIT_MEMLOCK: "Max locked memory", resource.RLIMIT_NOFILE: "Max open files",
+    resource.RLIMIT_FSIZE: "Max file size",
+}  # fmt: skip
 DAEMON: Final = "daemon"  # the check whether the daemon answers
 
 
@@ -86,7 +91,6 @@ class World:
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    getrlimit: preflight.Limits = resource.getrlimit
     loadable: Callable[[str], bool] = _loadable
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     device: Callable[[Path], int] = lambda path: path.stat().st_dev
@@ -123,8 +127,11 @@ def examine(
     """Run all checks except those of engines. `trouble`: why the daemon's status, `stats`, is None."""
     found = [daemon(stats, trouble), huge_pages(world), clock(world), shared_memory(world)]
     found += [gpu_driver(world), gpu_direct(world), udev(world)]
+    process = "self"
     if stats is not None:
-        found.append(listening(world, int(stats.get("pid", 0))))
+        found.append(listening(world, pid := int(stats.get("pid", 0))))
+        if world.there(f"proc/{pid}/limits"):
+            process = str(pid)
         if "cold" in stats.get("tiers", {}):
             found.append(cold_engine(stats["tiers"]["cold"]))
             found.append(lost_unwritten(stats["tiers"]["cold"]))
@@ -135,9 +142,8 @@ def examine(
     if loaded is None:
         return found
     config = loaded.config
-    serves = stats is not None
-    found += started(loaded, serves)
-    found.append(registered_memory(world, config))
+    found += started(world, loaded, stats is not None, process)
+    found.append(registered_memory(world, config, process))
     if config.warm.huge_pages:
         found.append(reserved_huge_pages(world, config))
     directories = config.cold.directories if config.cold is not None else ()
@@ -178,10 +184,27 @@ def daemon(stats: Mapping[str, Any] | None, trouble: str) -> Finding:
     return ok(DAEMON, f"kvtier {version} answers, process {stats.get('pid')}")
 
 
-def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
+def limit(world: World, process: str, kind: int) -> tuple[int, int]:
+    """Return the soft and the hard limit of a process: of the daemon, whose unit sets its own, or "self"."""
+    found = re.search(rf"{LIMITS[kind]} +(\w+) +(\w+)", world.text(f"proc/{process}/limits"))
+    words = found.groups() if found else ("unlimited", "unlimited")
+    soft, hard = (int(one) if one.isdecimal() else resource.RLIM_INFINITY for one in words)
+    return soft, hard
+
+
+def _whose(process: str) -> str:
+    return "this command" if process == "self" else f"the daemon, process {process}"
+
+
+def started(
+    world: World, loaded: LoadedConfig, serves: bool, process: str = "self"
+) -> list[Finding]:
     """Run the checks of a start. If the daemon runs, its memory is not needed a second time."""
     config = loaded.config
-    looks = [preflight.open_files(config), preflight.socket_path(config.socket)]
+    checks = (preflight.open_files, preflight.file_size)
+    limits = [check(config, partial(limit, world, process), lambda *_: None) for check in checks]
+    looks = [replace(one, value=f"{one.value} of {_whose(process)}") for one in limits]
+    looks.append(preflight.socket_path(config.socket))
     if not serves:
         looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
     looks.append(preflight.state_directory(config.state))
@@ -330,15 +353,15 @@ def _address(host: str) -> str:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def registered_memory(world: World, config: Config) -> Finding:
+def registered_memory(world: World, config: Config, process: str = "self") -> Finding:
     """Check whether the arena can be registered with io_uring, and pinned by engines."""
     name = "memlock"
-    soft, _ = world.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, _ = limit(world, process, resource.RLIMIT_MEMLOCK)
     need = preflight.arena_bytes(config.warm)
-    said = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    said = f"{preflight._amount(soft)} for {_whose(process)}"
     if soft == resource.RLIM_INFINITY or soft >= need:
         return ok(name, said)
-    if preflight._has_capability(world.root / "proc", preflight._CAP_IPC_LOCK):
+    if preflight._has_capability(world.root / "proc", preflight._CAP_IPC_LOCK, process):
         return ok(name, f"{said}, lifted by CAP_IPC_LOCK")
     fix = "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited` as root before the start"
     return warn(

@@ -19,10 +19,10 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.units import GIB
-from kvtier_daemon.config.schema import Config, load
+from kvtier_daemon.config.schema import SYSTEM_UNITS, Config, load
 
 MARK: Final = "# written by `kvtier install-service`; changes belong into a drop-in beside it"
-UNITS: Final = Path("etc/systemd/system")
+UNITS: Final = SYSTEM_UNITS.relative_to("/")
 SOCKET_UNIT: Final = "kvtierd.socket"
 GPU_UNIT: Final = "kvtier-gpu@.service"
 USER: Final = "kvtier"  # from systemd/kvtier.sysusers.conf

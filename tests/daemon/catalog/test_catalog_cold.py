@@ -650,6 +650,22 @@ def test_blocks_of_no_importance_get_no_second_chance_until_another_hint_comes()
     tenant.check()
 
 
+def test_a_request_that_finds_blocks_ends_their_hint_of_no_importance() -> None:
+    tenant, used, unused = Tenant(32), chain(4), chain(4)
+    for keys in (used, unused):
+        tenant.save(keys)
+        tenant.move_out(keys)
+        tenant.found(keys)
+        tenant.catalog.hint(tenant.space, keys, 0.0)
+    found = tenant.catalog.match(tenant.space, used)
+    assert (found.ready, found.coming) == (0, 4)
+    tenant.catalog.usage.count_lookup(tenant.space, used, 0, 3)  # the last one is not read
+    rescue = tenant.catalog.segments.reclaim(1, keep=99)
+    ids = tenant.store.resident(tenant.space.index, used)[: 3 * 4]
+    assert sorted(array("I", rescue.ids)) == sorted(array("I", ids))
+    tenant.check()
+
+
 def test_blocks_in_memory_are_written_again_after_their_segment_was_dropped() -> None:
     tenant, keys = Tenant(8), chain(4)
     ids = tenant.save(keys)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import partial
+
 import pytest
 
 from kvtier.layout import KvSpec, space_id
@@ -107,6 +111,18 @@ def test_empty_spaces_do_not_hide_spaces_with_blocks(monkeypatch: pytest.MonkeyP
         tenant.space = tenant.open(spec(weights=f"rev:{number + 2}"))
     answer = tenant.catalog.explain(key("a"), tenant.space)
     assert [set(one["differs"]) for one in answer["near"]] == [{"weights"}]
+
+
+def test_noted_lookups_keep_no_catalog_in_memory() -> None:
+    """The garbage collector does not see what they refer to."""
+    tenant = Tenant()
+    catalog, space = tenant.catalog, tenant.space
+    catalog.watch(ME, space, partial(print, catalog))  # as a session, which refers to its daemon
+    catalog.lookups.note(0.0, "me", space, 5, 3, 1, "absent", key(0))
+    left = weakref.ref(catalog)
+    del tenant, catalog, space
+    gc.collect()
+    assert left() is None
 
 
 def test_the_last_lookups_are_found_by_their_numbers() -> None:

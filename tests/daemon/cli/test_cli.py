@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import gc
 import io
 import json
@@ -81,7 +82,9 @@ def run(monkeypatch, tmp_path, capsys):
         captured = capsys.readouterr()
         return left.value.code or 0, captured.out, captured.err
 
-    return run
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield run
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # `serve` changes it
 
 
 @pytest.fixture
@@ -220,7 +223,7 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     places = [tmp_path / "one", tmp_path / "two"]
     listed = ", ".join(f'"{place}"' for place in places)
     file.write_text(f'[warm]\nsize = "64MiB"\n[cold]\nsize = "1GiB"\ndirectories = [{listed}]\n')
-    monkeypatch.setattr(config_check, "DROPINS", units)
+    monkeypatch.setattr(config_check, "SYSTEM_UNITS", units)
     monkeypatch.setattr(config_check, "HIDDEN", {str(places[1]): "ProtectHome="})
     monkeypatch.setattr(config_check, "SERVICE_USER", pwd.getpwuid(os.geteuid()).pw_name)
 
@@ -334,6 +337,15 @@ def test_debug_shows_the_traceback(run, answer, error, words):
     assert err.startswith("Traceback")
     assert "in status" in err
     assert err.splitlines()[-1].startswith("kvtier: ")
+
+
+def test_a_file_that_exceeds_a_limit_names_the_limit(run, answer, monkeypatch):
+    answer(OSError(errno.EFBIG, os.strerror(errno.EFBIG), "trace"))
+    monkeypatch.setattr("kvtier_daemon.cli.getrlimit", lambda kind: (2 << 20, -1))
+    code, _, err = run("status")
+    assert code == 2 and "'trace'; `ulimit -f` limits files to 2048 KiB here: raise it" in err
+    monkeypatch.setattr("kvtier_daemon.cli.getrlimit", lambda kind: (-1, -1))
+    assert run("status")[2].rstrip().endswith("'trace'"), "a limit of the file system"
 
 
 def test_an_interrupt_has_its_own_code(run, answer):

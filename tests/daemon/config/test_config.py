@@ -1,6 +1,8 @@
+import contextlib
 import os
 import pwd
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -432,6 +434,25 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
     file.write_text('[warm]\nsize = "8QiB"\n', encoding="utf-8-sig")
     with pytest.raises(ConfigError, match=r"marked\.toml:2: warm\.size: "):
         load(file, environ={})
+
+
+def test_a_file_may_be_a_pipe_but_not_one_without_an_end(tmp_path):
+    file = tmp_path / "pipe.toml"
+    os.mkfifo(file)
+
+    def write(text):
+        with contextlib.suppress(BrokenPipeError), file.open("w") as opened:
+            opened.write(text)
+
+    with ThreadPoolExecutor(1) as writer:
+        written = writer.submit(write, WARM)
+        assert load(file, environ={}).config.warm.size_bytes == 64 * GIB
+        written.result()
+        written = writer.submit(write, WARM + "#" * (2 << 20))
+        with pytest.raises(
+            ConfigError, match=r"pipe\.toml: cannot be read: it has more than 1 MiB"
+        ):
+            load(file, environ={})
 
 
 def test_an_error_in_a_piece_names_the_piece(read):

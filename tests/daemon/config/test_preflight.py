@@ -405,7 +405,7 @@ def test_two_paths_to_the_same_cold_directory_are_refused(tmp_path):
 
 def test_a_small_tier_has_no_findings(make):
     findings = preflight.require(make("1MiB"))
-    assert len(findings) == 7
+    assert len(findings) == 8
     assert all(finding.ok for finding in findings)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -11,16 +13,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
+from kvtier_daemon.config.current import CurrentConfig
+from kvtier_daemon.config.schema import load
+from kvtier_daemon.notify import Notifier
 from kvtier_daemon.tiers import child_process
 from kvtier_daemon.tiers.cold import index_process
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.index_child import ROWS, WriteIndex
 from kvtier_daemon.tiers.cold.index_process import Child, IndexProcess
+from kvtier_daemon.tiers.cold.lifecycle import DirectoryOpener
+from kvtier_daemon.tiers.tier_keys import TierKeys
 
 SIZE = 64 << 20
 
@@ -214,3 +222,43 @@ def test_its_process_ends_with_the_daemon_though_a_write_never_does(tmp_path: Pa
     asking.join(60)
     assert child._process.wait(60) == 0
     volume.close(0)
+
+
+def test_a_stop_while_a_directory_opens_logs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that opens it ends in the last iteration of the event loop."""
+    asked, over = threading.Event(), threading.Event()
+    ask, end = Child.ask, Child.end
+
+    def hangs(child: Child, *request: Any) -> Any:
+        os.kill(child.pid, signal.SIGSTOP)
+        asked.set()
+        return ask(child, *request)
+
+    def ends_late(child: Child) -> str:
+        assert over.wait(60)
+        return end(child)
+
+    monkeypatch.setattr(Child, "ask", hangs)
+    monkeypatch.setattr(Child, "end", ends_late)
+    flags = {"warm.size": "8MiB", "cold.directories": str(tmp_path), "cold.size": "1GiB"}
+    loaded = load(None, flags, environ={})
+    settings = CurrentConfig(loaded, Notifier(None), lambda _: None, lambda: None)
+    opener = DirectoryOpener(settings, TierKeys("cold", settings, ()))
+
+    async def stopped() -> None:
+        opening = asyncio.create_task(opener.open_all([tmp_path], is_start=True))
+        assert await asyncio.to_thread(asked.wait, 60)
+        opener.cancel()
+        opening.cancel()
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+
+    with closing(asyncio.new_event_loop()) as loop:
+        loop.run_until_complete(stopped())
+        over.set()
+        opener._threads.shutdown()
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+    gc.collect()
+    assert caplog.text == ""

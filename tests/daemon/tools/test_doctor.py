@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import resource
 import socket
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,11 +68,13 @@ def test_a_daemon_that_answers_is_ok() -> None:
 
 
 def test_a_preflight_check_fails_with_its_fix(tmp_path: Path) -> None:
-    assert {one.level for one in doctor.started(config(tmp_path), serves=True)} == {Severity.ok}
-    found = doctor.started(config(tmp_path, warm__size="4000TiB"), serves=False)
+    assert {one.level for one in doctor.started(World(), config(tmp_path), serves=True)} == {
+        Severity.ok
+    }
+    found = doctor.started(World(), config(tmp_path, warm__size="4000TiB"), serves=False)
     (memory,) = (one for one in found if one.level is Severity.fail and "memory" in one.name)
     assert memory.fix.startswith("set warm.size")
-    served = doctor.started(config(tmp_path, warm__size="4000TiB"), serves=True)
+    served = doctor.started(World(), config(tmp_path, warm__size="4000TiB"), serves=True)
     assert not any("memory" in one.name for one in served), "it has its memory"
 
 
@@ -145,15 +147,35 @@ def test_the_ports_of_a_real_process_are_found() -> None:
 
 def test_memlock_below_the_arena_is_reported(world: Callable[..., World], tmp_path: Path) -> None:
     loaded = config(tmp_path).config
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    assert (
-        doctor.registered_memory(world(getrlimit=lambda _: unlimited), loaded).level is Severity.ok
+    unlimited, low = (
+        {"proc/self/limits": f"Max locked memory         {both}            bytes\n"}
+        for both in ("unlimited            unlimited", "8388608              8388608")
     )
-    found = doctor.registered_memory(world(getrlimit=lambda _: (8 * MIB, 8 * MIB)), loaded)
-    assert found.level is Severity.warn and "8 MiB" in found.value and "LimitMEMLOCK" in found.fix
+    assert doctor.registered_memory(world(unlimited), loaded).level is Severity.ok
+    found = doctor.registered_memory(world(low), loaded)
+    assert found.level is Severity.warn and "LimitMEMLOCK" in found.fix
+    assert found.value.startswith("8 MiB for this command, the arena has")
     root = {"proc/self/uid_map": "0 0 4294967295", "proc/self/status": "CapEff:\tffffffffff"}
-    lifted = doctor.registered_memory(world(root, getrlimit=lambda _: (8 * MIB, 8 * MIB)), loaded)
-    assert lifted.level is Severity.ok
+    assert doctor.registered_memory(world(root), loaded).level is Severity.ok
+
+
+def test_the_limits_are_those_of_the_daemon(tmp_path: Path) -> None:
+    """Root's shell has other limits than the service."""
+    lower = "ulimit -n 700 && ulimit -l 64 && echo && exec sleep 600"
+    with subprocess.Popen(["sh", "-c", lower], stdout=subprocess.PIPE) as service:
+        try:
+            assert service.stdout is not None and service.stdout.readline()
+            stats = {"version": "1", "pid": service.pid, "tiers": {"warm": WARM}}
+            found = doctor.examine(World(), config(tmp_path), stats, "")
+        finally:
+            service.kill()
+    (files,) = (one for one in found if one.name == "open files")
+    of = f"the daemon, process {service.pid}"
+    assert files.level is Severity.fail and f"the limit is 700 (hard 700) of {of}" in files.value
+    (size,) = (one for one in found if one.name == "size of files")
+    assert size.value.endswith(f"the limit is unlimited (hard unlimited) of {of}")
+    (memlock,) = (one for one in found if one.name == "memlock")
+    assert memlock.value.startswith(f"64 KiB for {of}, ")
 
 
 def test_huge_pages_need_kernel_support(world: Callable[..., World]) -> None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,15 +133,15 @@ class DirectoryOpener:
         assert cold is not None
         await asyncio.to_thread(self._keys.load)
         child = await asyncio.to_thread(Child)
-        opening = asyncio.get_running_loop().run_in_executor(
-            self._threads, open_directory, path, cold.size_bytes // len(cold.directories),
+        opening = self._threads.submit(
+            open_directory, path, cold.size_bytes // len(cold.directories),
             child, self._devices.get(path), self._unwritten.get(path), config.state,
         )  # fmt: skip
         try:
-            directory = await asyncio.shield(opening)
+            directory = await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
             child.kill()
-            opening.add_done_callback(_close_opened)
+            opening.add_done_callback(_close_opened)  # in its thread, which may outlive the loop
             raise
         self._devices[path] = directory.device
         self._unwritten.pop(path, None)
@@ -436,6 +436,7 @@ class ColdLifecycle:
         share = sum(each.quota_bytes for each in parts) / config.warm.size_bytes
         directories, staging = tier.directories, tier.coding.staging
         attached = directories.attached
+        files = [store.files for store in directories.stores()]
         return {
             "capacity_bytes": int(tier.size_bytes * share),
             "used_bytes": sum(count["framed_bytes"] for count in counts),
@@ -466,6 +467,10 @@ class ColdLifecycle:
             "state": self.state("cold"),
             "given_up": directories.given_up,
             "faults": tier.faults,
+            "refused": {
+                "files": sum(one.unreadable for one in files),
+                "bytes": sum(one.unreadable_bytes for one in files),
+            },
             "failure": tier.failure,
             "older_copies": [one.directory.older for one in attached if one.directory.older],
             "not_counted": "; ".join(filter(None, (one.directory.not_counted for one in attached))),
@@ -598,7 +603,7 @@ class ColdLifecycle:
             tier.directories.give_up(f"internal error: {error!r}; see the daemon's log")
 
 
-def _close_opened(opening: asyncio.Future[ColdDirectory]) -> None:
+def _close_opened(opening: asyncio.Future[ColdDirectory] | Future[ColdDirectory]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0)
 

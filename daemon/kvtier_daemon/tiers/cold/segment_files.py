@@ -37,6 +37,7 @@ class SegmentFiles:
         self.most_bytes = most * segment_bytes
         self.described: dict[bytes, KvSpec] = {}  # spaces that the scan found
         self.unreadable = 0  # files that can neither be used nor be removed
+        self.unreadable_bytes = 0  # the room that they take
         self._tenant = tenant
         self._directory = directory
         self._disk = disk
@@ -113,6 +114,7 @@ class SegmentFiles:
         if path is not None:
             with contextlib.suppress(OSError):
                 nbytes = max(nbytes, self._directory.opened(path).lstat().st_size)
+        self.unreadable_bytes += nbytes
         self.most_bytes -= nbytes
 
     async def scan(self) -> list[Recovered]:
