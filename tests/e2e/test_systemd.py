@@ -35,7 +35,8 @@ STOP_S = 30.0  # of the unit
 # The rest is the sandbox, which only the system's manager applies.
 KEPT = (
     "Type=",
-    "ExecStart=",
+    "ExecStart",
+    "ExecStopPost=",
     "ExecReload=",
     "Restart",
     "StartLimit",
@@ -444,24 +445,38 @@ def test_a_daemon_that_hangs_is_restarted_and_one_that_works_is_not(manager: Man
     assert manager.show("MainPID") != main
 
 
-def replaced(manager: Manager, command: str, **seconds: tuple[str, str]) -> None:
-    """Let the service run this command instead of the daemon, with other values of these settings."""
+def replaced(manager: Manager, command: str, **times: str) -> None:
+    """Let the service run this command instead of the daemon, with other times in place of the unit's."""
+    (manager.folder / "state").mkdir(exist_ok=True)
     installed(manager)
     unit = manager.units / "kvtierd.service"
     text = re.sub("(?m)^ExecStart=.*", f"ExecStart=/bin/sh -c '{command}'", unit.read_text())
-    for name, (usual, shorter) in seconds.items():
-        assert f"{name}={usual}\n" in text
-        text = text.replace(f"{name}={usual}\n", f"{name}={shorter}\n")
+    for before, after in times.items():
+        text, count = re.subn(rf"{before}([ =])[0-9a-z]+", rf"{before}\g<1>{after}", text)
+        assert count == 1
     unit.write_text(text)
     manager.run("systemctl --user daemon-reload")
 
 
 def test_a_daemon_that_crashes_again_and_again_is_started_again(manager: Manager) -> None:
-    tenths = {"RestartSec": ("2s", "200ms"), "StartLimitIntervalSec": ("5s", "500ms")}
-    replaced(manager, "kill -s KILL $$$$", **tenths)
+    replaced(manager, "kill -s KILL $$$$", sleep="0.2", StartLimitIntervalSec="500ms")
     manager.run("systemctl --user start kvtierd.socket; systemctl --user start kvtierd.service")
     manager.wait_for(lambda: int(manager.show("NRestarts")) > 12, "it is started again", 60)
     assert manager.show("ActiveState") != "failed"
+
+
+def test_a_crash_soon_after_the_start_delays_the_next_start_and_a_later_one_does_not(
+    manager: Manager,
+) -> None:
+    started = manager.folder / "state" / "started"
+    replaced(manager, "systemd-notify --ready; exec tail -f /dev/null", sleep="600")
+    manager.run("systemctl --user start kvtierd.service")
+    os.utime(started, (0, time.time() - 13))
+    manager.run("systemctl --user kill -s KILL kvtierd.service")
+    manager.wait_for(lambda: manager.show("NRestarts") == "1", "it is started again at once", 60)
+    manager.wait_for(lambda: manager.show("ActiveState") == "active", "it runs", 60)
+    manager.run("systemctl --user kill -s KILL kvtierd.service")
+    manager.wait_for(lambda: manager.show("SubState") == "stop-post", "it waits", 60)
 
 
 def test_a_client_does_not_start_a_daemon_with_a_wrong_configuration_forever(
