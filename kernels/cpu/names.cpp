@@ -80,8 +80,8 @@ nb::bytes chain_keys(nb::handle secret, nb::handle parent, nb::handle tokens, lo
     return keys.object;
 }
 
-nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes,
-                       nb::handle extras, bool alone) {
+nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes, nb::handle extras,
+                       bool alone) {
     const Fixed secret_bytes(secret, "secret"), parent_bytes(parent, "parent");
     const HeldMemory extra_bytes(extras, Access::kRead, "extras");
     const nb::object items = nb::steal(PySequence_Tuple(hashes.ptr()));

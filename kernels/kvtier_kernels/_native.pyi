@@ -553,7 +553,11 @@ def chain_keys(
     0..2^32-1."""
 
 def chain_hashes(
-    secret: Buffer, parent: Buffer, hashes: Sequence[bytes], extras: Buffer = b"", alone: bool = False
+    secret: Buffer,
+    parent: Buffer,
+    hashes: Sequence[bytes],
+    extras: Buffer = b"",
+    alone: bool = False,
 ) -> bytes:
     """The keys of blocks from an engine's own hashes of 16 to 64 bytes: like `chain_keys`, with
     (the length of the hash as one byte, hash) in the place of (byte 0, tokens). With `alone`, `parent` is

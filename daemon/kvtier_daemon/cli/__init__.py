@@ -24,6 +24,7 @@ from kvtier_daemon.cli.flags import plain
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
+EXIT_LATER = 75  # EX_TEMPFAIL of sysexits
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits
 EXIT_INTERRUPTED = 130  # the status that a shell reports for SIGINT
 EXIT_UNREAD = 141  # the status that a shell reports for SIGPIPE
@@ -134,7 +135,8 @@ def program() -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit. Status: 0 success, 1 it found a problem, 2 refused or invalid usage, 3 no
-    usable daemon, 70 internal error, 130 interrupted, 141 the reader of the output has exited.
+    usable daemon, 70 internal error, 75 another start may succeed, 130 interrupted, 141 the reader of the
+    output has exited.
 
     Every error is one line on stderr; with --debug a traceback comes before it.
     """
@@ -151,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         program()(args=[word for word in words if word != "--debug"], prog_name="kvtier")
     except KvtierError as error:
         _say(error, "", debug)
-        sys.exit(EXIT_UNAVAILABLE if isinstance(error, Unavailable) else EXIT_ERROR)
+        refused = EXIT_LATER if getattr(error, "passes", False) else EXIT_ERROR
+        sys.exit(EXIT_UNAVAILABLE if isinstance(error, Unavailable) else refused)
     except OSError as error:
         _say(error, _advice(error), debug)
         sys.exit(EXIT_ERROR)

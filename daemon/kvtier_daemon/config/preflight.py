@@ -49,12 +49,14 @@ SetLimits = Callable[[int, tuple[int, int]], None]
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
-    """The result of one check. `what` and `value` are for people; `fix` is the remedy if it failed."""
+    """The result of one check. `what` and `value` are for people; `fix` is the remedy if it failed. A failure
+    that `passes` may be over at the next start."""
 
     ok: bool
     what: str
     value: str
     fix: str = ""
+    passes: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}: {self.value}" + ("" if self.ok else f"; {self.fix}")
@@ -101,10 +103,10 @@ def require(loaded: LoadedConfig) -> list[MachineFinding]:
     """Return the findings. Raises a ConfigError with all failures in one line, if there are any."""
     findings = look(loaded)
     problems = Problems("problems prevent the start")
-    for finding in findings:
-        if not finding.ok:
-            problems.note(finding)
-    problems.refuse()
+    failed = [finding for finding in findings if not finding.ok]
+    for finding in failed:
+        problems.note(finding)
+    problems.refuse(passes=all(finding.passes for finding in failed))
     return findings
 
 
@@ -138,7 +140,8 @@ def memory(
     fix = "free memory" if source == "MemAvailable" else "raise the limit"
     if fitting >= MIB:
         fix = f"set warm.size to less than {format_bytes(fitting)}, or {fix}"
-    return MachineFinding(need <= available, what, value, fix)
+    passes = source == "MemAvailable" and memory_of_machine(warm, proc).ok
+    return MachineFinding(need <= available, what, value, fix, passes)
 
 
 def _memory_of(config: Config) -> MachineFinding:

@@ -7,11 +7,12 @@ from kvtier.errors import ConfigError
 
 
 class Refusal(ConfigError):  # noqa: N818
-    """The problems in one line; `problems` has each of them."""
+    """The problems in one line; `problems` has each of them. If it `passes`, another start may succeed."""
 
-    def __init__(self, text: str, problems: tuple[str, ...]) -> None:
+    def __init__(self, text: str, problems: tuple[str, ...], passes: bool) -> None:
         super().__init__(text)
         self.problems = problems
+        self.passes = passes
 
 
 class Problems:
@@ -32,11 +33,11 @@ class Problems:
         except ConfigError as error:
             self.note(error)
 
-    def refuse(self) -> None:
+    def refuse(self, passes: bool = False) -> None:
         """Raise a ConfigError with all problems in one line, if there are any."""
         noted = tuple(self._noted)
         if len(noted) == 1:
-            raise Refusal(noted[0], noted)
+            raise Refusal(noted[0], noted, passes)
         if self._noted:
             numbered = (f"({number}) {text}" for number, text in enumerate(self._noted, 1))
-            raise Refusal(f"{len(noted)} {self._what}: {' '.join(numbered)}", noted)
+            raise Refusal(f"{len(noted)} {self._what}: {' '.join(numbered)}", noted, passes)

@@ -29,6 +29,7 @@ from kvtier_daemon.cli import main
 from kvtier_daemon.cli.progress import progress
 from kvtier_daemon.cli.status import draw
 from kvtier_daemon.cli.tables import print_fitting, row, table_of
+from kvtier_daemon.config import preflight
 from kvtier_daemon.config.schema import load, settled
 from kvtier_daemon.tiers.states import SWITCHED_OFF
 from kvtier_daemon.tools import config_check
@@ -463,6 +464,17 @@ def test_a_machine_that_is_too_small_starts_nothing(run, daemon, tmp_path):
     assert (code, daemon) == (2, [])
     assert err.startswith("kvtier: memory for the arena: ")
     assert err.count("\n") == 1
+
+
+def test_a_lack_of_free_memory_may_pass(run, daemon, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_available", lambda *_: [(1 << 20, "MemAvailable")])
+    arguments = ("--warm-size", "8MiB", "--socket", str(tmp_path / "k" / "k.sock"))
+    code, _, err = run("serve", *arguments)
+    assert (code, daemon) == (2, []) and "(2) socket directory" in err, "its directory is missing"
+    (tmp_path / "k").mkdir(mode=0o700)
+    code, _, err = run("serve", *arguments)
+    assert (code, daemon) == (75, [])
+    assert err.startswith("kvtier: memory for the arena: ")
 
 
 # --- status ---------------------------------------------------------------------------------------
