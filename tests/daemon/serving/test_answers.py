@@ -266,6 +266,21 @@ def test_unreadable_blocks_are_misses(tmp_path: Path) -> None:
     with_client(tmp_path, work)
 
 
+def test_an_answer_without_blocks_that_come_ends_the_reads_of_its_request(tmp_path: Path) -> None:
+    async def work(client: Client) -> None:
+        assert client.load(request=7).coming == COUNT
+        tier = client.held.bench.tier
+        nowhere = frozenset(segment.number for segment in tier.table.segments)
+        tier.unreadable_segments = lambda: nowhere  # type: ignore[method-assign]
+        assert client.load(request=7).coming == 0
+        await client.held.submit_reads()
+        await client.held.turn()
+        assert not client.catalog.holds.of, "blocks are held for a request that does not wait"
+        assert client.catalog.promotions.reading == 0
+
+    with_client(tmp_path, work)
+
+
 def test_blocks_that_are_recomputed_repeatedly_are_promoted(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.prefill(BLOCK / 1e12)
