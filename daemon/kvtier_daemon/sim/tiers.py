@@ -136,7 +136,9 @@ class Simulation:
         self._waiters: dict[int, list[WaitingRequest]] = {}
         self._reading: set[int] = set()
         self._late = 0
-        self._declined_at = float("-inf")  # a load, because the disk was too slow or too busy
+        # After a load that was declined because the disk was too slow or too busy: until then nothing is
+        # written ahead, and no block stays in memory because it is not written.
+        self._short_until = float("-inf")
         self._recomputed = RecomputedBlocks()
         self._prefetched: set[int] = set()  # and neither used nor evicted since
         self._prefetches_used = 0
@@ -229,7 +231,7 @@ class Simulation:
 
     def _load(self, one: WaitingRequest, cold: list[int]) -> bool:
         """Ask the planner. Returns True if the request waits for the disk."""
-        present = self._hold_present(cold)
+        self._hold(present := in_memory(self._memory, cold))
         cold = self._within(cold)
         self._free_nodes(present)
         if not cold:
@@ -247,7 +249,7 @@ class Simulation:
         self.totals.verdicts[verdict.why] += 1
         if not verdict.load:
             if verdict.why in TOO_SLOW:
-                self._declined_at = self.now
+                self._short_until = self.now + DECLINED_S
             if verdict.why == "slower":
                 self._prefetch(one.index, cold)
             return False
@@ -256,8 +258,9 @@ class Simulation:
         )
         one.loaded = len(cold)
         one.missing = set(away)
-        self._hold_present(cold)
-        self._read(fresh)
+        self._hold(in_memory(self._memory, cold))
+        self._make_room(len(fresh))
+        self._reading.update(fresh)
         for node in away:
             self._waiters.setdefault(node, []).append(one)
         self.totals.moved["nvme_read"] += len(fresh) * self._frame_bytes
@@ -269,7 +272,7 @@ class Simulation:
             limit = prefetch_limit(self._frame_bytes, len(self._reading))
             again = self._recomputed.note(_keys(cold))
             cold = cold[: min(limit, self._recomputed.allowed(again))]
-        present = self._hold_present(cold)
+        self._hold(present := in_memory(self._memory, cold))
         cold = self._within(cold)
         away = [node for node in cold if not (self._memory[node] or node in self._reading)]
         prefetch = -1 - index
@@ -280,30 +283,20 @@ class Simulation:
             if not announced:
                 self._recomputed.began(len(away))
                 self._prefetched.update(away)
-            self._read(away)
+            self._make_room(len(away))
+            self._reading.update(away)
             self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
         self._free_nodes(present)
 
-    def _hold_present(self, nodes: Iterable[int]) -> list[int]:
-        """Hold the blocks of these that are in memory, and return them."""
-        present = [node for node in nodes if self._memory[node]]
-        self._hold(present)
-        return present
-
     def _within(self, nodes: list[int]) -> list[int]:
         """Return the leading blocks of these that memory has room for, if it evicts none that is held."""
-        room = self._room() + len(self._policy)
+        room = self.memory_blocks - self._in_memory - len(self._reading) + len(self._policy)
         missing = 0
         for at, node in enumerate(nodes):
             missing += not (self._memory[node] or node in self._reading)
             if missing > room:
                 return nodes[:at]
         return nodes
-
-    def _read(self, nodes: list[int]) -> None:
-        """Take memory for blocks that are read from now on."""
-        self._make_room(len(nodes))
-        self._reading.update(nodes)
 
     def _take_completed(self) -> None:
         """Add blocks that were read to memory, and hold them for the requests that wait for them."""
@@ -420,7 +413,8 @@ class Simulation:
             return
         self._planner.add(request, [(node, self._link, self._frame_bytes) for node in nodes])
         self._engine.returning.update(nodes)
-        self._read(nodes)
+        self._make_room(len(nodes))
+        self._reading.update(nodes)
         self.totals.moved["nvme_read_back"] += len(nodes) * self._frame_bytes
 
     def _save(self, nodes: list[int]) -> None:
@@ -431,10 +425,9 @@ class Simulation:
             for node in nodes
             if not (self._memory[node] or node in self._frames or node in self._reading)
         ]
-        present = self._hold_present(nodes)
-        self._make_room(len(fresh))
+        self._hold(present := in_memory(self._memory, nodes))
+        fresh = fresh[: self._make_room(len(fresh))]
         self._free_nodes(present)
-        fresh = fresh[: max(0, self._room())]
         self.totals.moved["saved"] += len(fresh) * self._block_bytes
         self._admission.note(_keys(fresh))
         self._add(fresh)
@@ -462,56 +455,47 @@ class Simulation:
         if self.nvme_blocks:
             self._unwritten.extend(node for node in nodes if node not in self._frames)
 
-    def _room(self) -> int:
-        """How many more blocks memory has room for. Blocks that are being read have theirs."""
-        return self.memory_blocks - self._in_memory - len(self._reading)
-
-    def _make_room(self, wanted: int) -> None:
-        if (over := wanted - self._room()) > 0:
-            self._evict(over)
-
-    def _evict(self, n: int) -> None:
-        """Evict first what the engine holds and the disk has, then what the policy selects, and of its next
-        victims those that are on disk."""
+    def _make_room(self, wanted: int) -> int:
+        """Evict until memory has room for this many blocks, if that is possible; return for how many it has.
+        First go those that the engine holds and the disk has, then those that the policy selects, and of its
+        next victims those that are on disk. Blocks that are being read have their room."""
+        room = self.memory_blocks - self._in_memory - len(self._reading)
+        if (n := wanted - room) <= 0:
+            return room
         if first := self._engine.victims(n, self._held):
             for node in first:
                 self._memory[node] = 0
             self._in_memory -= len(first)
             self._policy.held(_ids(first))
             self.totals.moved["left_first"] += len(first) * self._block_bytes
-        n -= len(first)
-        victims = array("I", self._policy.victims(n))
-        spares = self.nvme_blocks and not (self._admission.strict or self._is_disk_short())
-        if spares and self._is_writable() and not all(map(self._is_on_disk, victims)):
-            ahead = array("I", self._policy.victims(n * LOOK_AHEAD))
-            victims = array("I", sorted(ahead, key=self._is_on_disk, reverse=True)[:n])
+        is_writable = self._budget.left() >= self._frame_bytes
+        spares = self.nvme_blocks and is_writable and not self._admission.strict
+
+        def is_kept(node: int) -> bool:
+            return node in self._frames or node in self._writing
+
+        victims = array("I", self._policy.victims(n - len(first)))
+        if spares and self.now >= self._short_until and not all(map(is_kept, victims)):
+            ahead = array("I", self._policy.victims(len(victims) * LOOK_AHEAD))
+            victims = array("I", sorted(ahead, key=is_kept, reverse=True)[: len(victims)])
         for node in victims:
             self._memory[node] = 0
         self._in_memory -= len(victims)
         self._prefetched.difference_update(victims)
-        kept = [node for node in victims if self._is_on_disk(node)]
-        lost = [node for node in victims if not self._is_on_disk(node)]
+        kept = [node for node in victims if is_kept(node)]
+        lost = [node for node in victims if not is_kept(node)]
         if self.nvme_blocks:
             why = "slow_disk"
-            if not self._is_writable():
+            if not is_writable:
                 why = "budget"
             elif self._admission.strict:
                 why = "once"  # requested once; writes are for blocks that were requested more often
             self.totals.lost[why] += len(lost)
         self._policy.left(_ids(kept))
         self._policy.gone(_ids(lost))
-
-    def _is_on_disk(self, node: int) -> bool:
-        return node in self._frames or node in self._writing
+        return max(0, self.memory_blocks - self._in_memory - len(self._reading))
 
     # --- the disk --------------------------------------------------------------------------------
-
-    def _is_writable(self) -> bool:
-        return self._budget.left() >= self._frame_bytes
-
-    def _is_disk_short(self) -> bool:
-        """Whether reads need the disk: then nothing is written ahead, and no block waits for a write."""
-        return self.now < self._declined_at + DECLINED_S
 
     def _write_ahead(self) -> None:
         """As the daemon: write blocks as they are saved if the budget has plenty left, then the next
@@ -528,7 +512,7 @@ class Simulation:
         if room <= 0:
             return
         first: dict[int, None] = {}  # a block that left memory and came back is in the queue twice
-        is_scarce = self._admission.strict or self._is_disk_short()
+        is_scarce = self._admission.strict or self.now < self._short_until
         if left > self._budget.plenty and not is_scarce:
             while self._unwritten and len(first) < room:
                 if self._memory[node := self._unwritten.popleft()] and node not in self._frames:
@@ -580,6 +564,10 @@ class Simulation:
             self._budget.spend_again(self._frame_bytes)
             self._segments[-1].append(node)
             self._frames[node] = self._segment_number
+
+
+def in_memory(memory: bytearray, nodes: list[int]) -> list[int]:
+    return [node for node in nodes if memory[node]]
 
 
 def leading(memory: bytearray, frames: dict[int, int], nodes: list[int]) -> list[int]:
