@@ -34,7 +34,7 @@ void PolicySelector::add_entry(std::size_t slot, std::uint32_t name) {
 
 // Corrects the kind of a block that was reported before.
 void PolicySelector::corrected(std::uint32_t name, unsigned kind) {
-    if (Entry* entry = entry_of(name)) entry->kind = static_cast<std::uint8_t>(kind);
+    if (Entry* entry = entry_of(name)) entry->kind = static_cast<std::uint16_t>(kind);
 }
 
 PolicySelector::Entry* PolicySelector::entry_of(std::uint32_t name) {

@@ -48,7 +48,7 @@ class Prefix : public Ages {
 
 class Attention final : public Prefix {
  public:
-    Attention() : Prefix(3) {}
+    Attention() : Prefix(4) {}
     void hinted(std::span<const Id> ids, std::span<const Name>, double importance) override {
         const std::uint32_t level = hint_of(importance);
         for (Id id : ids) {
@@ -61,7 +61,7 @@ class Attention final : public Prefix {
 
  private:
     std::uint64_t eighths(unsigned level) const override {
-        return level == unhinted ? 8 : level == little ? 1 : 64;
+        return level == little ? 1 : level == much ? 64 : 8;
     }
 };
 

@@ -19,7 +19,7 @@ constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 3U << 18, sketch_window = counters / 4;
 constexpr unsigned rows = 4;
 constexpr unsigned again = 16;  // one of this many requests writes its counts to the sketch again
-constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
+constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 23) - 1;
 
 // Levels of use counts: exact up to 40, then in steps of a twentieth, up to about 2,000; the steps
 // to the next level are that much rarer.
@@ -74,7 +74,7 @@ Value::Value(const Constants& constants)
               return worth(order, entry.kind, quarters() - entry.at);
           },
           constants) {
-    static_assert(ages == all_ages && kinds <= 256);
+    static_assert(ages == all_ages && kinds <= 512);
     for (std::uint32_t own = 0; own < kinds_of_own_.size(); ++own)
         kinds_of_own_[own] = counted_kind_of(own);
 }
@@ -93,7 +93,7 @@ std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) con
 
 // Among equals the oldest is evicted first.
 std::uint64_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
-    return 1 + ((worth(selector_.best(), kind, age) * epochs + place) * 256 + kind);
+    return 1 + ((worth(selector_.best(), kind, age) * epochs + place) * 512 + kind);
 }
 
 // ---- blocks ----
@@ -113,7 +113,7 @@ void Value::hinted(std::span<const Id> ids, std::span<const Name> names, double 
         hints_[id] = hint_of(importance);
         const std::uint32_t called = short_name(names[i]);
         if (called <= sample_)
-            if (Seen& seen = seen_[find(called)]; seen.name != 0) seen.kind = kind_of(id) & 255;
+            if (Seen& seen = seen_[find(called)]; seen.name != 0) seen.kind = kind_of(id) & 511;
         selector_.corrected(called, kind_of(id));
         if (state_of(id).listed && !state_of(id).demoted) relist(id);
     }
@@ -161,7 +161,7 @@ class Value::Watch {
         } else {
             ++value_.watched_;
         }
-        seen = {name, now_, kind & 255};
+        seen = {name, now_, kind & 511};
     }
 
  private:
@@ -297,7 +297,7 @@ void Value::on_continued(Id id) {
         if (last != id) continue;
         const unsigned kind = kind_of(id);
         Seen& seen = seen_[find(called)];
-        if (seen.name != 0) seen.kind = kind & 255;
+        if (seen.name != 0) seen.kind = kind & 511;
         selector_.corrected(called, kind);
         selector_.follows(called);
         return;
@@ -412,7 +412,7 @@ void Value::refit() {
         same_as[kind] = kind;
         Row relatives = near[both_of(kind)];
         if (kind >= plain) {
-            const double factor = kind < plain + both ? little_worth : much_worth;
+            const double factor = first_worth[(kind - plain) / both];
             for (double& one : relatives) one = std::min(one * factor, 0.999);
         } else if (hits_[kind] == Row{} && ends[kind] == Row{} && blocks_[kind] == 0) {
             unsigned& first = unseen[kind / parts];

@@ -26,10 +26,10 @@ inline std::uint32_t short_name(Name name) {
     return static_cast<std::uint32_t>(mix(name) >> 32) | 1;
 }
 
-// Levels of importance: 0 neither, or no hint.
-enum Hint : std::uint8_t { unhinted, little, much };
+// Levels of importance: 0 is no hint.
+enum Hint : std::uint8_t { unhinted, little, medium, much };
 inline Hint hint_of(double importance) {
-    return importance < 1.0 / 3 ? little : importance < 2.0 / 3 ? unhinted : much;
+    return importance < 1.0 / 3 ? little : importance < 2.0 / 3 ? medium : much;
 }
 
 class Policy {

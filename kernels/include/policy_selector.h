@@ -29,7 +29,8 @@ class PolicySelector {
     struct Entry {
         std::uint32_t name, before;  // the previous sampled name of its chain, or 0
         std::uint32_t at, turn;      // the last use, in quarters, and its sequence number
-        std::uint8_t kind, in;       // a bit for each cache that contains it
+        std::uint16_t kind;
+        std::uint8_t in;  // a bit for each cache that contains it
     };
     // Lower ranks are evicted first; among equals the least recently used.
     using Rank = std::function<std::uint32_t(unsigned order, const Entry& entry)>;
@@ -72,7 +73,7 @@ class PolicySelector {
         Entry& entry = entries_[at];
         entry.at = quarters;
         entry.turn = turn_++;
-        entry.kind = static_cast<std::uint8_t>(kind);
+        entry.kind = static_cast<std::uint16_t>(kind);
         if (entry.in == everywhere) {
             ++request_hits_of_all_;
         } else {

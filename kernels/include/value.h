@@ -26,13 +26,14 @@ class Value final : public Ages {
     // Blocks with a hint have kinds of their own, one for each family, hint and last or not. So the
     // policy learns what hints are worth; until then, a factor is assumed.
     static constexpr unsigned families = 16, parts = 6, plain = families * 2 * parts, ages = 36;
-    static constexpr unsigned kinds = plain + 2 * 2 * families;
-    static constexpr double little_worth = 1.0 / 8, much_worth = 8, unseen_chance = 1e-6;
+    static constexpr unsigned kinds = plain + 3 * 2 * families;
+    static constexpr std::array<double, 3> first_worth = {1.0 / 8, 1, 8};  // little, medium, much
+    static constexpr double unseen_chance = 1e-6;
     static constexpr unsigned seldom = 4;
     // A watched block, in any tier, since its last use.
     struct Seen {
         std::uint32_t name;  // 0 if the entry is free
-        std::uint32_t at : 24, kind : 8;
+        std::uint32_t at : 23, kind : 9;
     };
     static_assert(sizeof(Seen) == 8);
     // A block's own bits: how often it was used after the first time, and, while that is low, the

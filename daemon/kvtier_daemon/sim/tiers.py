@@ -14,9 +14,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress, takewhile
+from math import ceil
 
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.admission import Admission
+from kvtier_daemon.catalog.blocks import LOOK_AHEAD
 from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.planning import DiskLink, Planner
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
@@ -24,6 +26,7 @@ from kvtier_daemon.sim.disk import SimDisk
 from kvtier_daemon.sim.engine_cache import EngineCache
 from kvtier_daemon.sim.trace import ANNOUNCED, TraceRequests
 from kvtier_daemon.tiers.cold.flusher import LIMIT_SAVED
+from kvtier_daemon.tiers.cold.mover import DECLINED_S, TOO_SLOW
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_daemon.tools.sizing import PrefillCost
 
@@ -133,6 +136,9 @@ class Simulation:
         self._waiters: dict[int, list[WaitingRequest]] = {}
         self._reading: set[int] = set()
         self._late = 0
+        # After a load that was declined because the disk was too slow or too busy: until then nothing is
+        # written ahead, and no block stays in memory because it is not written.
+        self._short_until = float("-inf")
         self._recomputed = RecomputedBlocks()
         self._prefetched: set[int] = set()  # and neither used nor evicted since
         self._prefetches_used = 0
@@ -209,8 +215,9 @@ class Simulation:
         self._policy.now(self.now)
         there = [node for node in nodes if self._memory[node] or node in self._engine.away]
         self._policy.wanted(_ids(there), _names(there))
-        self._wanted.update(node for node in nodes if node in self._frames)
-        self._admission.found(_keys(nodes), one.ready + len(cold))
+        found = nodes[: one.ready + len(cold)]
+        self._wanted.update(node for node in found if node in self._frames)
+        self._admission.found(_keys(found), len(found))
         if self._prefetched:
             used = self._prefetched.intersection(nodes[: one.ready])
             self._prefetched -= used
@@ -224,6 +231,11 @@ class Simulation:
 
     def _load(self, one: WaitingRequest, cold: list[int]) -> bool:
         """Ask the planner. Returns True if the request waits for the disk."""
+        self._hold(present := in_memory(self._memory, cold))
+        cold = self._within(cold)
+        self._free_nodes(present)
+        if not cold:
+            return False
         away = [node for node in cold if not self._memory[node]]
         fresh = [node for node in away if node not in self._reading]
         joined = [node for node in away if node in self._reading]
@@ -236,6 +248,8 @@ class Simulation:
         )  # fmt: skip
         self.totals.verdicts[verdict.why] += 1
         if not verdict.load:
+            if verdict.why in TOO_SLOW:
+                self._short_until = self.now + DECLINED_S
             if verdict.why == "slower":
                 self._prefetch(one.index, cold)
             return False
@@ -244,8 +258,9 @@ class Simulation:
         )
         one.loaded = len(cold)
         one.missing = set(away)
+        self._hold(in_memory(self._memory, cold))
+        self._make_room(len(fresh))
         self._reading.update(fresh)
-        self._hold(node for node in cold if self._memory[node])
         for node in away:
             self._waiters.setdefault(node, []).append(one)
         self.totals.moved["nvme_read"] += len(fresh) * self._frame_bytes
@@ -257,18 +272,31 @@ class Simulation:
             limit = prefetch_limit(self._frame_bytes, len(self._reading))
             again = self._recomputed.note(_keys(cold))
             cold = cold[: min(limit, self._recomputed.allowed(again))]
+        self._hold(present := in_memory(self._memory, cold))
+        cold = self._within(cold)
         away = [node for node in cold if not (self._memory[node] or node in self._reading)]
-        if not away:
-            return
         prefetch = -1 - index
-        self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
+        if away:
+            self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
         if self._planner.is_waiting(prefetch):
             self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
             if not announced:
                 self._recomputed.began(len(away))
                 self._prefetched.update(away)
+            self._make_room(len(away))
             self._reading.update(away)
             self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
+        self._free_nodes(present)
+
+    def _within(self, nodes: list[int]) -> list[int]:
+        """Return the leading blocks of these that memory has room for, if it evicts none that is held."""
+        room = self.memory_blocks - self._in_memory - len(self._reading) + len(self._policy)
+        missing = 0
+        for at, node in enumerate(nodes):
+            missing += not (self._memory[node] or node in self._reading)
+            if missing > room:
+                return nodes[:at]
+        return nodes
 
     def _take_completed(self) -> None:
         """Add blocks that were read to memory, and hold them for the requests that wait for them."""
@@ -277,6 +305,7 @@ class Simulation:
             self._reading.discard(node)
             waiters = self._waiters.pop(node, [])
             if not self._memory[node]:
+                self._make_room(1)
                 self._add([node], returns=node in self._engine.returning)
             for one in waiters:
                 self._hold([node])
@@ -284,7 +313,7 @@ class Simulation:
                 if not one.missing and one.index in self._loading:
                     del self._loading[one.index]
                     self._compute(one)
-            self._evict_excess()
+            self._write_ahead()
         for node in self._disk.take_written():
             self._writing.discard(node)
             self.totals.moved["nvme_written"] += self._frame_bytes
@@ -373,7 +402,9 @@ class Simulation:
     def _bring_back(self, nodes: list[int]) -> None:
         """The engine has dropped these blocks, which had left memory because it held them: read them."""
         nodes = [node for node in nodes if node not in self._reading]
-        if not nodes:
+        kept = self._within(nodes)
+        self._policy.left(_ids(self._engine.drop_away(nodes[len(kept) :])))
+        if not (nodes := kept):
             return
         request = -(len(self._requests) + 1 + nodes[0])
         self._planner.weigh(request, {self._link: len(nodes) * self._frame_bytes}, urgent=False)
@@ -382,21 +413,26 @@ class Simulation:
             return
         self._planner.add(request, [(node, self._link, self._frame_bytes) for node in nodes])
         self._engine.returning.update(nodes)
+        self._make_room(len(nodes))
         self._reading.update(nodes)
         self.totals.moved["nvme_read_back"] += len(nodes) * self._frame_bytes
 
     def _save(self, nodes: list[int]) -> None:
-        """Save computed blocks while there is room. Blocks with a frame on disk keep it."""
+        """Save computed blocks while there is room without others of their chain. Blocks with a frame on disk
+        keep it."""
         fresh = [
             node
             for node in nodes
             if not (self._memory[node] or node in self._frames or node in self._reading)
         ]
+        self._hold(present := in_memory(self._memory, nodes))
+        fresh = fresh[: self._make_room(len(fresh))]
+        self._free_nodes(present)
         self.totals.moved["saved"] += len(fresh) * self._block_bytes
         self._admission.note(_keys(fresh))
         self._add(fresh)
         self._policy.refreshed(_ids(node for node in nodes if self._memory[node]))
-        self._evict_excess()
+        self._write_ahead()
 
     def _add(self, nodes: list[int], returns: bool = False) -> None:
         """Add blocks to memory. Those that return because the engine dropped them take their places again."""
@@ -419,36 +455,45 @@ class Simulation:
         if self.nvme_blocks:
             self._unwritten.extend(node for node in nodes if node not in self._frames)
 
-    def _evict_excess(self) -> None:
-        """Evict until the capacity is met; new blocks may be among the victims."""
-        if (over := self._in_memory - self.memory_blocks) > 0:
-            self._evict(over)
-        self._write_ahead()
-
-    def _evict(self, n: int) -> None:
-        """Evict first what the engine holds and the disk has, then what the policy selects."""
+    def _make_room(self, wanted: int) -> int:
+        """Evict until memory has room for this many blocks, if that is possible; return for how many it has.
+        First go those that the engine holds and the disk has, then those that the policy selects, and of its
+        next victims those that are on disk. Blocks that are being read have their room."""
+        room = self.memory_blocks - self._in_memory - len(self._reading)
+        if (n := wanted - room) <= 0:
+            return room
         if first := self._engine.victims(n, self._held):
             for node in first:
                 self._memory[node] = 0
             self._in_memory -= len(first)
             self._policy.held(_ids(first))
             self.totals.moved["left_first"] += len(first) * self._block_bytes
+        is_writable = self._budget.left() >= self._frame_bytes
+        spares = self.nvme_blocks and is_writable and not self._admission.strict
+
+        def is_kept(node: int) -> bool:
+            return node in self._frames or node in self._writing
+
         victims = array("I", self._policy.victims(n - len(first)))
+        if spares and self.now >= self._short_until and not all(map(is_kept, victims)):
+            ahead = array("I", self._policy.victims(len(victims) * LOOK_AHEAD))
+            victims = array("I", sorted(ahead, key=is_kept, reverse=True)[: len(victims)])
         for node in victims:
             self._memory[node] = 0
         self._in_memory -= len(victims)
         self._prefetched.difference_update(victims)
-        kept = [node for node in victims if node in self._frames or node in self._writing]
-        lost = [node for node in victims if node not in self._frames and node not in self._writing]
+        kept = [node for node in victims if is_kept(node)]
+        lost = [node for node in victims if not is_kept(node)]
         if self.nvme_blocks:
             why = "slow_disk"
-            if self._budget.left() < self._frame_bytes:
+            if not is_writable:
                 why = "budget"
             elif self._admission.strict:
                 why = "once"  # requested once; writes are for blocks that were requested more often
             self.totals.lost[why] += len(lost)
         self._policy.left(_ids(kept))
         self._policy.gone(_ids(lost))
+        return max(0, self.memory_blocks - self._in_memory - len(self._reading))
 
     # --- the disk --------------------------------------------------------------------------------
 
@@ -467,7 +512,8 @@ class Simulation:
         if room <= 0:
             return
         first: dict[int, None] = {}  # a block that left memory and came back is in the queue twice
-        if left > self._budget.plenty and not self._admission.strict:
+        is_scarce = self._admission.strict or self.now < self._short_until
+        if left > self._budget.plenty and not is_scarce:
             while self._unwritten and len(first) < room:
                 if self._memory[node := self._unwritten.popleft()] and node not in self._frames:
                     first[node] = None
@@ -506,7 +552,8 @@ class Simulation:
         for node in old:
             del self._frames[node]
             self._engine.leave_first.pop(node, None)
-        again = again[: max(1, self.nvme_blocks // SEGMENTS) // 2]
+        left = self._budget.second_chance_bytes / self._frame_bytes
+        again = again[: min(max(0, ceil(left)), max(1, self.nvme_blocks // SEGMENTS) - 1)]
         kept = set(again)
         gone = [node for node in old if node not in kept and not self._memory[node]]
         self._policy.gone(_ids(gone))
@@ -514,9 +561,13 @@ class Simulation:
         self._wanted.difference_update(old)
         for node in again:
             self.totals.moved["nvme_written_again"] += self._frame_bytes
-            self._budget.spend(self._frame_bytes)
+            self._budget.spend_again(self._frame_bytes)
             self._segments[-1].append(node)
             self._frames[node] = self._segment_number
+
+
+def in_memory(memory: bytearray, nodes: list[int]) -> list[int]:
+    return [node for node in nodes if memory[node]]
 
 
 def leading(memory: bytearray, frames: dict[int, int], nodes: list[int]) -> list[int]:

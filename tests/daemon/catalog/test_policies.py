@@ -334,7 +334,7 @@ def test_hints_keep_important_chains_and_evict_unimportant_ones_first():
 
 def hits_with_hints(policies, importance):
     """The hits of conversations of which every other one goes on after 20 requests. `importance` is reported
-    when one begins, given whether it goes on."""
+    when one begins, given whether it goes on; None is no hint."""
     rnd, cache, open_ones = random.Random(7), Cache(policies, 120), []
     for number in range(600):
         chain = list(range(number * 100, number * 100 + 6))
@@ -342,7 +342,8 @@ def hits_with_hints(policies, importance):
         here = [name for name in chain if name in cache.at]
         goes_on = rnd.random() < 0.5
         told = importance(goes_on, rnd)
-        cache.tell("hinted", [cache.at[name] for name in here], told, packed(here))
+        if told is not None:
+            cache.tell("hinted", [cache.at[name] for name in here], told, packed(here))
         open_ones += [chain] * goes_on
         if len(open_ones) > 20:
             cache.request(number + 0.5, open_ones.pop(0))
@@ -350,7 +351,7 @@ def hits_with_hints(policies, importance):
 
 
 def test_auto_uses_hints_that_tell_what_is_used_again_and_learns_which_ones_are_wrong():
-    without = hits_with_hints([make("auto")], lambda goes_on, _: 0.5)
+    without = hits_with_hints([make("auto")], lambda goes_on, _: None)
     models = [ValueModel()] if ALL else []
     right = hits_with_hints([make("auto"), *models], lambda on, _: 1.0 if on else 0.1)
     wrong = hits_with_hints([make("auto"), *models], lambda on, _: 0.1 if on else 1.0)
@@ -359,6 +360,14 @@ def test_auto_uses_hints_that_tell_what_is_used_again_and_learns_which_ones_are_
     assert right > 1.5 * without
     assert wrong > 1.2 * without
     assert noise > 0.95 * without
+
+
+def test_auto_learns_what_a_hint_of_medium_importance_tells():
+    without = hits_with_hints([make("auto")], lambda goes_on, _: None)
+    for told in (lambda on, _: None if on else 0.5, lambda on, _: 0.5 if on else None):
+        assert hits_with_hints([make("auto")], told) > 1.2 * without
+    all_alike = hits_with_hints([make("auto")], lambda goes_on, _: 0.5)
+    assert 0.95 * without < all_alike < 1.05 * without
 
 
 def test_blocks_shared_by_chains_outlive_a_newer_chain():

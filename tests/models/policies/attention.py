@@ -15,7 +15,7 @@ __all__ = ["Attention", "AttentionModel"]
 
 
 class AttentionModel(PrefixModel):
-    eighths = (8, 1, 64)  # no hint, little, much
+    eighths = (8, 1, 8, 64)  # no hint, little, medium, much
 
     def hinted(self, ids: bytes, importance: float, names: bytes = b"") -> None:
         level = hint_of(importance)

@@ -52,8 +52,8 @@ FEW = 1 << 16
 
 
 def hint_of(importance: float) -> int:
-    """1: little, 2: much, 0: neither."""
-    return 1 if importance < 1 / 3 else 0 if importance < 2 / 3 else 2
+    """1: little, 2: medium, 3: much. 0 is no hint."""
+    return 1 if importance < 1 / 3 else 2 if importance < 2 / 3 else 3
 
 
 # --- blocks in queues ----------------------------------------------------------------------------

@@ -31,8 +31,8 @@ FAMILIES, PARTS, SELDOM = 16, 6, 4
 PLAIN = FAMILIES * 2 * PARTS
 # Blocks with a hint have kinds of their own, one for each family, hint and last or not. So the policy
 # learns what hints are worth; until then, a factor is assumed.
-KINDS = PLAIN + 2 * 2 * FAMILIES
-WORTH = {1: 1 / 8, 2: 8.0}  # little, much
+KINDS = PLAIN + 3 * 2 * FAMILIES
+WORTH = {1: 1 / 8, 2: 1.0, 3: 8.0}  # little, medium, much
 UNSEEN = 1e-6
 WANTED, LAST = 255, 256  # own bits
 AGES = 36
@@ -265,7 +265,7 @@ class ValueModel(Ages):
             self._refit()
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
-        return 1 + ((self._worth(self._selector.best, kind, age) * 128 + place) * 256 + kind)
+        return 1 + ((self._worth(self._selector.best, kind, age) * 128 + place) * 512 + kind)
 
     def _worth(self, order: int, kind: int, age: int) -> int:
         """Among equals the oldest is evicted first."""
