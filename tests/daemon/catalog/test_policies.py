@@ -332,9 +332,10 @@ def test_hints_keep_important_chains_and_evict_unimportant_ones_first():
         assert unpack(policy.victims(12)) == newest + middle + oldest
 
 
-def hits_with_hints(policies, importance):
+def hits_with_hints(importance):
     """The hits of conversations of which every other one goes on after 20 requests. `importance` is reported
     when one begins, given whether it goes on; None is no hint."""
+    policies = [make("auto"), *([ValueModel()] if ALL else [])]
     rnd, cache, open_ones = random.Random(7), Cache(policies, 120), []
     for number in range(600):
         chain = list(range(number * 100, number * 100 + 6))
@@ -351,11 +352,10 @@ def hits_with_hints(policies, importance):
 
 
 def test_auto_uses_hints_that_tell_what_is_used_again_and_learns_which_ones_are_wrong():
-    without = hits_with_hints([make("auto")], lambda goes_on, _: None)
-    models = [ValueModel()] if ALL else []
-    right = hits_with_hints([make("auto"), *models], lambda on, _: 1.0 if on else 0.1)
-    wrong = hits_with_hints([make("auto"), *models], lambda on, _: 0.1 if on else 1.0)
-    noise = hits_with_hints([make("auto")], lambda _, rnd: rnd.choice([0.1, 1.0]))
+    without = hits_with_hints(lambda goes_on, _: None)
+    right = hits_with_hints(lambda on, _: 1.0 if on else 0.1)
+    wrong = hits_with_hints(lambda on, _: 0.1 if on else 1.0)
+    noise = hits_with_hints(lambda _, rnd: rnd.choice([0.1, 1.0]))
     print(f"hits: {without} without hints, {right} right, {wrong} wrong, {noise} random ones")
     assert right > 1.5 * without
     assert wrong > 1.2 * without
@@ -363,10 +363,10 @@ def test_auto_uses_hints_that_tell_what_is_used_again_and_learns_which_ones_are_
 
 
 def test_auto_learns_what_a_hint_of_medium_importance_tells():
-    without = hits_with_hints([make("auto")], lambda goes_on, _: None)
+    without = hits_with_hints(lambda goes_on, _: None)
     for told in (lambda on, _: None if on else 0.5, lambda on, _: 0.5 if on else None):
-        assert hits_with_hints([make("auto")], told) > 1.2 * without
-    all_alike = hits_with_hints([make("auto")], lambda goes_on, _: 0.5)
+        assert hits_with_hints(told) > 1.2 * without
+    all_alike = hits_with_hints(lambda goes_on, _: 0.5)
     assert 0.95 * without < all_alike < 1.05 * without
 
 
