@@ -8,7 +8,7 @@ for minutes, some for a person. Loops of several kinds run at the same time, and
 again by their user.
 
 What a client tells is what it knows. After a step that calls a tool: whether the next step is expected soon
-(a hint of 0.9), later (0.5, as without a hint) or when a person has answered (0.1). After the last step: that
+(a hint of 0.9), later (0.5, medium) or when a person has answered (0.1). After the last step: that
 the loop has ended (0). Hints are about the blocks of the loop, not about those of the system prompt, which
 others use. The client is wrong where a loop is cancelled while its tool runs, or is taken up again after its
 end. While a person types an answer, it announces the next step (`prefetch`), some seconds before the request;

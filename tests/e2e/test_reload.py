@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -214,8 +213,7 @@ def test_a_sighup_during_the_start_reloads_once_the_daemon_serves(
 ) -> None:
     daemon = daemon_of(command=[sys.executable, "-c", HUNG_UP, "serve"])
     with daemon.connect() as client:
-        while client.settings()["keys"]["max_clients"][0] != 9:
-            time.sleep(0.01)
+        daemon.wait_for(lambda _: bool(client.settings()["keys"]["max_clients"][0] == 9))
 
 
 def test_only_the_operator_may_read_the_settings(

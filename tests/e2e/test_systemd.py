@@ -459,8 +459,9 @@ def replaced(manager: Manager, command: str, *others: tuple[str, str]) -> None:
 
 
 def test_a_daemon_that_crashes_again_and_again_is_started_again(manager: Manager) -> None:
-    tenths = ("sleep 2", "sleep 0.2"), ("StartLimitIntervalSec=5s", "StartLimitIntervalSec=500ms")
-    replaced(manager, "kill -s KILL $$$$", *tenths)
+    # Without the sleep, five crashes take 0.6 s.
+    shorter = ("sleep 2", "sleep 0.4"), ("StartLimitIntervalSec=10s", "StartLimitIntervalSec=1s")
+    replaced(manager, "kill -s KILL $$$$", *shorter)
     manager.run("systemctl --user start kvtierd.socket; systemctl --user start kvtierd.service")
     manager.wait_for(lambda: int(manager.show("NRestarts")) > 12, "it is started again", 60)
     assert manager.show("ActiveState") != "failed"
@@ -488,7 +489,7 @@ def test_a_crash_soon_after_the_start_delays_the_next_start_and_a_later_one_does
 def test_a_client_does_not_start_a_daemon_with_a_wrong_configuration_forever(
     manager: Manager,
 ) -> None:
-    replaced(manager, "exit 2")
+    replaced(manager, "exit 2", ("StartLimitIntervalSec=10s", "StartLimitIntervalSec=60s"))
     manager.run("systemctl --user start kvtierd.socket")
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(manager.folder / "s" / "kvtier.sock"))

@@ -393,11 +393,11 @@ class Catalog:
 
     def watch(self, session: SessionId, space: KnownSpace, wake: Callable[[], None]) -> SpaceWatch:
         """Keep changes of this space for the session until it takes them, up to a limit."""
+        if session not in space.users:
+            raise bad_request(f"space {space.number} is not open in this session")
         watches = self.spaces.watches.setdefault(space.number, {})
         watch = watches.get(session)
         if watch is None:
-            if session not in space.users:
-                raise bad_request(f"space {space.number} is not open in this session")
             watch = watches[session] = SpaceWatch(wake)
             self._changes.update()
         return watch

@@ -26,7 +26,7 @@ LIMIT_SPACES = 4096
 @dataclass(slots=True)
 class KnownSpace:
     """One model configuration of this tenant. `number` names it on the wire and is never reused. `index` is
-    the store's number while the space has blocks. It refers to no part of the daemon, because of `Lookup`."""
+    the store's number while the space has blocks. It refers to no part of the daemon, but `Lookup` to it."""
 
     number: int
     identity: bytes

@@ -140,7 +140,9 @@ def memory(
     fix = "free memory" if source == "MemAvailable" else "raise the limit"
     if fitting >= MIB:
         fix = f"set warm.size to less than {format_bytes(fitting)}, or {fix}"
-    passes = source == "MemAvailable" and memory_of_machine(warm, proc).ok
+    limits = [_integer(directory / names[0]) for directory, names in _groups(proc, cgroup)]
+    fits = all(limit is None or limit >= need for limit in limits)
+    passes = fits and memory_of_machine(warm, proc).ok
     return MachineFinding(need <= available, what, value, fix, passes)
 
 
@@ -280,15 +282,19 @@ def file_size(
 ) -> MachineFinding:
     """Check whether files, which memory is too, may be as large as the daemon's. Raises the soft limit if
     that helps."""
-    need = max(config.warm.extent_bytes, config.cold.segment_bytes if config.cold else 0)
+    need = max(
+        config.warm.extent_bytes,
+        config.cold.segment_bytes if config.cold else 0,
+        config.remote.buffer_bytes if config.remote else 0,
+    )
     soft, hard = _raised(resource.RLIMIT_FSIZE, need, getrlimit, setrlimit)
     value = (
-        f"{format_bytes(need)} needed for an extent or a segment, the limit is {_amount(soft)} "
+        f"{format_bytes(need)} needed for an extent, a segment or a buffer, the limit is {_amount(soft)} "
         f"(hard {_amount(hard)})"
     )
     fix = (
         "as root run `ulimit -f unlimited` before, or write LimitFSIZE=infinity into the unit; or "
-        "lower warm.extent or cold.segment"
+        "lower warm.extent, cold.segment or remote.buffer"
     )
     return MachineFinding(_reaches(soft, need), "size of files", value, fix)
 

@@ -67,7 +67,7 @@ Leaves = dict[KeyPath, Leaf]
 
 
 def text_of(file: Path) -> str:
-    """Return the text of a file, which may be a pipe. Never reads more than LARGEST_BYTES and one byte."""
+    """Return the text of a file, which may be a pipe. Refuses more than LARGEST_BYTES."""
     with file.open("rb") as opened:
         text = opened.read(LARGEST_BYTES + 1)
     if len(text) > LARGEST_BYTES:

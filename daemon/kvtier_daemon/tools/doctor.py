@@ -130,7 +130,7 @@ def examine(
     process = "self"
     if stats is not None:
         found.append(listening(world, pid := int(stats.get("pid", 0))))
-        if world.there(f"proc/{pid}/limits"):
+        if "kvtier" in world.text(f"proc/{pid}/cmdline"):  # not one of another namespace
             process = str(pid)
         if "cold" in stats.get("tiers", {}):
             found.append(cold_engine(stats["tiers"]["cold"]))
@@ -201,8 +201,13 @@ def started(
 ) -> list[Finding]:
     """Run the checks of a start. If the daemon runs, its memory is not needed a second time."""
     config = loaded.config
+
+    def raise_limit(*_: object) -> None:
+        if process != "self":  # a daemon that starts raises its own; one that runs has done that
+            raise OSError
+
     checks = (preflight.open_files, preflight.file_size)
-    limits = [check(config, partial(limit, world, process), lambda *_: None) for check in checks]
+    limits = [check(config, partial(limit, world, process), raise_limit) for check in checks]
     looks = [replace(one, value=f"{one.value} of {_whose(process)}") for one in limits]
     looks.append(preflight.socket_path(config.socket))
     if not serves:

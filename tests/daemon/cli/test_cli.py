@@ -69,6 +69,14 @@ STATS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def signals():
+    """`serve` blocks a signal, and processes that this one starts later would inherit that."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
     """Run the command in this process; returns its exit code, its output and its errors."""
@@ -83,9 +91,7 @@ def run(monkeypatch, tmp_path, capsys):
         captured = capsys.readouterr()
         return left.value.code or 0, captured.out, captured.err
 
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    yield run
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # `serve` changes it
+    return run
 
 
 @pytest.fixture

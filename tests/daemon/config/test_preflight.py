@@ -130,6 +130,15 @@ def test_a_group_without_a_limit_does_not_limit(make, machine):
     assert "100 GiB available (MemAvailable)" in machine.look(make("8GiB").config.warm).value
 
 
+def test_a_lack_of_memory_passes_if_the_limits_are_large_enough(make, machine, tmp_path):
+    warm = make("8GiB").config.warm
+    machine.has(2 * GIB, V2)
+    machine.write("system.slice", memory__max=16 * GIB, memory__current=12 * GIB)
+    assert machine.look(warm).passes  # the total of the machine is unknown
+    machine.write("system.slice", memory__max=8 * GIB, memory__current=0)
+    assert not machine.look(warm).passes, "the tables do not fit"
+
+
 def test_a_group_above_its_limit_has_no_memory_left(make, machine):
     machine.has(100 * GIB, V2)
     machine.write("system.slice", memory__max=GIB, memory__current=2 * GIB)
