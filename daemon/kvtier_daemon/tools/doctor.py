@@ -130,7 +130,7 @@ def examine(
     process = "self"
     if stats is not None:
         found.append(listening(world, pid := int(stats.get("pid", 0))))
-        if "kvtier" in world.text(f"proc/{pid}/cmdline"):  # not one of another namespace
+        if world.there(f"proc/{pid}/limits"):
             process = str(pid)
         if "cold" in stats.get("tiers", {}):
             found.append(cold_engine(stats["tiers"]["cold"]))
