@@ -17,13 +17,12 @@ from kvtier.space import Space
 from kvtier_daemon.tiers.remote.objects import object_name
 from support.daemons import Daemon
 from support.mooncake import MooncakePool, master_program
-from support.object_store import remote_of
+from support.object_store import remote_of, wait_until_ready
 from support.ports import reserved_port
 from support.specs import pattern, spec_of
 
 PROMPT = 8  # blocks
 WAIT_S = 60.0
-PATIENCE_MS = 60_000
 Hosts = Callable[..., Daemon]
 
 
@@ -67,13 +66,7 @@ def share(daemon: Daemon, space: Space, number: int) -> Keys:
 
 def loaded(space: Space, keys: Keys, blocks: int = PROMPT) -> int:
     """Load when as many blocks are there; return how many came. Their bytes must be those saved."""
-    until = time.monotonic() + WAIT_S
-    # With patience: it also reads from a store that was slow on a busy machine.
-    while (
-        found := space.match(keys, within_ms=PATIENCE_MS)
-    ).ready < blocks and time.monotonic() < until:
-        time.sleep(0.01)
-    with space.load(keys[: found.ready]) as ready:
+    with space.load(keys[: wait_until_ready(space, keys, blocks)]) as ready:
         for key, block in zip(keys, ready, strict=False):
             assert bytes(block) == pattern(key, space.spec.block_bytes)
         return len(ready)

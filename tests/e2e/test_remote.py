@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +17,11 @@ from kvtier import frame
 from kvtier.key import Keys
 from kvtier.space import Space
 from support.daemons import Daemon, kvtier
-from support.object_store import BUCKET, KEY, ObjectStore
+from support.object_store import BUCKET, KEY, ObjectStore, wait_until_ready
 from support.specs import pattern, spec_of
 
 PROMPT = 8  # blocks
 WAIT_S = 60.0
-PATIENCE_MS = 60_000
 OLD, NEW = b"of the fleet".ljust(32), b"of the fleet, from now on".ljust(32)
 Hosts = Callable[..., Daemon]
 
@@ -73,13 +71,7 @@ def share(daemon: Daemon, space: Space, number: int) -> Keys:
 
 def loaded(space: Space, keys: Keys, blocks: int = PROMPT) -> int:
     """Load until as many blocks are there; return how many came. Their bytes must be those saved."""
-    until = time.monotonic() + WAIT_S
-    # With patience: it also reads from a store that was slow on a busy machine.
-    while (
-        found := space.match(keys, within_ms=PATIENCE_MS)
-    ).ready < blocks and time.monotonic() < until:
-        time.sleep(0.01)
-    with space.load(keys[: found.ready]) as ready:
+    with space.load(keys[: wait_until_ready(space, keys, blocks)]) as ready:
         for key, block in zip(keys, ready, strict=False):
             assert bytes(block) == pattern(key, space.spec.block_bytes)
         return len(ready)
@@ -148,11 +140,7 @@ def test_the_secret_of_a_fleet_is_replaced_host_by_host_without_misses(host: Hos
         renewed = theirs.keys([1] * PROMPT * 16)
         assert (renewed.packed, renewed.others) == (keys.others[0], (keys.packed,))
         # Under the old key, and it becomes a block under the new one.
-        until = time.monotonic() + WAIT_S
-        while (
-            theirs.match(renewed, within_ms=PATIENCE_MS).ready < PROMPT and time.monotonic() < until
-        ):
-            time.sleep(0.01)
+        wait_until_ready(theirs, renewed, PROMPT)
         with theirs.load(renewed) as blocks:
             assert [bytes(block) for block in blocks] == [pattern(key, 65536) for key in keys]
         b.wait_for(lambda stats: stats["tiers"]["remote"]["states"]["written"] == PROMPT)
@@ -160,9 +148,7 @@ def test_the_secret_of_a_fleet_is_replaced_host_by_host_without_misses(host: Hos
         more = share(b, theirs, 2)
         known = ours.keys([2] * PROMPT * 16)
         assert known.others == (more.packed,)
-        until = time.monotonic() + WAIT_S
-        while ours.match(known, within_ms=PATIENCE_MS).ready < PROMPT and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until_ready(ours, known, PROMPT)
         with ours.load(known) as blocks:
             assert [bytes(block) for block in blocks] == [pattern(key, 65536) for key in more]
 

@@ -14,12 +14,11 @@ from kvtier.key import Keys
 from kvtier.space import Space
 from support.daemons import Daemon, kvtier
 from support.faulty_store import FaultyStore
-from support.object_store import ObjectStore, remote_of
+from support.object_store import ObjectStore, remote_of, wait_until_ready
 from support.specs import pattern, spec_of
 
 PROMPT = 4  # blocks
 WAIT_S = 60.0
-PATIENCE_MS = 60_000  # also for a store that was slow on a busy machine
 Hosts = Callable[..., Daemon]
 
 
@@ -73,9 +72,7 @@ def test_off_ends_the_process_and_on_uses_the_store_again(host: Hosts, store: Ob
         assert (refused.returncode, "it cannot be drained" in refused.stderr) == (2, True)
         code, told = order(b, "on")
         assert (code, told["state"]) == (0, "on")
-        b.wait_for(
-            lambda stats: bool(theirs.match(keys, within_ms=PATIENCE_MS).ready == PROMPT), WAIT_S
-        )
+        assert wait_until_ready(theirs, keys) == PROMPT
         with theirs.load(keys) as blocks:
             for key, block in zip(keys, blocks, strict=True):
                 assert bytes(block) == pattern(key, theirs.spec.block_bytes)
@@ -128,12 +125,7 @@ def test_a_host_hands_all_its_blocks_over_before_it_retires(
         space = client.open(spec_of("retires"))
         for number in range(prompts):
             keys = space.keys([number] * PROMPT * space.spec.block_tokens)
-            b.wait_for(
-                lambda stats, keys=keys: bool(
-                    space.match(keys, within_ms=PATIENCE_MS).ready == PROMPT
-                ),
-                WAIT_S,
-            )
+            assert wait_until_ready(space, keys) == PROMPT
             with space.load(keys) as blocks:
                 for key, block in zip(keys, blocks, strict=True):
                     assert bytes(block) == pattern(key, space.spec.block_bytes)
@@ -235,9 +227,7 @@ def test_a_daemon_that_dies_during_a_read_leaves_nothing_wrong(host: Hosts, tmp_
         b = host("b", store.config)
         with b.connect() as client:
             space = client.open(spec_of("dies"))
-            b.wait_for(
-                lambda stats: bool(space.match(keys, within_ms=PATIENCE_MS).ready == PROMPT), WAIT_S
-            )
+            assert wait_until_ready(space, keys) == PROMPT
             with space.load(keys) as blocks:
                 for key, block in zip(keys, blocks, strict=True):
                     assert bytes(block) == pattern(key, space.spec.block_bytes)
@@ -266,9 +256,7 @@ def test_an_old_version_of_an_object_is_a_miss_or_the_equal_content(
         b = host("b", store.config + sealed)
         with b.connect() as client:
             space = client.open(spec_of("replayed"))
-            b.wait_for(
-                lambda stats: bool(space.match(keys, within_ms=PATIENCE_MS).ready == PROMPT), WAIT_S
-            )
+            assert wait_until_ready(space, keys) == PROMPT
             with space.load(keys) as blocks:
                 for key, block in zip(keys, blocks, strict=True):
                     assert bytes(block) == pattern(key, space.spec.block_bytes)

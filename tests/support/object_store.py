@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvtier.key import Keys
+from kvtier.space import Space
 from kvtier_daemon.tiers.remote.objects import VERSION
 from support import forked
 from support.daemons import server
 from support.ports import reserved_port
 
-START_S = 60.0
+START_S = WAIT_S = 60.0
 BUCKET = "blocks"
 KEY, SECRET = "kvtier", secrets.token_hex(16)
 
@@ -104,6 +106,17 @@ class ObjectStore:
             f'credentials = "{credentials or self.credentials}"\ndeadline_s = {deadline_s}\n'
             f'buffer = "16MiB"\nknown = "1MiB"\n{more}'
         )
+
+
+def wait_until_ready(space: Space, keys: Keys, blocks: int | None = None) -> int:
+    """Ask until this many of the blocks are in memory, by default all, for at most WAIT_S; return how many
+    are. A match with patience also reads from a store that was slow on a busy machine."""
+    until, wanted = time.monotonic() + WAIT_S, len(keys) if blocks is None else blocks
+    while True:
+        ready = space.match(keys, within_ms=int(WAIT_S * 1000)).ready
+        if ready >= wanted or time.monotonic() >= until:
+            return ready
+        time.sleep(0.01)
 
 
 def remote_of(stats: dict[str, Any]) -> dict[str, Any]:

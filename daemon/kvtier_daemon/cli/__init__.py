@@ -24,8 +24,8 @@ from kvtier_daemon.cli.flags import plain
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
-EXIT_LATER = 75  # EX_TEMPFAIL of sysexits
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits
+EXIT_LATER = 75  # EX_TEMPFAIL of sysexits
 EXIT_INTERRUPTED = 130  # the status that a shell reports for SIGINT
 EXIT_UNREAD = 141  # the status that a shell reports for SIGPIPE
 IMPORTED = 50_000  # objects between two garbage collections: these took 20 ms of a daemon's imports
