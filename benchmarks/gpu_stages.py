@@ -42,6 +42,8 @@ from kvtier_kernels.gpu_memory import HeldGpu, MappedGpuMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB = 1 << 10, 1 << 20
+MOST_PROCESSES = 8  # of tests
+MOST_OUTPUT = 100_000  # characters of tests that failed
 NO_DEVICE = "no device"
 NVRTC_S = 10.0
 SMALL_COPY_BAR, COPY_BAR = 0.6, 0.9  # of one large copy: of pieces of 16 KiB, and from 64 KiB on
@@ -92,10 +94,12 @@ def tests(name: str, files: list[str], only: str = "", **variables: str) -> Rows
     if not there:
         yield told(name, f"not in this tree: {', '.join(files)}")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *there]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *there]
+    if len(there) > 2 and importlib.util.find_spec("xdist") is not None:
+        command += ["-p", "xdist", f"-n{min(len(os.sched_getaffinity(0)), MOST_PROCESSES)}"]
     done = subprocess.run(
         [*command, *(["-k", only] if only else [])], capture_output=True, text=True, check=False,
-        cwd=ROOT, env={**os.environ, **variables},
+        cwd=ROOT, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables},
     )  # fmt: skip
     counts = {
         word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)
@@ -104,7 +108,7 @@ def tests(name: str, files: list[str], only: str = "", **variables: str) -> Rows
         name, counts.get("passed", 0), "passed", "0 failed", done.returncode == 0, more=dict(counts)
     )
     if done.returncode:
-        print(done.stdout[-3000:], done.stderr[-1000:])
+        print(done.stdout[-MOST_OUTPUT:], done.stderr[-1000:])
     if not counts.get("passed"):
         row.ok = None if done.returncode == 0 or set(counts) == {"skipped"} else False
         row.more["note"] = "all were skipped"
@@ -494,6 +498,20 @@ def model() -> Rows:
         yield from gpu_model.rows(socket)
 
 
+def transformers() -> Rows:
+    if importlib.util.find_spec("transformers") is None:
+        yield told("time to the first token", "transformers is not installed")
+        return
+    import gpu_transformers
+
+    machine = Machine()
+    with serving(machine.many(2 << 30, 64 * MIB)) as (_, socket), tempfile.TemporaryDirectory() as made:
+        yield from gpu_transformers.rows(machine, socket, Path(made))
+    if machine.real:
+        files = [f"tests/engines/test_transformers_{name}.py" for name in ("models", "cache", "offload")]
+        yield from tests("tests of the plugin, on the device", files, KVTIER_DEVICE="gpu")
+
+
 def rates() -> Rows:
     machine = Machine()
     rounds = machine.many(5, 1)
@@ -696,7 +714,7 @@ def small_stage() -> Rows:
 RUN: dict[str, Callable[[], Rows]] = {
     "environment": environment, "texts": texts, "codecs": codecs_stage, "copies": copies,
     "captures": captures, "kills": kills, "holder": holder, "kvikio": kvikio, "model": model,
-    "rates": rates, "engine": engine, "sanitizers": sanitizers, "small": small_stage,
+    "transformers": transformers, "rates": rates, "engine": engine, "sanitizers": sanitizers, "small": small_stage,
 }  # fmt: skip
 
 

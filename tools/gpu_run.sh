@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheels=build/gpu/wheels
-out=(--out "${OUT:-benchmarks/results/gpu.json}")
+out=(--out "${OUT:-benchmarks/results/gpu.json}" ${LOG:+--log "$LOG"})
 
 case "${1:-}" in
 prepare)

@@ -84,7 +84,7 @@ class EntryPool:
         return self._entry.get_hybrid_pool_buffer()  # type: ignore[no-any-return]
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        tensor = torch.tensor(list(indices))
+        tensor = torch.tensor(list(indices), device="cpu")
         return self._entry.get_page_buffer_meta(tensor)  # type: ignore[no-any-return]
 
 

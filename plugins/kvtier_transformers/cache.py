@@ -31,7 +31,7 @@ class PromptBatch:
     @classmethod
     def of(cls, ids: Any, attention_mask: torch.Tensor | None) -> PromptBatch:
         """Raises InvalidArgument unless the ids are a prompt, or several with padding on the left."""
-        found = torch.as_tensor(ids).detach().to("cpu", torch.int64)
+        found = torch.as_tensor(ids, dtype=torch.int64, device="cpu").detach()
         found = found[None] if found.dim() == 1 else found
         if found.dim() != 2 or not found.numel():
             raise InvalidArgument(
@@ -41,7 +41,7 @@ class PromptBatch:
             return cls(found, [0] * len(found))
         mask = attention_mask.to("cpu", torch.int64)
         pads = mask.shape[-1] - mask.sum(-1)
-        places = torch.arange(mask.shape[-1])
+        places = torch.arange(mask.shape[-1], device="cpu")
         if mask.shape != found.shape or not torch.equal(mask, (places >= pads[:, None]).long()):
             raise InvalidArgument(
                 "attention_mask: expected zeros for padding on the left, then ones"

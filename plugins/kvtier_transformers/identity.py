@@ -72,7 +72,9 @@ def _add(digest: hashlib._Hash, name: str, tensor: torch.Tensor) -> None:
     count = tensor.numel()
     if count:
         flat = tensor.detach().reshape(-1)
-        places = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64)
+        places = torch.linspace(
+            0, count - 1, min(count, SAMPLES), dtype=torch.float64, device="cpu"
+        )
         sample = flat[places.long().to(flat.device)].contiguous()
         digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
 

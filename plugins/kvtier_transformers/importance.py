@@ -74,7 +74,7 @@ class Importance:
     def shares(self, row: int, pad: int, block_tokens: int) -> torch.Tensor:
         """The share of each whole block in the attention to all, and its share if all tokens got the same."""
         if self._mass is None or self._equal is None:
-            return torch.zeros(2, 0)
+            return torch.zeros(2, 0, device="cpu")
         both = torch.stack([self._mass[row, pad:], self._equal[row, pad:]]).cpu()
         both = both[:, : both.shape[1] // block_tokens * block_tokens]
         blocks = both.view(2, -1, block_tokens).sum(-1)

@@ -133,7 +133,7 @@ def find_layout(model: Any) -> CacheLayout:
             f"{type(model).__name__}: the library does not know the layers of its cache"
         )
     cache.layers = [replaced(layer, 0) for layer in cache.layers]
-    _run(model, torch.zeros(1, 1, dtype=torch.long), cache)
+    _run(model, torch.zeros(1, 1, dtype=torch.long, device="cpu"), cache)
     full: list[CachedTensor] = []
     state: list[CachedTensor] = []
     windows: dict[int, list[CachedTensor]] = {}
@@ -208,7 +208,7 @@ def _run(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
 def _check_states(model: Any, dtype: torch.dtype) -> None:
     """Raise UnsupportedModel unless the model continues its states with several tokens exactly."""
     vocabulary = text_config(model).vocab_size
-    ids = (torch.arange(CHECK_TOKENS)[None] * 7 + 1) % vocabulary
+    ids = (torch.arange(CHECK_TOKENS, device="cpu")[None] * 7 + 1) % vocabulary
     whole = _run(model, ids, library_cache(model))
     cache = library_cache(model)
     _run(model, ids[:, : CHECK_TOKENS // 2], cache)

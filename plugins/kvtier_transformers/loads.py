@@ -231,7 +231,9 @@ class PrefixLoad:
 
 def _empty(part: CachedTensor, group: CachedGroup, rows: int, room: int) -> torch.Tensor:
     shape = part.shape if group.kind == "state" else (part.shape[0], room, part.shape[1])
-    return torch.empty((rows, *shape), dtype=part.dtype, pin_memory=part.device.type == "cuda")
+    return torch.empty(
+        (rows, *shape), dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda"
+    )
 
 
 def _moved(tensor: torch.Tensor, part: CachedTensor) -> torch.Tensor:

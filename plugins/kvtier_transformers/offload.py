@@ -94,7 +94,7 @@ class Offload:
         for part, layer in zip(group.parts[::2], self._layers, strict=True):
             layers[part.layer] = layer
         self.length = self.loaded = 0
-        self._ids = torch.empty(rows, 0, dtype=torch.int64)
+        self._ids = torch.empty(rows, 0, dtype=torch.int64, device="cpu")
         self._new = self._ids  # with the tokens of the forward pass that runs
         self._pending = self._done = 0  # tokens of that pass, and how many layers have them
         self._save: LayerwiseSave | None = None

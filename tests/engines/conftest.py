@@ -56,6 +56,15 @@ def sockets() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def device() -> None:
+    """With KVTIER_DEVICE=gpu, models and prompts are on the first GPU."""
+    if os.environ.get("KVTIER_DEVICE") == "gpu":
+        import torch
+
+        torch.set_default_device("cuda")
+
+
 @dataclass(eq=False)
 class Engine:
     """A running engine with `host.py`."""

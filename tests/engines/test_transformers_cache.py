@@ -54,6 +54,18 @@ def loaded(model: Any, ids: Any, client: Client, **options: Any) -> int:
     return cache.loaded_tokens
 
 
+@pytest.mark.parametrize("options", [{}, {"memory": "1MiB"}], ids=str)
+def test_torch_s_default_device_is_not_used(client: Client, options: dict[str, str]) -> None:
+    """Tensors without content, which nothing can be computed with, instead of a GPU's."""
+    model, ids = tiny_model("llama"), prompt(100, seed=77 + len(options))
+    mask = torch.ones_like(ids)
+    with attach(model, client, block_tokens=BLOCK, **options) as attached:
+        with torch.device("meta"):
+            found = [greedy(model, ids, attention_mask=mask) for _ in range(2)]
+        assert attached.counts["loaded_tokens"] == 96, attached.counts
+    assert all(torch.equal(one, greedy(model, ids)) for one in found)
+
+
 # --- prompts ---------------------------------------------------------------------------------
 
 

@@ -11,14 +11,16 @@ from kvtier_kernels.cuda import CudaError, compile_kernel
 from kvtier_kernels.cuda.driver import Architecture
 from support.fake_cuda import FakeCuda
 
-# NVRTC's functions; the machine code is the version. No real release has this minor version.
+# NVRTC's functions; the machine code is the version. No real release has this minor version. As NVIDIA's, it opens
+# its second library by name when it compiles.
 SOURCE = """
 #include <cstddef>
 #include <cstring>
+#include <dlfcn.h>
 extern "C" {
 int nvrtcVersion(int* major, int* minor) { *major = MAJOR; *minor = 99; return 0; }
 int nvrtcCreateProgram(void**, ...) { return 0; }
-int nvrtcCompileProgram(void*, ...) { return 0; }
+int nvrtcCompileProgram(void*, ...) { return dlopen("libnvrtc-builtins.so." NAME ".99", RTLD_NOW) == nullptr; }
 int nvrtcDestroyProgram(void*) { return 0; }
 int nvrtcGetCUBINSize(void*, size_t* size) { *size = 2; return 0; }
 int nvrtcGetCUBIN(void*, char* code) { std::memcpy(code, NAME, 2); return 0; }
@@ -33,11 +35,16 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "lib64"
     folder.mkdir()
     for major in (12, 13):
-        command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(folder / f"libnvrtc.so.{major}"),
-                   f"-DMAJOR={major}", f'-DNAME="{major}"']  # fmt: skip
-        subprocess.run(command, input=SOURCE, text=True, check=True)
+        compiled(folder / f"libnvrtc.so.{major}", SOURCE, f"-DMAJOR={major}", f'-DNAME="{major}"')
+        builtins = f"libnvrtc-builtins.so.{major}.99"
+        compiled(folder / builtins, "", f"-Wl,-soname,{builtins}")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     return folder
+
+
+def compiled(to: Path, source: str, *options: str) -> None:
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(to), *options]
+    subprocess.run(command, input=source, text=True, check=True)
 
 
 def architecture(major: int) -> Architecture:

@@ -109,7 +109,7 @@ def test_the_plugin_of_vllm_reads_by_kvikio(
     if library is None:
         pytest.skip("these tests need the driver without a device")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider",
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider",
          str(TESTS / "plugins" / "test_vllm_direct.py"), "-k", tested],
         env=variables(tmp_path, library) | {"TESTED_READS": "kvikio"},
         capture_output=True, text=True, check=False,

@@ -3,6 +3,7 @@ contain."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -13,8 +14,11 @@ from pathlib import Path
 from kvtier_kernels.cuda.driver import Architecture, CudaError
 
 PATTERN = "libnvrtc.so*"
+BUILTINS = "libnvrtc-builtins.so*"
 # The codecs define results of floats that are rounded after each operation and keep denormals.
 OPTIONS = (b"--std=c++17", b"--fmad=false", b"--ftz=false", b"--prec-div=true")
+# NVRTC's own: without it, NVRTC 13.0 refuses lambdas in functions of the device, which nvcc accepts.
+FOR_DEVICE = b"--device-as-default-execution-space"
 # The headers of the kernels: those of this project, and the used part of the standard library,
 # which no driver contains.
 HEADERS = (
@@ -63,18 +67,18 @@ def _version(library: ctypes.CDLL) -> tuple[int, int]:
 
 def _library(newest: int | None) -> ctypes.CDLL:
     """The newest NVRTC of at most this major version of CUDA: a driver loads no code of a later one."""
-    found: list[tuple[tuple[int, int], ctypes.CDLL]] = []
+    found: list[tuple[tuple[int, int], str, ctypes.CDLL]] = []
     for candidate in _candidates():
         try:
             library = ctypes.CDLL(candidate)
-            found.append((_version(library), library))
+            found.append((_version(library), candidate, library))
         except (OSError, AttributeError):
             continue
     if not found:
         raise CudaError("NVRTC is not installed: install nvidia-cuda-nvrtc")
     fits = [one for one in found if newest is None or one[0][0] <= newest]
     if not fits:
-        has = ", ".join(sorted({".".join(map(str, version)) for version, _ in found}))
+        has = ", ".join(sorted({".".join(map(str, version)) for version, _, _ in found}))
         package = (
             f"nvidia-cuda-nvrtc-cu{newest}" if newest == 12 else f"nvidia-cuda-nvrtc=={newest}.*"
         )
@@ -82,7 +86,17 @@ def _library(newest: int | None) -> ctypes.CDLL:
             f"NVRTC {has} is newer than the driver, which supports CUDA {newest}: update the driver, or "
             f"install {package}"
         )
-    return max(fits, key=lambda one: one[0])[1]
+    _, path, library = max(fits, key=lambda one: one[0])
+    _load_builtins(path)
+    return library
+
+
+def _load_builtins(path: str) -> None:
+    """NVRTC opens this library by its name, and in NVIDIA's wheels it does not search its own folder."""
+    if os.path.isabs(path):
+        for beside in sorted(Path(path).parent.glob(BUILTINS)):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(beside))
 
 
 def compile_kernel(text: str, architecture: str) -> bytes:
@@ -99,7 +113,7 @@ def compile_kernel(text: str, architecture: str) -> bytes:
             why = (nvrtc.nvrtcGetErrorString(result) or b"").decode()
             raise CudaError(f"{name}: {why}{_log(nvrtc, program)}")
 
-    options = [f"--gpu-architecture={architecture}".encode(), *OPTIONS]
+    options = [f"--gpu-architecture={architecture}".encode(), FOR_DEVICE, *OPTIONS]
     headers = STANDARD | {name: source(name) for name in HEADERS}
     texts = (c_char_p * len(headers))(*(one.encode() for one in headers.values()))
     names = (c_char_p * len(headers))(*(one.encode() for one in headers))
