@@ -165,14 +165,9 @@ def environment() -> dict[str, Any]:
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parent,
-    )  # fmt: skip
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", "kvtier", "daemon", "kernels", "plugins"],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent,
-    )  # fmt: skip
+    # In a copy of this tree without Git, as tools/gpu_run.sh knows them.
+    commit = os.environ.get("KVTIER_COMMIT") or git("rev-parse", "--short", "HEAD")
+    changed = git("status", "--porcelain", "--", "kvtier", "daemon", "kernels", "plugins")
     from kvtier_kernels import cpu_features
 
     return {
@@ -183,9 +178,20 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "libc": " ".join(platform.libc_ver()),
         "features": cpu_features(),
-        "commit": commit.stdout.strip(),
-        "uncommitted": bool(changed.stdout.strip()),
+        "commit": commit,
+        "uncommitted": bool(changed),
     }
+
+
+def git(*arguments: str) -> str:
+    """The output of a command of Git; empty if it fails, or if Git is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
 # --- the daemon ---------------------------------------------------------------------------------

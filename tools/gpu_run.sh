@@ -31,6 +31,7 @@ prepare)
     "$venv" -m pip download --quiet --only-binary :all: --no-deps --dest "$wheels" \
         kvikio-cu13 libkvikio-cu13 rapids-logger nanobind scikit-build-core
     rm -rf build/gpu/venv
+    git rev-parse --short HEAD >"$wheels/commit"
     ls -l "$wheels"
     du -sh "$wheels"
     ;;
@@ -47,7 +48,8 @@ emulated)
         PYTHONPATH=$PWD/build/gpu/site
         export PYTHONPATH
         GPU_INSTALL_S=$(awk "BEGIN { print $(date +%s.%N) - $started }")
-        export GPU_INSTALL_S
+        KVTIER_COMMIT=$(cat "$wheels/commit")
+        export GPU_INSTALL_S KVTIER_COMMIT
     fi
     exec "$python" benchmarks/gpu_run.py "${out[@]}" "$@"
     ;;
