@@ -166,7 +166,7 @@ def environment() -> dict[str, Any]:
             cpu = line.partition(":")[2].strip()
             break
     # In a copy of this tree without Git, as tools/gpu_run.sh knows them.
-    commit = os.environ.get("KVTIER_COMMIT") or git("rev-parse", "--short", "HEAD")
+    commit = os.environ.get("GPU_COMMIT") or git("rev-parse", "--short", "HEAD")
     changed = git("status", "--porcelain", "--", "kvtier", "daemon", "kernels", "plugins")
     from kvtier_kernels import cpu_features
 

@@ -48,8 +48,8 @@ emulated)
         PYTHONPATH=$PWD/build/gpu/site
         export PYTHONPATH
         GPU_INSTALL_S=$(awk "BEGIN { print $(date +%s.%N) - $started }")
-        KVTIER_COMMIT=$(cat "$wheels/commit")
-        export GPU_INSTALL_S KVTIER_COMMIT
+        GPU_COMMIT=$(cat "$wheels/commit")
+        export GPU_INSTALL_S GPU_COMMIT
     fi
     exec "$python" benchmarks/gpu_run.py "${out[@]}" "$@"
     ;;
