@@ -79,5 +79,7 @@ def tiny_model(kind: str, **changes: Any) -> Any:
 
 
 def prompt(tokens: int, seed: int = 1, rows: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCABULARY, (rows, tokens), generator=generator)
+    """The same tokens on every device."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (rows, tokens), generator=generator, device="cpu")
+    return ids.to(torch.get_default_device())
