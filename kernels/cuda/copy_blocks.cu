@@ -19,16 +19,16 @@ __device__ void move_words(u64 to, u64 from, u64 bytes) {
     Word* const out = reinterpret_cast<Word*>(to);
     const Word* const in = reinterpret_cast<const Word*>(from);
     const u64 words = bytes / sizeof(Word), step = blockDim.x;
-    u64 at = threadIdx.x;
-    // Four words in flight at a time, because the path to the host is slow.
-    for (; at + 3 * step < words; at += 4 * step) {
-        const Word a = in[at], b = in[at + step], c = in[at + 2 * step], d = in[at + 3 * step];
-        out[at] = a;
-        out[at + step] = b;
-        out[at + 2 * step] = c;
-        out[at + 3 * step] = d;
+    // Four words in flight at a time, also of a short run, because the path to the host is slow.
+    for (u64 at = threadIdx.x; at < words; at += 4 * step) {
+        Word held[4];
+        for (u32 n = 0; n < 4; ++n) {
+            if (at + n * step < words) held[n] = in[at + n * step];
+        }
+        for (u32 n = 0; n < 4; ++n) {
+            if (at + n * step < words) out[at + n * step] = held[n];
+        }
     }
-    for (; at < words; at += step) out[at] = in[at];
 }
 
 __device__ void move_bytes(u64 to, u64 from, u64 bytes) {

@@ -3,8 +3,9 @@ separate streams.
 
 There are two ways, and a measurement when the engine starts selects one: `batch`, the driver's
 call for many copies, and `kernel`, which copies all blocks in one launch
-(kernels/cuda/copy_blocks.cu). Copies of slots in unregistered extents use a staging buffer. This
-module needs NumPy, which is always installed with a library for device tensors.
+(kernels/cuda/copy_blocks.cu). Copies within the device's memory are always by the kernel, if there is
+one. Copies of slots in unregistered extents use a staging buffer. This module needs NumPy, which is
+always installed with a library for device tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from kvtier_kernels._native import Buffers, copy_in, copy_out
 from kvtier_kernels.cuda.compiler import compile_kernel, source
-from kvtier_kernels.cuda.driver import CudaError, Driver, Event
+from kvtier_kernels.cuda.driver import MULTIPROCESSORS, CudaError, Driver, Event
 from kvtier_kernels.cuda.pins import ExtentPins, Extents, PinnedExtent
 
 log = logging.getLogger(__name__)
@@ -35,14 +36,20 @@ PIECE = np.dtype([("base", "<u8"), ("stride", "<u8"), ("start", "<u8"), ("nbytes
 
 KERNEL_FILE, KERNEL = "copy_blocks.cu", "kvtier_copy_blocks"
 KERNEL_THREADS = 256
-# Thread blocks: enough for the bandwidth to the host, and few of the engine's processors.
+# Thread blocks: enough for the bandwidth to the host, and few of the engine's processors; within the
+# device's memory, a number for each of its processors.
 KERNEL_GRID = 16
+DEVICE_GRID = 4
 KERNEL_UNIT_BYTES = 16 << 10
 # The kernel occupies processors of the engine, so it is selected only if it is this much faster.
 KERNEL_GAIN = 1.25
 TABLE_BLOCKS = 16_384
 ENTRY_BYTES = 12  # of a table: the addresses of the slots, then the numbers of the blocks
 BATCH_COPIES = 65_536
+# One stream copies one range after another with gaps between them, so a large batch is divided among
+# several.
+BATCH_STREAMS = 4
+DIVIDED_BYTES = 4 << 20
 STAGING_BYTES = 16 << 20
 TRIAL_BYTES = 16 << 20
 TRIALS = 3
@@ -131,21 +138,25 @@ class CopyLane:
             made.callback(self._driver.free_pinned, self._table)
             self.stream = self._driver.stream()
             made.callback(self._driver.try_call, "cuStreamDestroy_v2", self.stream)
-            self._event = Event(self._driver)
+            self._event, self._forked = Event(self._driver), Event(self._driver)
             made.pop_all()
+        # More streams for the parts of a batch, each with the event of its end.
+        self._branches: list[tuple[int, Event]] = []
         self._used = 0
         self._staging: Any = None
         self._users: list[PinnedExtent] = []
 
     def close(self) -> None:
         """Wait for copies in progress, and free everything."""
-        self._driver.try_call("cuStreamSynchronize", self.stream)
-        self._driver.try_call("cuStreamDestroy_v2", self.stream)
+        self.wait()
+        for stream in (self.stream, *(stream for stream, _ in self._branches)):
+            self._driver.try_call("cuStreamDestroy_v2", stream)
         self._driver.free(self._device_table)
         self._driver.free_pinned(self._table)
         if self._staging is not None:
             self._driver.free_pinned(self._staging)
-        self._event.free()
+        for event in (self._event, self._forked, *(event for _, event in self._branches)):
+            event.free()
         self._users = []
 
     def start(
@@ -205,8 +216,9 @@ class CopyLane:
             raise IndexError(
                 f"block_ids: {len(ids)} for {len(addresses)} addresses, each of {pieces.blocks} blocks"
             )
+        way: Way = "kernel" if "kernel" in self._copier.ways else "batch"
         with self._starting(after):
-            self.move(pieces, ids.astype(np.uint32), addresses, inwards, pieces.ways[inwards])
+            self.move(pieces, ids.astype(np.uint32), addresses, inwards, way, self._copier.grid)
 
     def start_parts(
         self,
@@ -249,7 +261,8 @@ class CopyLane:
 
     def wait(self) -> None:
         """Wait for the copies that were started, in any thread. Errors of the device end the wait."""
-        self._driver.try_call("cuStreamSynchronize", self.stream)
+        for stream in (self.stream, *(stream for stream, _ in self._branches)):
+            self._driver.try_call("cuStreamSynchronize", stream)
 
     def drain(self) -> None:
         """Wait for started copies after an error, because their slots and pages will be reused."""
@@ -274,13 +287,14 @@ class CopyLane:
         slots: Numbers,
         inwards: bool,
         way: Way,
+        grid: int = KERNEL_GRID,
     ) -> None:
         """Queue copies between pages and these addresses on the stream."""
         if way == "kernel":
             for first in range(0, len(ids), TABLE_BLOCKS):
                 some = ids[first : first + TABLE_BLOCKS]
                 table = self._place_table(some, slots[first : first + TABLE_BLOCKS])
-                self._launch(pieces, table, len(some), inwards)
+                self._launch(pieces, table, len(some), inwards, grid)
             return
         most = max(1, BATCH_COPIES // len(pieces.rows))
         for first in range(0, len(ids), most):
@@ -295,9 +309,31 @@ class CopyLane:
         into = slots[:, None] + rows["start"]
         to, of = (into, pages) if inwards else (pages, into)
         sizes = np.broadcast_to(rows["nbytes"], pages.shape).copy()
-        self._driver.copy_batch(
-            to.ctypes.data, of.ctypes.data, sizes.ctypes.data, pages.size, self.stream
-        )
+        streams = [self.stream]
+        if int(sizes.sum()) >= DIVIDED_BYTES:
+            streams += self._fork()
+        each = -(-pages.size // len(streams))
+        for number, stream in enumerate(streams):
+            first = number * each
+            if (count := min(each, pages.size - first)) > 0:
+                places = (one.ctypes.data + 8 * first for one in (to, of, sizes))
+                self._driver.copy_batch(*places, count, stream)
+        if len(streams) > 1:
+            self._join()
+
+    def _fork(self) -> list[int]:
+        """More streams, whose work follows what is queued on this lane's stream."""
+        while len(self._branches) < BATCH_STREAMS - 1:
+            self._branches.append((self._driver.stream(), Event(self._driver)))
+        self._forked.record(self.stream)
+        for stream, _ in self._branches:
+            self._forked.hold(stream)
+        return [stream for stream, _ in self._branches]
+
+    def _join(self) -> None:
+        """Let this lane's stream wait for what was queued on the others."""
+        for stream, event in self._branches:
+            event.record(stream).hold(self.stream)
 
     def _place_table(self, ids: npt.NDArray[np.uint32], slots: Numbers) -> int:
         """The address on the device of a new table of these slots and blocks."""
@@ -313,12 +349,19 @@ class CopyLane:
         self._driver.copy(on_device, _at(self._table, start), len(table), self.stream)
         return on_device
 
-    def _launch(self, pieces: DevicePieces, on_device: int, count: int, inwards: bool) -> None:
+    def _launch(
+        self,
+        pieces: DevicePieces,
+        on_device: int,
+        count: int,
+        inwards: bool,
+        grid: int = KERNEL_GRID,
+    ) -> None:
         arguments = [
             ctypes.c_uint64(pieces.table), ctypes.c_uint32(pieces.units), ctypes.c_uint64(on_device),
             ctypes.c_uint64(on_device + 8 * count), ctypes.c_uint32(count), ctypes.c_uint32(inwards),
         ]  # fmt: skip
-        grid = min(KERNEL_GRID, count * pieces.units)
+        grid = min(grid, count * pieces.units)
         self._driver.launch(self._copier.function, grid, KERNEL_THREADS, arguments, self.stream)
 
     def staging(self, block_bytes: int) -> Any:
@@ -394,6 +437,7 @@ class Copier:
         self.driver = driver
         self.function = 0
         self._module = 0
+        self.grid = DEVICE_GRID * driver.attribute(MULTIPROCESSORS)
         self._tables: list[int] = []
         self._open: list[CopyLane] = []
         why = ""
