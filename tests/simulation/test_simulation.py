@@ -105,6 +105,26 @@ def test_ranges_of_seeds_are_run_in_portions_and_recorded(tmp_path: Path) -> Non
     assert "seeds 7:9: 2 of 2 seeds" in told
 
 
+# Processes that run one batch of one seed each.
+REPLACED = """
+import sys
+import tests.simulation.__main__ as program
+from tests.simulation import workers
+workers.BATCH, workers.BATCHES_MOST = 1, 1
+sys.argv[1:] = ["--seeds", "0:7", "--jobs", "3", "--record", sys.argv[1]]
+sys.exit(program.main())
+"""
+
+
+def test_processes_are_replaced_while_others_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED, tmp_path / "seeds.jsonl"], cwd=ROOT, text=True, check=False,
+        stdout=subprocess.PIPE, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert json.loads((tmp_path / "seeds.jsonl").read_text())["run"] == 7
+
+
 # The second seed ends its process, as a crash of native code does.
 CRASH = """
 import os, sys

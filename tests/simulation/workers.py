@@ -36,8 +36,10 @@ class Worker:
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
-            for one in (self, *others):  # otherwise they would not see that the parent has ended
-                one.sock.close()
+            # With a copy of these, the other processes would not see that the parent has closed its own.
+            for one in others:
+                one.close()
+            self.sock.close()
             _serve(theirs, run)
         theirs.close()
         self._lines = self.sock.makefile("r")
@@ -58,9 +60,12 @@ class Worker:
         text = f"a process ended with {os.waitstatus_to_exitcode(status)} in {_named(self.batch)}"
         return {"failed": list(self.batch), "text": text, "cpu_s": 0.0}
 
-    def end(self) -> None:
-        self._lines.close()
+    def close(self) -> None:
+        self._lines.close()  # it keeps the socket open
         self.sock.close()
+
+    def end(self) -> None:
+        self.close()
         if self.pid:
             os.waitpid(self.pid, 0)
 
