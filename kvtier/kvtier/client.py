@@ -72,6 +72,11 @@ class Client:
         return self.link.caller.path
 
     @property
+    def device(self) -> bool:
+        """Whether it has declared that a device copies into the slots of its saves."""
+        return self.link.caller.device
+
+    @property
     def tenant(self) -> str:
         """The name of the tenant."""
         return self.link.welcome.tenant
@@ -152,7 +157,7 @@ class Client:
         daemon = EmbeddedDaemon(warm, cold, cold_size)
         caller = Caller(
             daemon.socket, time.monotonic, time_limit, 0.0, False, populate, f"pid {os.getpid()}", "",
-            verify, False,
+            verify, True,
         )  # fmt: skip
         client = daemon.connected(lambda: cls(Link(caller)))
         client._end_daemon = weakref.finalize(client, daemon.end)

@@ -28,6 +28,11 @@ CHECK_ERROR = 1e-4  # relative to the largest logit, in float32
 CHECK_ERROR_SHORT = 0.05  # in shorter types
 
 
+# The bytes of tensors, and of each the place of block 0 and the size of a block; a block follows the one
+# before it.
+Places = tuple[list[torch.Tensor], list[int], list[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class CachedTensor:
     """A tensor of a layer, for each row of a batch: [heads, tokens, dim], or a state of this `shape`."""
@@ -69,6 +74,13 @@ class CachedGroup:
     def pieces(
         self, tensors: Sequence[tuple[torch.Tensor, int]], row: int, token: int, block_tokens: int
     ) -> Pieces:
+        """Where the blocks of a row are in these tensors of the host's memory; see `places`."""
+        arrays, offsets, sizes = self.places(tensors, row, token, block_tokens)
+        return Pieces(arrays, offsets, sizes, sizes)
+
+    def places(
+        self, tensors: Sequence[tuple[torch.Tensor, int]], row: int, token: int, block_tokens: int
+    ) -> Places:
         """Where the blocks of a row are in these dense tensors, one per part: block 0 begins at `token`. The
         number next to a tensor is the place of token 0 in it, which may be negative."""
         arrays, offsets, sizes = [], [], []
@@ -84,7 +96,7 @@ class CachedGroup:
                 arrays.append(flat)
                 offsets.append(row * each + head * (each // heads) + at)
                 sizes.append(nbytes)
-        return Pieces(arrays, offsets, sizes, sizes)
+        return arrays, offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ import torch
 
 from kvtier import Keys, wire
 from kvtier.errors import SpoiltBlocks, StaleLease
-from kvtier.loading import Lease
+from kvtier.loading import Lease, Reader
 from kvtier.space import Space, copy_threads
+from kvtier_transformers.device import DeviceCopies
 from kvtier_transformers.layers import ROOM_TOKENS, WindowLayer, fill_state
 from kvtier_transformers.layout import CachedGroup, CachedTensor
 from kvtier_transformers.options import log
@@ -48,14 +49,24 @@ class Row:
             self.lease = None
 
 
-class HostTensors:
-    """New tensors in host memory for all parts of a group, from the token `first` of each row on."""
+class LoadTensors:
+    """New tensors for all parts of a group, from the token `first` of each row on: on their GPU, or else in
+    host memory."""
 
-    def __init__(self, number: int, group: CachedGroup, rows: int, first: int, room: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        group: CachedGroup,
+        rows: int,
+        first: int,
+        room: int,
+        device: DeviceCopies | None,
+    ) -> None:
         self.first = first
-        self.tensors = [_empty(part, group, rows, room) for part in group.parts]
+        self.tensors = [_empty(part, group, rows, room, device is None) for part in group.parts]
         self._number = number
         self._group = group
+        self._device = device
 
     def copy(self, lease: Lease, row: int, token: int, blocks: range, block_tokens: int) -> None:
         """Copy these of the leased blocks, of which the first one begins at `token` of this row."""
@@ -65,15 +76,28 @@ class HostTensors:
         slots = part.slots[blocks.start * wire.SLOT_BYTES : blocks.stop * wire.SLOT_BYTES]
         digests = part.digests[blocks.start * wire.DIGEST_BYTES : blocks.stop * wire.DIGEST_BYTES]
         at = [(one, -self.first) for one in self.tensors]
-        pieces = self._group.pieces(at, row, token, block_tokens)
-        threads = copy_threads(pieces.block_bytes * len(blocks))
         try:
-            good = lease.reader().scatter(slots, pieces, list(blocks), threads, digests=digests)
+            good = self._copy(lease.reader(), at, row, token, block_tokens, slots, blocks, digests)
         except SpoiltBlocks:
             lease.recheck()
             raise
         if good < len(blocks):
             raise StaleLease("the lease expired during the copy")
+
+    def _copy(
+        self, reader: Reader, at: Sequence[tuple[torch.Tensor, int]], row: int, token: int,
+        block_tokens: int, slots: bytes, blocks: range, digests: bytes,
+    ) -> int:  # fmt: skip
+        """Return how many leading blocks were not reused during the copy."""
+        if self._device is None:
+            pieces = self._group.pieces(at, row, token, block_tokens)
+            threads = copy_threads(pieces.block_bytes * len(blocks))
+            return reader.scatter(slots, pieces, list(blocks), threads, digests=digests)
+        places = self._group.places(at, row, token, block_tokens)
+        self._device.copy(places, blocks, reader.mappings, slots, False)
+        if digests:
+            reader.verify(slots, digests, sum(places[2]))
+        return reader.fresh(slots)
 
 
 class PrefixLoad:
@@ -84,7 +108,7 @@ class PrefixLoad:
         self._space = space
         self._rows = rows
         self._tokens = store.options.block_tokens
-        self._ahead: HostTensors | None = None  # of full attention, with the blocks that came first
+        self._ahead: LoadTensors | None = None  # of full attention, with the blocks that came first
         self._most = 0
 
     def run(self, layers: Sequence[Any], most: int) -> int:
@@ -197,13 +221,13 @@ class PrefixLoad:
                 if isinstance(layer, WindowLayer):
                     layer.cumulative_length = end
 
-    def _made(self, number: int, group: CachedGroup, first: int, end: int) -> HostTensors:
+    def _made(self, number: int, group: CachedGroup, first: int, end: int) -> LoadTensors:
         """Tensors with room for the blocks of all rows up to `end`."""
         last = max(row.pad + row.blocks(end, self._tokens) * self._tokens for row in self._rows)
         room = max(last, end) - first + ROOM_TOKENS
-        return HostTensors(number, group, len(self._rows), first, room)
+        return LoadTensors(number, group, len(self._rows), first, room, self._store.copies)
 
-    def _filled(self, number: int, group: CachedGroup, end: int) -> HostTensors:
+    def _filled(self, number: int, group: CachedGroup, end: int) -> LoadTensors:
         """Copy the blocks of a group that are not copied yet."""
         size = self._tokens
         leased = [
@@ -229,11 +253,15 @@ class PrefixLoad:
         return host
 
 
-def _empty(part: CachedTensor, group: CachedGroup, rows: int, room: int) -> torch.Tensor:
+def _empty(
+    part: CachedTensor, group: CachedGroup, rows: int, room: int, is_on_host: bool
+) -> torch.Tensor:
     shape = part.shape if group.kind == "state" else (part.shape[0], room, part.shape[1])
+    device = torch.device("cpu") if is_on_host else part.device
     return torch.empty(
-        (rows, *shape), dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda"
-    )
+        (rows, *shape), dtype=part.dtype, device=device,
+        pin_memory=is_on_host and part.device.type == "cuda",
+    )  # fmt: skip
 
 
 def _moved(tensor: torch.Tensor, part: CachedTensor) -> torch.Tensor:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from kvtier import Keys, wire
+from kvtier.saving import Saving
 from kvtier.space import GOES_ON, Space, copy_threads
+from kvtier_kernels import Pieces
 from kvtier_transformers.layers import Room
-from kvtier_transformers.layout import CachedGroup
+from kvtier_transformers.layout import CachedGroup, Places
 from kvtier_transformers.store import Store
 
 LEAST_IMPORTANCE = 0.01  # 0 would evict blocks at once
@@ -28,6 +30,7 @@ class PrefixSave:
         self, store: Store, space: Space, layers: Sequence[Any], length: int, states: Mapping[int, Snapshot]
     ) -> None:  # fmt: skip
         self._store = store
+        self._copies = store.save_copies
         self._space = space
         self._layers = layers
         self._length = length
@@ -64,7 +67,8 @@ class PrefixSave:
     def _tensors(
         self, number: int, group: CachedGroup, begin: int
     ) -> tuple[int, list[tuple[torch.Tensor, int]]]:
-        """The first token that all layers of a group have, and their tensors in host memory."""
+        """The first token that all layers of a group have, and their tensors: where they are if their GPU
+        copies blocks itself, or else in host memory."""
         if number not in self._sources:
             found = [
                 self._source(self._layers[part.layer], part.name, begin) for part in group.parts
@@ -74,11 +78,12 @@ class PrefixSave:
         return self._sources[number]
 
     def _source(self, layer: Any, name: str, begin: int) -> tuple[int, torch.Tensor, int]:
-        """The first token in a layer's tensor, a dense tensor in host memory, and the place of token 0."""
+        """The first token in a layer's tensor, a dense tensor that blocks can be copied from, and the place of
+        token 0."""
         shown = getattr(layer, name)
         first = self._length - shown.shape[-2]
         room: Room | None = layer.key_room if name == "keys" else layer.value_room
-        if shown.device.type != "cpu":
+        if shown.device.type != "cpu" and self._copies is None:
             new = shown[:, :, max(0, begin - first) :].to("cpu")
             return max(first, begin), new.contiguous(), -max(first, begin)
         if room is not None and room.shown is shown:
@@ -92,13 +97,13 @@ class PrefixSave:
         """Save blocks of one group; return how many leading blocks are kept."""
         if first >= len(keys):
             return len(keys)
-        pieces = group.pieces(tensors, index, pad + first * self._tokens, self._tokens)
+        places = group.places(tensors, index, pad + first * self._tokens, self._tokens)
         for at in range(first, len(keys), wire.LIMIT_RESERVED):
             some = keys[at : at + wire.LIMIT_RESERVED]
             with self._space.reserve(some, number, wait_s=ROOM_WAIT_S) as saving:
                 if saving.slots:
                     ids = list(range(at - first, at - first + len(some)))
-                    saving.gather(pieces, ids, copy_threads(pieces.block_bytes * len(saving)))
+                    self._gather(saving, places, ids)
                     saving.commit(len(saving))
             self._store.counts["saved_blocks"] += len(saving)
             for place, outcome in enumerate(saving.outcomes):
@@ -107,10 +112,20 @@ class PrefixSave:
                     return at + place
         return len(keys)
 
+    def _gather(self, saving: Saving, places: Places, ids: Sequence[int]) -> None:
+        arrays, offsets, sizes = places
+        if (copies := self._copies) is not None:
+            ids, slots = saving.placed(ids, sum(sizes))
+            copies.copy(places, ids, saving.mappings, slots, True)
+        else:
+            pieces = Pieces(arrays, offsets, sizes, sizes)
+            saving.gather(pieces, ids, copy_threads(pieces.block_bytes * len(saving)))
+
     def _save_states(self, number: int, group: CachedGroup, index: int, keys: Keys) -> None:
         for tokens, snapshot in self._states.items():
             blocks = tokens // self._tokens
             if tokens and tokens % self._tokens == 0 and blocks <= len(keys):
                 found = [snapshot[part.layer, part.name] for part in group.parts]
-                tensors = [(one.to("cpu").contiguous(), 0) for one in found]
+                on_host = self._copies is None
+                tensors = [((one.cpu() if on_host else one).contiguous(), 0) for one in found]
                 self._save(number, group, tensors, index, 0, keys[:blocks], blocks - 1)

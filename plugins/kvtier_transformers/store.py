@@ -14,11 +14,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from kvtier import Client, KvSpec
 from kvtier.recompute import Recompute
 from kvtier.space import Space
+from kvtier_transformers.device import DeviceCopies, copies_on
 from kvtier_transformers.identity import adapters_digest, describe, fingerprint, precision
 from kvtier_transformers.layout import CacheLayout, find_layout
 from kvtier_transformers.options import CacheOptions, UnsupportedModel, log
@@ -53,6 +55,7 @@ class Store:
         self._is_away = False
         self._recompute = Recompute()
         self._told = 0.0
+        self._told_device = False
         self._lock = threading.Lock()
 
     @property
@@ -73,11 +76,30 @@ class Store:
                 name = f"transformers {os.getpid()}"
                 # Does not connect again by itself: the store does, for the first call after a pause.
                 self._client = Client.connect(
-                    self._where, timeout_s=TIMEOUT_S, name=name, reconnect_s=0
-                )
+                    self._where, timeout_s=TIMEOUT_S, name=name, reconnect_s=0,
+                    device=self.copies is not None,
+                )  # fmt: skip
             if self._space is None:
                 self._space = self._client.open(self._spec)
             return self._space, self._extras + precision()
+        return None
+
+    @cached_property
+    def copies(self) -> DeviceCopies | None:
+        """Copies to and from the GPU that has the whole cache, if there is one."""
+        return copies_on({part.device for group in self.layout.groups for part in group.parts})
+
+    @property
+    def save_copies(self) -> DeviceCopies | None:
+        """Copies for saves. Without `device` the daemon would reuse slots that a GPU may still write."""
+        client = self._client
+        if self.copies is None or client is None or client.device:
+            return self.copies
+        if not self._told_device:
+            self._told_device = True
+            log.info(
+                "kvtier: saving through host memory, which is slower: connect the client with device=True"
+            )
         return None
 
     def describes(self, space: Space, extras: bytes) -> bool:
@@ -150,6 +172,8 @@ class Store:
         with self._lock:
             self.reason = self.reason or "closed"
             client, self._client, self._space = self._client, None, None
+            if (copies := self.__dict__.get("copies")) is not None:
+                copies.close()
             if client is not None and client is not self._where:
                 client.close()
 

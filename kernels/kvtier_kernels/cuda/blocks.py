@@ -110,6 +110,11 @@ class DevicePieces:
         part.table, part.units = 0, 0
         return part
 
+    def described(self, table: int, way: Way) -> None:
+        """Copy this way. `table`: where the device has what `split` returns, until the last copy has ended."""
+        self.ways = {True: way, False: way}
+        self.table, self.units = table, len(self.split())
+
     def split(self) -> npt.NDArray[np.void]:
         """The same pieces, divided to fit the unit of a thread block."""
         parts = []
