@@ -1189,6 +1189,35 @@ def test_a_request_reads_few_objects_at_once_however_many_a_block_is_made_of(
     assert not shared.fetcher._queue.names
 
 
+@pytest.mark.parametrize("theirs", [False, True])
+def test_blocks_that_are_being_read_need_no_more_room(
+    alone: ServedShared, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch, theirs: bool
+) -> None:
+    shared, known = alone.shared, alone.shared.fetcher._queue.known
+    ours, sibling = opened(alone, 1, 2)
+    kin = shared.families.kin(ours)
+    assert kin is not None
+    alone.loop.run_until_complete(shared.families.describe(sibling))
+    assert alone.loop.run_until_complete(shared.families.read(kin)) == ""
+    keys = b"".join(name(number) for number in range(8))
+    for place in shared.fetcher._places.of(sibling if theirs else ours):
+        known.note(names_of(keys, place.mask), True)
+    monkeypatch.setattr(fetching, "LIMIT_BYTES", 4 * sum(ours.block_bytes))
+    faulty.waits_s = 1.0
+
+    async def fetch() -> list[int]:
+        """How many blocks come for a request, for it again, for another one, and after them."""
+        asked = [(1, 0), (1, 0), (2, 0), (3, 4)]
+        return [
+            shared.fetch(ours, keys, first, 8 - first, request=(int(ME), number), within_s=60.0)[0]
+            for number, first in asked
+        ]
+
+    assert alone.loop.run_until_complete(fetch()) == [4, 4, 4, 0]
+    faulty.waits_s = 0.0
+    alone._until(lambda: not shared.fetcher._queue.parts)
+
+
 def test_no_sibling_is_used_while_a_forget_looks_for_unknown_ones(
     alone: ServedShared, faulty: FaultyStore
 ) -> None:
