@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 BATCHES = 2
 SEEDS = effort(100, 450, 2000)  # 40 ms of one processor each
 EACH = SEEDS // BATCHES
+FAILED_BEFORE = 55_716, 81_631
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -32,6 +33,11 @@ def run(*arguments: str, **environment: str) -> str:
 def test_no_seed_violates_a_promise(batch: int) -> None:
     first = batch * EACH
     run("--seeds", f"{first}:{first + EACH}", "--shrink")
+
+
+@pytest.mark.parametrize("seed", FAILED_BEFORE)
+def test_a_seed_that_failed_before_violates_no_promise(seed: int) -> None:
+    run("--seeds", str(seed), "--shrink")
 
 
 def test_a_seed_has_the_same_trace_in_each_process() -> None:

@@ -226,6 +226,9 @@ class HostTier:
     def cancel(self, request: Request) -> None:
         self._waiting.pop(request, None)
 
+    def end_reads(self, request: Request) -> None:
+        self.cancel(request)
+
     def released(self, request: Request) -> None:
         self._waiting.pop(request, None)
 

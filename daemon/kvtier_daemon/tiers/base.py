@@ -99,7 +99,10 @@ class PendingReads(Protocol):
     """The requests that wait for reads."""
 
     def cancel(self, request: Request) -> None:
-        """Cancel the reads that only this request waits for."""
+        """Cancel the reads that only this request waits for, and forget its verdict."""
+
+    def end_reads(self, request: Request) -> None:
+        """Cancel the reads that only this request waits for: it was told that no blocks come."""
 
     def released(self, request: Request) -> None:
         """The request's lease was released: nothing waits for its reads unless it asks again soon."""
@@ -362,7 +365,7 @@ class NullTier:
 
     release = recomputes = bring_back = read = probe = cancel = released = session_ended = ignore
     saved = used = begin = end = ignore
-    call_when_ended = cancel_calls = ignore
+    call_when_ended = cancel_calls = end_reads = ignore
     call_when_read = forget = purge = erase = refuse
 
 
@@ -375,6 +378,10 @@ class JoinedReads:
     def cancel(self, request: Request) -> None:
         for part in self._parts:
             part.cancel(request)
+
+    def end_reads(self, request: Request) -> None:
+        for part in self._parts:
+            part.end_reads(request)
 
     def released(self, request: Request) -> None:
         for part in self._parts:

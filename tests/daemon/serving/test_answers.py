@@ -266,13 +266,23 @@ def test_unreadable_blocks_are_misses(tmp_path: Path) -> None:
     with_client(tmp_path, work)
 
 
-def test_an_answer_without_blocks_that_come_ends_the_reads_of_its_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["load", "match"])
+@pytest.mark.parametrize("because", ["unreadable", "forgotten"])
+def test_an_answer_without_blocks_that_come_ends_the_reads_of_its_request(
+    tmp_path: Path, how: str, because: str
+) -> None:
     async def work(client: Client) -> None:
-        assert client.load(request=7).coming == COUNT
-        tier = client.held.bench.tier
-        nowhere = frozenset(segment.number for segment in tier.table.segments)
-        tier.unreadable_segments = lambda: nowhere  # type: ignore[method-assign]
-        assert client.load(request=7).coming == 0
+        ask = getattr(client, how)
+        assert ask(request=7).coming == COUNT
+        if because == "unreadable":
+            tier = client.held.bench.tier
+            nowhere = frozenset(segment.number for segment in tier.table.segments)
+            tier.unreadable_segments = lambda: nowhere  # type: ignore[method-assign]
+        else:
+            client.catalog.forget(client.held.space, key(0))
+        assert ask(request=7).coming == 0
+        await client.held.turn()
+        assert len(client.held.read) == 0, "nothing waits for the reads"
         await client.held.submit_reads()
         await client.held.turn()
         assert not client.catalog.holds.of, "blocks are held for a request that does not wait"

@@ -45,6 +45,7 @@ class Timed:
             ),
             pending=SimpleNamespace(
                 released=lambda _: None,
+                end_reads=lambda _: None,
                 call_when_read=lambda *_: self.defers,
                 cancel_calls=lambda _: None,
             ),

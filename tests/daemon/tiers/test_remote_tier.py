@@ -35,6 +35,7 @@ from conformance.tier_tests import (
     TierTests,
     name,
 )
+from kvtier import wire
 from kvtier.errors import TierError
 from kvtier.wire import SLOT
 from kvtier_daemon.app import MakeLowerTier
@@ -43,8 +44,12 @@ from kvtier_daemon.catalog.demotion import WritePlan
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import Config, load
 from kvtier_daemon.internal_errors import InternalErrors
+from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.planning import planner
 from kvtier_daemon.planning.read_order import STALE_S
+from kvtier_daemon.serving.recorder import Recorder
+from kvtier_daemon.serving.requests import Requests
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.base import CopiedBlock, NullTier
 from kvtier_daemon.tiers.remote import archiving, fetching, probing, sharing
@@ -525,6 +530,48 @@ def test_a_slow_or_late_store_is_measured_by_reads_that_no_request_waits_for(
         assert ask(1) == "slower"
         link._last_at -= STALE_S
         assert [ask(2), ask(3)] == ["slower", "faster"]
+    finally:
+        tier.close()
+
+
+def test_an_answer_that_nothing_comes_ends_the_reads_of_its_request(
+    tmp_path: Path, faulty: FaultyStore
+) -> None:
+    """One of the objects of a block is gone: the others are of no use."""
+    tier = ServedShared(tmp_path, faulty.config + 'write = "all"\n', 16 * BLOCK_BYTES)
+    queue, catalog, one = tier.shared.fetcher._queue, tier.tenant.catalog, Identity(key=name(1))
+    server: Any = SimpleNamespace(
+        clock=time.monotonic, recorder=Recorder(tmp_path, time.monotonic), loop=tier.loop,
+        events=EventFeed(time.monotonic), latencies=Latencies(),
+    )  # fmt: skip
+    session: Any = SimpleNamespace(id=ME, name="one", verifies=False)
+    requests, space = Requests(session, server), tier._space(one)
+
+    def ask() -> tuple[int, int]:
+        """How many blocks are ready, and how many come."""
+
+        async def load() -> tuple[int, int]:
+            asked = wire.Load(1, space.number, one.key, 1000, [0], 7, 60_000)
+            reply = requests.handlers[wire.Load](tier.tenant, asked)
+            requests.settle()
+            assert isinstance(reply, wire.Loaded)
+            return reply.ready, reply.coming
+
+        return tier.loop.run_until_complete(load())
+
+    try:
+        assert tier.put(one, os.urandom(BLOCK_BYTES))
+        for group in range(len(space.spec.cache_groups)):
+            catalog.blocks.make_room(space.index, group, MEMORY_BYTES // PART_BYTES)
+        faulty.objects.popitem()
+        faulty.pauses_s = 60.0
+        assert ask() == (0, 1)
+        parts = len(queue.parts)
+        tier._until(lambda: len(queue.parts) < parts)
+        assert ask() == (0, 0)
+        faulty.pauses_s = 0.0
+        tier._until(lambda: not queue.parts)
+        assert not catalog.holds.of, "blocks are held for a request that does not wait"
     finally:
         tier.close()
 
@@ -1140,6 +1187,35 @@ def test_a_request_reads_few_objects_at_once_however_many_a_block_is_made_of(
     faulty.waits_s = 0.0
     alone._until(lambda: not shared.fetcher._queue.parts)
     assert not shared.fetcher._queue.names
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_blocks_that_are_being_read_need_no_more_room(
+    alone: ServedShared, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch, theirs: bool
+) -> None:
+    shared, known = alone.shared, alone.shared.fetcher._queue.known
+    ours, sibling = opened(alone, 1, 2)
+    kin = shared.families.kin(ours)
+    assert kin is not None
+    alone.loop.run_until_complete(shared.families.describe(sibling))
+    assert alone.loop.run_until_complete(shared.families.read(kin)) == ""
+    keys = b"".join(name(number) for number in range(8))
+    for place in shared.fetcher._places.of(sibling if theirs else ours):
+        known.note(names_of(keys, place.mask), True)
+    monkeypatch.setattr(fetching, "LIMIT_BYTES", 4 * sum(ours.block_bytes))
+    faulty.waits_s = 1.0
+
+    async def fetch() -> list[int]:
+        """How many blocks come for a request, for it again, for another one, and after them."""
+        asked = [(1, 0), (1, 0), (2, 0), (3, 4)]
+        return [
+            shared.fetch(ours, keys, first, 8 - first, request=(int(ME), number), within_s=60.0)[0]
+            for number, first in asked
+        ]
+
+    assert alone.loop.run_until_complete(fetch()) == [4, 4, 4, 0]
+    faulty.waits_s = 0.0
+    alone._until(lambda: not shared.fetcher._queue.parts)
 
 
 def test_no_sibling_is_used_while_a_forget_looks_for_unknown_ones(

@@ -518,6 +518,9 @@ class LookupRequests:
         coming and are lost at the next answer become misses. The last `shared` of the blocks that come are
         read from the remote store. `awaited` blocks after these are being written by others."""
         lookup = self.counted.of[request.request]
+        if not (coming or awaited) and (why or self._waits):
+            # Of the blocks that it waited for, one before them may be gone: it would hold the others.
+            tenant.pending.end_reads(self._name(request))
         coming = found.coming if reads and coming else 0
         if is_new:
             from_disk = found.coming if reads else 0

@@ -122,7 +122,7 @@ class Promoter:
         unreadable_segments = self._cold.unreadable_segments()
         plan = catalog.promotions.plan(space, keys, limit, unreadable_segments, accept)
         if not verdicts:
-            return self._nothing(request)
+            return 0, 0.0, "not_read"
         verdict = verdicts[0]
         if verdict.first:
             self.verdicts[verdict.why] += 1
@@ -141,16 +141,9 @@ class Promoter:
             if begun is not None:
                 begun(plan.ids)
         elif not plan.joined:
-            return self._nothing(request)
+            return 0, 0.0, "not_read"
         eta_ms = max(reads.planner.eta_s(request), verdict.load_s) * 1000
         return min(coming, plan.coming), eta_ms, verdict.why
-
-    def _nothing(self, request: Request) -> Outlook:
-        """No block comes that the request can use: of those it waited for, one before them was evicted, or
-        there is no room for it. It would hold them after its answer."""
-        if self._cold.reads.planner.is_waiting(request):
-            self._cold.reads.pending.cancel(request)
-        return 0, 0.0, "not_read"
 
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         count = min(coming, PROBE_BLOCKS)

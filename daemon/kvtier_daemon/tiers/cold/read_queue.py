@@ -169,6 +169,10 @@ class PendingRequests:
         self._of_session.get(request[0], set()).discard(request)
         self._cancelled(self._planner.cancel(request, GIVE_BACK_BLOCKS))
 
+    def end_reads(self, request: Request) -> None:
+        if self._planner.is_waiting(request):
+            self.cancel(request)
+
     def released(self, request: Request) -> None:
         self._planner.released(request)
 

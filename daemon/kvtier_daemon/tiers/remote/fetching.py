@@ -437,6 +437,19 @@ class Fetcher:
 
     # --- reads ---------------------------------------------------------------------------------
 
+    def _within(self, space: KnownSpace, places: Sequence[Place], keys: bytes, room: int) -> int:
+        """How many of these blocks this room suffices for. Those that have slots need none: they are being
+        read or written, or are in memory."""
+        probe, codes = self._tenant.catalog.blocks.store.probe, list[bytes]()
+        with contextlib.suppress(ValueError):  # a key is given twice
+            for one in places if space.index >= 0 else ():
+                codes.append(probe(space.index, one.group, one.shard, keys))
+        for at, each in enumerate(zip(*codes, strict=True)):
+            room -= not any(each)
+            if room < 0:
+                return at
+        return len(keys) // KEY_BYTES if codes else room
+
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
@@ -448,7 +461,10 @@ class Fetcher:
         if request is None:
             request = (0, (self._tenant.name, space.number, keys))
         room = max(0, LIMIT_BYTES - self._reading_bytes) // sum(space.block_bytes)
-        few = min(count, max(1, LIMIT_PARTS // space.places), room)
+        few = min(count, max(1, LIMIT_PARTS // space.places))
+        if room < few:
+            some = keys[first * KEY_BYTES : (first + few) * KEY_BYTES]
+            few = self._within(space, places, some, room)
         siblings, sibling = self._siblings(space), None
         if few and (
             siblings or (few < count and any(place.kind.kind != "full" for place in places))
