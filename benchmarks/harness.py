@@ -187,7 +187,11 @@ def git(*arguments: str) -> str:
     """The output of a command of Git; empty if it fails, or if Git is not installed."""
     try:
         done = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent
+            ["git", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent.parent,
         )
     except FileNotFoundError:
         return ""

@@ -78,8 +78,7 @@ class PrefixSave:
         return self._sources[number]
 
     def _source(self, layer: Any, name: str, begin: int) -> tuple[int, torch.Tensor, int]:
-        """The first token in a layer's tensor, a dense tensor that blocks can be copied from, and the place of
-        token 0."""
+        """The first token in a layer's tensor, a dense tensor with its tokens, and the place of token 0."""
         shown = getattr(layer, name)
         first = self._length - shown.shape[-2]
         room: Room | None = layer.key_room if name == "keys" else layer.value_room

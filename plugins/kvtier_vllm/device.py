@@ -44,9 +44,9 @@ class SharedCopies:
     """Copies of blocks in the memory of the device that its holder shares: none before `join`."""
 
     def __init__(
-        self, driver: Driver, lanes: Mapping[str, CopyLane], pieces: Sequence[DevicePieces]
+        self, copier: Copier, lanes: Mapping[str, CopyLane], pieces: Sequence[DevicePieces]
     ) -> None:
-        self._driver = driver
+        self._copier = copier
         self._lanes = lanes
         self._pieces = pieces
         self._hot: HotSide | None = None
@@ -55,11 +55,15 @@ class SharedCopies:
 
     def join(self, session: DaemonSession, shard: int) -> None:
         """Take part in the copies of this daemon. Waits for it."""
+        if "kernel" not in self._copier.ways:
+            # The driver's call copies small pieces within the device at a tenth of their speed over PCIe.
+            log.info("kvtier: no copies on the GPU: they need gpu_copies=auto and a copy kernel")
+            return
         run = session.reader.daemon_run
         if self._hot is not None:
             self.leave(self._hot.run)
         try:
-            self._hot = HotSide(self._driver, session.client, run, [shard])
+            self._hot = HotSide(self._copier.driver, session.client, run, [shard])
         except KvtierError as error:
             log.info("kvtier: no copies on the GPU: %s", str(error))
 
@@ -205,7 +209,7 @@ class DeviceSide:
             )
             for group in pages.groups
         ]
-        self.shared = SharedCopies(copier.driver, self._lanes, self._pieces)
+        self.shared = SharedCopies(copier, self._lanes, self._pieces)
         for number, pieces in enumerate(self._pieces):
             text = "kvtier: group %d, %d bytes a block: %s"
             log.info(text, number, pieces.block_bytes, "; ".join(pieces.told))

@@ -1,7 +1,7 @@
-"""Caches of transformers models on a GPU: blocks are copied between the daemon's memory and the cache's tensors.
+"""Caches of transformers models on a GPU: blocks are copied between the daemon's memory and its tensors.
 
-The driver without a device takes the place of a GPU, and memory of the host that of the device: torch's tensors
-are known to this driver only while they are copied.
+The driver without a device takes the place of a GPU, and memory of the host that of the device: torch's
+tensors are known to this driver only while they are copied.
 """
 
 from __future__ import annotations

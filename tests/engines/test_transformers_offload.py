@@ -177,6 +177,8 @@ def test_layers_are_copied_ahead_if_a_processor_is_free(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = deep("llama"), prompt(TOKENS, seed=12)
+    if ids.device.type == "cuda":
+        pytest.skip("layers of a GPU are always copied ahead")
     wanted, memory = generated(model, ids), cache_bytes(model) // 4
     threads: list[Counter[str]] = []
     copied = held.Run.copy_layer

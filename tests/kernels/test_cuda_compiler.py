@@ -11,8 +11,8 @@ from kvtier_kernels.cuda import CudaError, compile_kernel
 from kvtier_kernels.cuda.driver import Architecture
 from support.fake_cuda import FakeCuda
 
-# NVRTC's functions; the machine code is the version. No real release has this minor version. As NVIDIA's, it opens
-# its second library by name when it compiles.
+# NVRTC's functions; the machine code is the version. No real release has this minor version. As NVIDIA's, it
+# opens its second library by name when it compiles.
 SOURCE = """
 #include <cstddef>
 #include <cstring>
@@ -20,7 +20,9 @@ SOURCE = """
 extern "C" {
 int nvrtcVersion(int* major, int* minor) { *major = MAJOR; *minor = 99; return 0; }
 int nvrtcCreateProgram(void**, ...) { return 0; }
-int nvrtcCompileProgram(void*, ...) { return dlopen("libnvrtc-builtins.so." NAME ".99", RTLD_NOW) == nullptr; }
+int nvrtcCompileProgram(void*, ...) {
+    return dlopen("libnvrtc-builtins.so." NAME ".99", RTLD_NOW) == nullptr;
+}
 int nvrtcDestroyProgram(void*) { return 0; }
 int nvrtcGetCUBINSize(void*, size_t* size) { *size = 2; return 0; }
 int nvrtcGetCUBIN(void*, char* code) { std::memcpy(code, NAME, 2); return 0; }

@@ -76,7 +76,7 @@ def holder(daemon: Daemon, tmp_path: Path) -> Iterator[HoldGpu]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "load", "way"),
-    [("one group", "sync", "batch"), *((shape, "async", "kernel") for shape in SHAPES)],
+    [("one group", "sync", "auto"), *((shape, "async", "kernel") for shape in SHAPES)],
 )
 def test_a_prompt_is_loaded_from_the_copies_of_its_save(
     daemon: Daemon, holder: HoldGpu, engine_of: EngineOf, fake_cuda: FakeCuda, shape: str, load: str,
@@ -94,6 +94,20 @@ def test_a_prompt_is_loaded_from_the_copies_of_its_save(
     after = arena(daemon)
     assert after["found"] > before["found"] and after["absent"] == before["absent"]
     engine.settle()
+
+
+def test_without_the_copy_kernel_there_are_no_copies(
+    daemon: Daemon, holder: HoldGpu, engine_of: EngineOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver's call for many copies is slower within the device than from the host's memory."""
+    caplog.set_level("INFO")
+    engine = engine_of(daemon, gpu_copies="batch")
+    for cached in (0, 8 * BLOCK):
+        assert engine.serve(PROMPT).cached == cached
+        engine.settle()
+    assert arena(daemon)["blocks"] == 0
+    told = [one.message for one in caplog.records if "no copies on the GPU" in one.message]
+    assert told and all("gpu_copies=auto" in one for one in told)
 
 
 def memory_of(engine: DeviceEngine) -> Any:

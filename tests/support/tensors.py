@@ -8,8 +8,9 @@ import torch
 
 
 def tensor_bytes(root: Any) -> int:
-    """The bytes of all tensors that an object of kvtier_transformers refers to, those of models excepted; a
-    tensor and a part of it count once."""
+    """The bytes of all tensors on the default device that an object of kvtier_transformers refers to, those
+    of models excepted; a tensor and a part of it count once."""
+    kind = torch.get_default_device().type
     found: dict[int, int] = {}
     seen: set[int] = set()
     waiting = [root]
@@ -20,7 +21,8 @@ def tensor_bytes(root: Any) -> int:
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
             storage = one.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            if one.device.type == kind:
+                found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(one, dict):
             waiting += one.values()
         elif isinstance(one, (list, tuple, set)):

@@ -111,7 +111,7 @@ class DevicePieces:
         return part
 
     def described(self, table: int, way: Way) -> None:
-        """Copy this way. `table`: where the device has what `split` returns, until the last copy has ended."""
+        """Copy this way. `table`: where the device has what `split` returns, until the last copy ends."""
         self.ways = {True: way, False: way}
         self.table, self.units = table, len(self.split())
 

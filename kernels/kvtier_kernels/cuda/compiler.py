@@ -93,7 +93,7 @@ def _library(newest: int | None) -> ctypes.CDLL:
 
 def _load_builtins(path: str) -> None:
     """NVRTC opens this library by its name, and in NVIDIA's wheels it does not search its own folder."""
-    if os.path.isabs(path):
+    if Path(path).is_absolute():
         for beside in sorted(Path(path).parent.glob(BUILTINS)):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(beside))
