@@ -84,17 +84,21 @@ $(VLLM):
 $(ENGINES)/.ready: $(VLLM) pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python tools/requirements.py build test | $(ENGINES)/bin/python -m pip install --quiet -r /dev/stdin
 	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable .
+	@$(ENGINES)/bin/python tools/requirements.py test-nvrtc | $(ENGINES)/bin/python -m pip install --quiet --no-deps -r /dev/stdin || echo "no NVRTC here: its tests are skipped"
 	touch $@
+
+# How an engine compiles the kernels: here, because the driver without a device and NVRTC cannot be in one process.
+NVRTC_TESTS := tests/kernels/test_cuda_kernels.py::test_a_kernel_compiles_with_the_options_of_an_engine_start
 
 # An engine occupies 1 to 2 GB, and a process of the tests runs up to three. Threads of OpenMP that wait would take
 # the processors from other processes.
 ENGINE_WORKERS ?= 3
 test-engines test-engines-all: export OMP_NUM_THREADS = 1
 test-engines: $(ENGINES)/.ready  ## the plugins with real engines, and calibration of real models; few rounds of the long tests
-	$(ENGINES)/bin/python -m pytest --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration
+	$(ENGINES)/bin/python -m pytest --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration $(NVRTC_TESTS)
 
 test-engines-all: $(ENGINES)/.ready  ## the same with all rounds, and the slow tests
-	KVTIER_ALL=1 $(ENGINES)/bin/python -m pytest $(EVERY) --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration
+	KVTIER_ALL=1 $(ENGINES)/bin/python -m pytest $(EVERY) --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration $(NVRTC_TESTS)
 
 # 39 MB, and no GPU build of torch: SGLang's own dependencies are left out. `make test-engines` skips these tests
 # without it.

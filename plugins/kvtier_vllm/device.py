@@ -56,7 +56,7 @@ class SharedCopies:
     def join(self, session: DaemonSession, shard: int) -> None:
         """Take part in the copies of this daemon. Waits for it."""
         if "kernel" not in self._copier.ways:
-            # The driver's call copies small pieces within the device at a tenth of their speed over PCIe.
+            # Within an H200, the batch call copies pieces of 64 KiB at a third of the speed of PCIe.
             log.info("kvtier: no copies on the GPU: they need gpu_copies=auto and a copy kernel")
             return
         run = session.reader.daemon_run
