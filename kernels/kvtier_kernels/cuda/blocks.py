@@ -321,8 +321,10 @@ class CopyLane:
         for number, stream in enumerate(streams):
             first = number * each
             if (count := min(each, pages.size - first)) > 0:
-                places = (one.ctypes.data + 8 * first for one in (to, of, sizes))
-                self._driver.copy_batch(*places, count, stream)
+                at = 8 * first
+                self._driver.copy_batch(
+                    to.ctypes.data + at, of.ctypes.data + at, sizes.ctypes.data + at, count, stream
+                )  # fmt: skip
         if len(streams) > 1:
             self._join()
 
