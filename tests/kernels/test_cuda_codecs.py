@@ -189,6 +189,32 @@ def test_parts_of_another_codec_or_calibration_are_refused(device_codecs: Device
         device.coder.decode(R32, BF16, parts, device.stream)
     with pytest.raises(ValueError, match="calibration for 7"):
         device.coder.decode(FIX4, BF16, parts, device.stream, by)
+    beyond = np.array([(ECSQ, 1, 4096, 64, 4096, 64)], ENCODED_PART)
+    with pytest.raises(IndexError, match="1 is outside of a calibration of 1 parts"):
+        device.coder.decode(ECSQ, BF16, beyond, device.stream, by)
+
+
+@pytest.mark.parametrize(
+    ("codec", "into", "raw_bytes", "text"),
+    [(R32, 4097, 64, "not aligned to elements of 2 bytes"), (256, 4096, 64, "another codec than 2"),
+     (R32, 4096, 1 << 31, "2147483648 bytes, at most 2147483647")],
+)  # fmt: skip
+def test_parts_that_can_not_be_decoded_are_refused_before_any_work_is_queued(
+    device_codecs: DeviceCodecs, codec: int, into: int, raw_bytes: int, text: str
+) -> None:
+    """A batch after the refused one is sound: the refused one has written a part of its tables."""
+    device, part = device_codecs, drawn(1)
+    [(_, size)], encoded = by_processor(R32, [part])
+    source, room = device._put(np.frombuffer(encoded, np.uint8)), device._room(len(part))
+    sound = (R32, -1, source, size, room, len(part))
+    rows = np.array([sound, (codec, -1, 4096, 64, into, raw_bytes)], ENCODED_PART)
+    for _ in range(2):  # the second time there is memory
+        with pytest.raises(ValueError, match=text):
+            device.coder.decode(R32, BF16, rows, device.stream)
+        device.coder.decode(R32, BF16, rows[:1], device.stream)
+        assert not device.coder.finish()["bad"].any()
+    assert device._get(room, len(part)).tobytes() == part
+    device._free()
 
 
 def test_an_empty_batch_is_valid(device_codecs: DeviceCodecs) -> None:
