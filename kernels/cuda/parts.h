@@ -20,11 +20,42 @@ KVTIER_DEVICE uint32_t get16(const uint8_t* from) {
     return static_cast<uint32_t>(from[0]) | static_cast<uint32_t>(from[1]) << 8;
 }
 KVTIER_DEVICE uint32_t get32(const uint8_t* from) { return get16(from) | get16(from + 2) << 16; }
+// Eight bytes at any address. Three bytes before them are readable, and those before `end`.
+KVTIER_DEVICE uint64_t get64(const uint8_t* from, const uint8_t* end) {
+    const uint32_t skipped = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from)) % 8;
+    if (skipped == 0) return load<uint64_t>(from);
+    if (end - from < 12) return get32(from) | uint64_t{get32(from + 4)} << 32;
+    const uint8_t* const words = from - skipped % 4;
+    const uint64_t low = load<uint32_t>(words), middle = load<uint32_t>(words + 4);
+    const uint32_t bits = skipped % 4 * 8;
+    if (bits == 0) return low | middle << 32;
+    const uint64_t high = load<uint32_t>(words + 8);
+    return (low | middle << 32) >> bits | high << (64 - bits);
+}
 KVTIER_DEVICE void put16(uint8_t* to, uint32_t value) {
     to[0] = static_cast<uint8_t>(value), to[1] = static_cast<uint8_t>(value >> 8);
 }
 KVTIER_DEVICE void put32(uint8_t* to, uint64_t value) {
     put16(to, static_cast<uint32_t>(value)), put16(to + 2, static_cast<uint32_t>(value >> 16));
+}
+
+// Eight elements. The address is a multiple of their size, or of 16.
+template <typename Bits>
+KVTIER_DEVICE void store_eight(uint8_t* to, const Bits (&elements)[8]) {
+    constexpr uint32_t kSize = sizeof(Bits), kWords = 2 * kSize, kOfWord = 4 / kSize;
+    uint32_t words[kWords] = {};
+    KVTIER_UNROLLED
+    for (uint32_t k = 0; k < 8; k++) {
+        words[k / kOfWord] |= uint32_t{elements[k]} << (k % kOfWord * kSize * 8);
+    }
+    if constexpr (kWords == 2) {
+        store(to, words[0] | uint64_t{words[1]} << 32);
+    } else {
+        KVTIER_UNROLLED
+        for (uint32_t k = 0; k < kWords; k += 4) {
+            store(to + 4 * k, uint4{words[k], words[k + 1], words[k + 2], words[k + 3]});
+        }
+    }
 }
 
 KVTIER_DEVICE void copy(uint8_t* to, const uint8_t* from, uint64_t nbytes) {

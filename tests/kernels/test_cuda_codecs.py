@@ -142,6 +142,37 @@ def test_damaged_parts_are_named_and_do_not_affect_others(
     device._free()
 
 
+@pytest.mark.parametrize("codec", ALL)
+def test_decoded_parts_are_the_same_at_any_alignment(
+    device_codecs: DeviceCodecs, codec: int
+) -> None:
+    """Kernels use wide accesses where addresses allow it. Guards follow the last byte of each part."""
+    device, whole = device_codecs, drawn(4, 3 * TOKENS * HEADS * DIM)
+    by = calibration_of(codec)
+    for part in (whole, whole[: TOKENS * HEADS * DIM * 2]):
+        [(taken, size)], text = by_processor(codec, [part])
+        assert taken == codec
+        back = bytearray(len(part))
+        place = (codec, 0, size, len(part))
+        if by is None:
+            assert kernels.decode_parts(BF16, text, [place], back) == 1
+        else:
+            assert kernels.decode_calibrated(by.native, BF16, text, [(0, *place)], False, back) == 1
+        rows = [
+            (codec, 0, device._put(np.frombuffer(text, np.uint8), shift), size,
+             device._room(len(part), raw_shift), len(part))
+            for shift in range(9) for raw_shift in (0, 2, 4, 8)
+        ]  # fmt: skip
+        device.coder.decode(
+            codec, BF16, np.array(rows, ENCODED_PART), device.stream, device._device(by)
+        )
+        assert not device.coder.finish()["bad"].any()
+        for _, _, address, _, room, _ in rows:
+            assert device._get(room, len(part)).tobytes() == back
+            device._get(address, size)
+        device._free()
+
+
 def test_a_started_batch_runs_asynchronously(
     fake_cuda: FakeCuda, device_codecs: DeviceCodecs
 ) -> None:
