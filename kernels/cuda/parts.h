@@ -160,34 +160,73 @@ inline constexpr uint32_t kWarps = 4;  // per thread block
         NAME(const Part* parts, const uint32_t* owners, uint32_t units, Measure* measures, \
              Result* results)
 
+// The sum of the numbers of all lanes before each lane.
+KVTIER_DEVICE Each<uint64_t> sums_before(Each<uint64_t>& numbers) {
+    Each<uint64_t> sums = numbers;
+    for (uint32_t apart = 1; apart < kLanes; apart *= 2) {
+        Each<uint32_t> from;
+        each([&](uint32_t lane) { from[lane] = lane - apart; });
+        Each<uint64_t> earlier = shuffled(sums, from);
+        each([&](uint32_t lane) {
+            if (lane >= apart) sums[lane] += earlier[lane];
+        });
+    }
+    each([&](uint32_t lane) { sums[lane] -= numbers[lane]; });
+    return sums;
+}
+
 // Runs between the passes, once per payload: computes the sizes of its parts and their positions. A
-// part that would not shrink is stored raw.
+// part that would not shrink is stored raw. A lane processes a part; all lanes add up the units of
+// a part with many.
 KVTIER_KERNEL(kvtier_settle) {
     for (uint32_t i = warp(); i < units; i += warps()) {
         const uint32_t first = owners[i], end = first + parts[first].parts;
         uint64_t offset = 0;
-        for (uint32_t number = first; number < end; number++) {
-            const Part& part = parts[number];
-            Result& result = results[number];
-            uint64_t bytes = part.raw_bytes;
-            if (!part.kept && !result.bad) {
-                bytes = 0;
-                for (uint32_t unit = 0; unit < part.units; unit += kLanes) {
-                    bytes += sum([&](uint32_t lane) {
-                        return unit + lane < part.units ? measures[part.unit + unit + lane].bytes
-                                                        : uint64_t{0};
-                    });
-                }
-            }
-            const bool kept = part.kept || result.bad || bytes >= part.raw_bytes;
-            if (kept) bytes = part.raw_bytes;
+        for (uint32_t number = first; number < end; number += static_cast<uint32_t>(kLanes)) {
+            const auto is_encoded = [&](uint32_t lane) {
+                return number + lane < end && !parts[number + lane].kept &&
+                       !results[number + lane].bad;
+            };
+            Each<uint64_t> bytes;
             each([&](uint32_t lane) {
-                if (lane != 0) return;
-                result.kept = kept;
-                result.bytes = bytes;
-                result.offset = offset;
+                bytes[lane] = 0;
+                if (!is_encoded(lane)) return;
+                const Part& part = parts[number + lane];
+                if (part.units > kLanes) return;
+                for (uint32_t unit = part.unit; unit < part.unit + part.units; unit++) {
+                    bytes[lane] += measures[unit].bytes;
+                }
             });
-            offset += bytes;
+            uint32_t large = ballot([&](uint32_t lane) {
+                return is_encoded(lane) && parts[number + lane].units > kLanes;
+            });
+            for (uint32_t one = 0; large != 0; large >>= 1, one++) {
+                if (large % 2 == 0) continue;
+                const Part& part = parts[number + one];
+                const uint64_t all = sum([&](uint32_t lane) {
+                    uint64_t found = 0;
+                    for (uint32_t unit = lane; unit < part.units; unit += kLanes) {
+                        found += measures[part.unit + unit].bytes;
+                    }
+                    return found;
+                });
+                each([&](uint32_t lane) {
+                    if (lane == one) bytes[lane] = all;
+                });
+            }
+            each([&](uint32_t lane) {
+                if (number + lane >= end) return;
+                Result& result = results[number + lane];
+                const uint64_t raw_bytes = parts[number + lane].raw_bytes;
+                result.kept = !is_encoded(lane) || bytes[lane] >= raw_bytes;
+                if (result.kept) bytes[lane] = raw_bytes;
+                result.bytes = bytes[lane];
+            });
+            Each<uint64_t> before = sums_before(bytes);
+            each([&](uint32_t lane) {
+                if (number + lane < end) results[number + lane].offset = offset + before[lane];
+            });
+            offset += sum([&](uint32_t lane) { return bytes[lane]; });
         }
     }
 }

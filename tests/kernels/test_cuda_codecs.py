@@ -104,6 +104,30 @@ def test_each_payload_of_a_batch_equals_that_of_a_processor(
         device._free()
 
 
+def test_a_payload_has_many_parts_of_any_size(device_codecs: DeviceCodecs) -> None:
+    """Large parts among small ones: all lanes of a warp add up the units of a large one."""
+    device, chance = device_codecs, random.Random(5)
+    sizes = [TOKENS * HEADS * DIM * (120 if number in (1, 31, 34) else 1) for number in range(70)]
+    parts = [
+        chance.randbytes(2 * size) if number in (3, 40) else drawn(number, size)
+        for number, size in enumerate(sizes)
+    ]
+    found, text = by_processor(Q8, parts)
+    assert {taken for taken, _ in found} == {RAW, Q8}
+    room = sum(map(len, parts))
+    into = device._room(room, 1)
+    rows = [(device._put(np.frombuffer(part, np.uint8)), len(part), 0, 0, *GRID) for part in parts]
+    device.coder.encode(
+        Q8, BF16, np.array(rows, RAW_PART), np.array([(into, room)], PAYLOAD), device.stream
+    )
+    results = device.coder.finish()
+    assert [(RAW if one["kept"] else Q8, one["bytes"]) for one in results] == found
+    ends = np.cumsum([size for _, size in found])
+    assert results["offset"].tolist() == [0, *ends[:-1].tolist()]
+    assert device._get(into, room)[: len(text)].tobytes() == text
+    device._free()
+
+
 @pytest.mark.parametrize("codec", ALL)
 def test_damaged_parts_are_named_and_do_not_affect_others(
     device_codecs: DeviceCodecs, codec: int
