@@ -1,15 +1,18 @@
-// The tables of a batch of parts that a device decodes or encodes. They are written directly to the
-// memory from which they are copied to the device: NumPy's intermediate arrays took most of a
+// The tables of what a device decodes, encodes or copies. Those of codecs are written directly to
+// the memory from which they are copied to the device: NumPy's intermediate arrays took most of a
 // batch.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "codec/calibrated.h"
 #include "codec/codec.h"
 #include "codec/numbers.h"
 #include "codec/part.h"
+#include "mapping.h"
 #include "python_bytes.h"
 
 namespace nb = nanobind;
@@ -103,9 +106,9 @@ struct Row : Part {
         if (codec::calibrated(batch.codec)) {
             count = divided(symbols(batch, number, shift), codec::kStreamSymbols);
         } else {
-            const uint64_t of_unit =
-                bits != 0 ? kQuantizedElements : codec::kStreamRows * codec::kRow;
-            count = divided(size >> shift, of_unit);
+            // Constants, because a division takes longer than the rest.
+            count = bits != 0 ? divided(size >> shift, kQuantizedElements)
+                              : divided(size >> shift, codec::kStreamRows * codec::kRow);
         }
         units = static_cast<uint32_t>(count == 0 ? 1 : count);
     }
@@ -246,6 +249,46 @@ nb::tuple rows_to_encode(const Batch& batch, nb::handle said, nb::handle targets
     return tables.layout();
 }
 
+// The ids of blocks, the addresses of their slots, and which slots are in registered extents: a
+// byte each, or None if all are.
+nb::tuple placed_blocks(nb::handle block_ids, uint64_t blocks, nb::handle mappings,
+                        nb::handle packed, uint64_t nbytes, bool writable,
+                        const std::vector<uint32_t>& registered) {
+    Slots slots(mappings, packed);
+    const std::vector<uint32_t> ids = [&] {
+        try {
+            return read_u32(block_ids, "block_ids", false);
+        } catch (const nb::builtin_exception& error) {
+            if (error.type() != nb::exception_type::value_error) throw;
+            throw nb::index_error(error.what());
+        }
+    }();
+    if (ids.size() != slots.count()) {
+        fail(nb::value_error, ids.size(), " block ids for ", slots.count(), " slots");
+    }
+    NewBytes numbers(4 * ids.size()), addresses(8 * ids.size()), ready(ids.size());
+    std::vector<bool> is_ready;
+    for (const uint32_t number : registered) {
+        if (number >= is_ready.size()) is_ready.resize(number + size_t{1});
+        is_ready[number] = true;
+    }
+    bool all = true;
+    for (size_t i = 0; i < ids.size(); i++) {
+        if (ids[i] >= blocks) {
+            fail(nb::index_error, "block_ids: ", ids[i], " is outside of ", blocks, " blocks");
+        }
+        const auto address = reinterpret_cast<uint64_t>(slots.place(i, nbytes, writable));
+        std::memcpy(addresses.data() + 8 * i, &address, 8);
+        const uint32_t extent = slots.at(i).extent;
+        const bool mine = extent < is_ready.size() && is_ready[extent];
+        ready.data()[i] = mine;
+        all = all && mine;
+    }
+    if (!ids.empty()) std::memcpy(numbers.data(), ids.data(), 4 * ids.size());
+    return nb::make_tuple(numbers.object, addresses.object,
+                          all ? nb::object(nb::none()) : nb::object(ready.object));
+}
+
 }  // namespace
 }  // namespace kvtier::cuda
 
@@ -258,4 +301,6 @@ void bind_device(nb::module_& m) {
         .def("to_decode", rows_to_decode, "parts"_a, "address"_a, "nbytes"_a)
         .def("to_encode", rows_to_encode, "parts"_a, "payloads"_a, "address"_a, "nbytes"_a,
              "scratch"_a);
+    m.def("placed_blocks", placed_blocks, "block_ids"_a, "blocks"_a, "mappings"_a, "slots"_a,
+          "nbytes"_a, "writable"_a, "registered"_a);
 }

@@ -451,6 +451,20 @@ class DeviceBatch:
         """Of parts to encode (RAW_PART) into payloads (PAYLOAD); the scratch memory has this
         address."""
 
+def placed_blocks(
+    block_ids: _Integers,
+    blocks: int,
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    nbytes: int,
+    writable: bool,
+    registered: Sequence[int],
+) -> tuple[bytes, bytes, bytes | None]:
+    """Returns the ids as 32-bit numbers, the addresses of the slots as 64-bit numbers, and a byte
+    per slot that is 1 in these extents, or None if it is for all. IndexError for a block from
+    `blocks` on and for a slot outside of its extent, ValueError if that is read-only and must not
+    be."""
+
 def encode_calibrated(
     by: Calibration,
     element: int,
