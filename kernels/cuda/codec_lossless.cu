@@ -193,8 +193,9 @@ KVTIER_DEVICE bool fix4_decode(const Part& part, uint32_t unit, const Measure* m
     const uint8_t* const escapes = from + (fixed - shape.odd);
     uint8_t* const out = at<uint8_t>(part.raw);
     uint32_t row = 0;
-    if (part.raw % 16 == 0) {
-        // Four rows at a time: a lane decodes eight consecutive elements.
+    if (kBytes<kIs> <= 2 && part.raw % 16 == 0) {
+        // Four rows at a time: a lane decodes eight consecutive elements. Eight of four bytes would
+        // need more registers than there are.
         constexpr uint64_t kUpperBits = 0x8080808080808080;
         const uint64_t tops = uint64_t{top} * 0x0101010101010101;
         const uint8_t* const end = from + part.text_bytes;
