@@ -166,6 +166,21 @@ def test_damaged_parts_are_named_and_do_not_affect_others(
     device._free()
 
 
+def test_a_batch_after_a_damaged_one_is_sound(device_codecs: DeviceCodecs) -> None:
+    device, part = device_codecs, drawn(1)
+    [(_, size)], text = by_processor(FIX4, [part])
+    room = device._room(len(part))
+    for damage in (1, 0):
+        mine = bytearray(text)
+        mine[4] ^= damage  # the number of escapes
+        source = device._put(np.frombuffer(mine, np.uint8))
+        rows = np.array([(FIX4, -1, source, size, room, len(part))], ENCODED_PART)
+        device.coder.decode(FIX4, BF16, rows, device.stream)
+        assert device.coder.finish()["bad"].tolist() == [damage]
+    assert device._get(room, len(part)).tobytes() == part
+    device._free()
+
+
 @pytest.mark.parametrize("codec", ALL)
 def test_decoded_parts_are_the_same_at_any_alignment(
     device_codecs: DeviceCodecs, codec: int
