@@ -211,6 +211,29 @@ def control(runs: int) -> list[dict[str, object]]:
     return results
 
 
+def device_tables(runs: int) -> list[dict[str, object]]:
+    """What a batch of 4,096 parts of 32 KiB for a device costs the host before it calls the driver."""
+    count, raw_bytes = 4096, 32 << 10
+    batch = kernels.DeviceBatch(4, 0, False, 0, b"", 0)  # q8 of bf16
+    places = range(0, count * raw_bytes, raw_bytes)
+    texts = b"".join(struct.pack("<Ii4Q", 4, -1, at, 18_448, at, raw_bytes) for at in places)
+    raws = b"".join(struct.pack("<2QIi4I", at, raw_bytes, 0, -1, 16, 1024, 128, 0) for at in places)
+    payload = struct.pack("<2Q", 0, count * raw_bytes)
+    *_, nbytes, _ = batch.to_encode(raws, payload, 0, 0, 0)
+    memory = array("Q", bytes(nbytes))
+    address = memory.buffer_info()[0]
+    return [
+        microseconds(
+            f"tables of {count:,} parts to decode on a device",
+            lambda: batch.to_decode(texts, address, nbytes), 50, runs,
+        ),
+        microseconds(
+            f"tables of {count:,} parts to encode on a device",
+            lambda: batch.to_encode(raws, payload, address, nbytes, 0), 50, runs,
+        ),
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=512)
@@ -219,7 +242,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     kernels.force("copy", arguments.impl)
-    results = control(400) + copies(arguments.mib * MIB, arguments.pairs)
+    results = control(400) + device_tables(400) + copies(arguments.mib * MIB, arguments.pairs)
     if arguments.json is not None:
         environment = {"cpu": kernels.cpu_features(), "machine": platform.machine()}
         environment |= {"cores": os.cpu_count(), "kernel": platform.release()}

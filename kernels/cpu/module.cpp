@@ -11,6 +11,7 @@ void bind_prefault(nb::module_& m);
 void bind_disk(nb::module_& m);
 void bind_frame(nb::module_& m);
 void bind_codec(nb::module_& m);
+void bind_device(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_notes(nb::module_& m);
@@ -28,6 +29,7 @@ NB_MODULE(_native, m) {
     bind_disk(m);
     bind_frame(m);
     bind_codec(m);
+    bind_device(m);
     bind_policy(m);
     bind_store(m);
     bind_notes(m);

@@ -103,18 +103,70 @@ KVTIER_DEVICE uint32_t fix4_code(const uint8_t* codes, uint32_t i) {
     return codes[i % kRowCodes] >> (i / kRowCodes * 4) & 15u;
 }
 
+KVTIER_DEVICE uint32_t byte_of(uint64_t bytes, uint32_t k) {
+    return static_cast<uint32_t>(bytes >> 8 * k) & 255;
+}
+
+// What eight elements of a row consist of, from element i, which is a multiple of eight.
+template <Element kIs>
+struct EightCodes {
+    static constexpr uint32_t kWhole = static_cast<uint32_t>(codec::kRestBits<kIs> / 8),
+                              kUpper = static_cast<uint32_t>(codec::kRestBits<kIs> % 8);
+    uint64_t codes;               // a byte each
+    uint64_t planes[kWhole + 1];  // of the rests, and their upper bits
+
+    KVTIER_DEVICE void load(const uint8_t* of_row, const uint8_t* rest, const uint8_t* end,
+                            uint32_t i) {
+        constexpr uint64_t kLow = 0x0F0F0F0F0F0F0F0F;
+        codes = get64(of_row + i % kHalf, end) >> (i / kHalf * 4) & kLow;
+        if constexpr (kWhole != 0) {
+            KVTIER_UNROLLED
+            for (uint32_t k = 0; k < kWhole; k++) planes[k] = get64(rest + kRow * k + i, end);
+        }
+        rest += kRow * kWhole;
+        if constexpr (kUpper == 4) {
+            planes[kWhole] = get64(rest + i % kHalf, end) >> (i / kHalf * 4) & kLow;
+        } else if constexpr (kUpper == 3) {
+            planes[kWhole] = rest[i / 8] | rest[8 + i / 8] << 8 | rest[16 + i / 8] << 16;
+        }
+    }
+    KVTIER_DEVICE uint32_t rest(uint32_t k) const {
+        uint32_t found = 0;
+        if constexpr (kWhole != 0) {
+            KVTIER_UNROLLED
+            for (uint32_t plane = 0; plane < kWhole; plane++) {
+                found |= byte_of(planes[plane], k) << 8 * plane;
+            }
+        }
+        if constexpr (kUpper == 4) found |= byte_of(planes[kWhole], k) << 8 * kWhole;
+        if constexpr (kUpper == 3) {
+            const uint32_t upper = static_cast<uint32_t>(planes[kWhole]) >> k;
+            found |= ((upper & 1) | (upper >> 7 & 2) | (upper >> 14 & 4)) << 8 * kWhole;
+        }
+        return found;
+    }
+    KVTIER_DEVICE uint32_t escapes() const {
+        return bits_in((codes + 0x0101010101010101) & 0x1010101010101010);
+    }
+};
+
 template <Element kIs>
 KVTIER_DEVICE bool fix4_count(const Part& part, uint32_t unit, Measure& measure) {
     const Shape<kIs> shape(part.raw_bytes);
     if (part.text_bytes < shape.fix4_bytes()) return false;
+    if (part.units == 1) return true;
     const uint8_t* const codes =
         at<const uint8_t>(part.text) + kFix4Header + shape.first(unit) * kRowCodes;
     const uint32_t nbytes = shape.count(unit) * kCodes;
-    uint32_t found = 0;
-    for (uint32_t first = 0; first < nbytes; first += kHalf) {
-        found += bits_in(ballot([&](uint32_t lane) { return codes[first + lane] % 16 == 15; }));
-        found += bits_in(ballot([&](uint32_t lane) { return codes[first + lane] / 16 == 15; }));
-    }
+    const auto found = static_cast<uint32_t>(sum([&](uint32_t lane) {
+        uint64_t escapes = 0;
+        for (uint32_t first = 8 * lane; first < nbytes; first += 8 * kHalf) {
+            const uint64_t eight = get64(codes + first, codes + nbytes);
+            const uint64_t pairs = eight & eight >> 1;
+            escapes += bits_in(pairs & pairs >> 2 & 0x1111111111111111);
+        }
+        return escapes;
+    }));
     each([&](uint32_t lane) {
         if (lane == 0) measure = {0, found, found};
     });
@@ -127,18 +179,71 @@ KVTIER_DEVICE bool fix4_decode(const Part& part, uint32_t unit, const Measure* m
     const uint64_t fixed = shape.fix4_bytes();
     const uint8_t* const from = at<const uint8_t>(part.text);
     if (part.text_bytes < fixed || from[kElementAt] != static_cast<uint8_t>(kIs)) return false;
-    const uint64_t escaped = part.text_bytes - fixed;
-    if (get32(from + kCountAt) != escaped || bytes_before(measures, part.units, 1) != escaped) {
-        return false;
+    const uint32_t escaped = get32(from + kCountAt);
+    if (part.text_bytes - fixed != escaped) return false;
+    uint32_t used = 0;
+    if (part.units != 1) {
+        if (bytes_before(measures, part.units, 1) != escaped) return false;
+        used = static_cast<uint32_t>(bytes_before(measures, unit, 1));
     }
-    uint64_t used = bytes_before(measures, unit, 1);
     const uint32_t top = from[kTopAt];
     const uint8_t* const codes = from + kFix4Header + shape.first(unit) * kRowCodes;
     const uint8_t* const rest =
         from + kFix4Header + shape.rows * kRowCodes + shape.first(unit) * Shape<kIs>::kRest;
     const uint8_t* const escapes = from + (fixed - shape.odd);
     uint8_t* const out = at<uint8_t>(part.raw);
-    for (uint32_t half = 0; half < 2 * shape.count(unit); half++) {
+    uint32_t row = 0;
+    if (kBytes<kIs> <= 2 && part.raw % 16 == 0) {
+        // Four rows at a time: a lane decodes eight consecutive elements. Eight of four bytes would
+        // need more registers than there are.
+        constexpr uint64_t kUpperBits = 0x8080808080808080;
+        const uint64_t tops = uint64_t{top} * 0x0101010101010101;
+        const uint8_t* const end = from + part.text_bytes;
+        const uint32_t whole = shape.whole - shape.first(unit), rows = shape.count(unit);
+        for (; row + 4 <= rows && row + 4 <= whole; row += 4) {
+            Each<EightCodes<kIs>> eight;
+            each([&](uint32_t lane) {
+                const uint32_t mine = row + lane / 8;
+                eight[lane].load(codes + mine * kCodes, rest + mine * Shape<kIs>::kRest, end,
+                                 lane % 8 * 8);
+            });
+            const uint32_t far = ballot([&](uint32_t lane) { return eight[lane].escapes() != 0; });
+            Each<uint32_t> place;
+            uint32_t all = 0;
+            if (far != 0) {
+                each([&](uint32_t lane) { place[lane] = 0; });
+                for (uint32_t bit = 0; bit < 4; bit++) {
+                    const uint32_t some =
+                        ballot([&](uint32_t lane) { return eight[lane].escapes() >> bit & 1; });
+                    each([&](uint32_t lane) { place[lane] += before(some, lane) << bit; });
+                    all += bits_in(some) << bit;
+                }
+                if (all > escaped - used) return false;
+            }
+            each([&](uint32_t lane) {
+                // In each byte: the top minus the code, modulo 256.
+                const uint64_t eight_codes = eight[lane].codes;
+                uint64_t exponents = ((tops | kUpperBits) - eight_codes) ^ (~tops & kUpperBits);
+                if (far >> lane & 1) {
+                    const uint8_t* next = escapes + used + place[lane];
+                    for (uint32_t at = 0; at < 64; at += 8) {
+                        if ((eight_codes >> at & 255) != kEscape4) continue;
+                        exponents = (exponents & ~(uint64_t{255} << at)) | uint64_t{*next++} << at;
+                    }
+                }
+                typename Shape<kIs>::Bits elements[8];
+                KVTIER_UNROLLED
+                for (uint32_t k = 0; k < 8; k++) {
+                    elements[k] =
+                        codec::element_of<kIs>(byte_of(exponents, k), eight[lane].rest(k));
+                }
+                const uint32_t i = (shape.first(unit) + row) * kOfRow + 8 * lane;
+                store_eight(out + uint64_t{i} * kBytes<kIs>, elements);
+            });
+            used += all;
+        }
+    }
+    for (uint32_t half = 2 * row; half < 2 * shape.count(unit); half++) {
         const uint8_t* const row_codes = codes + half / 2 * kRowCodes;
         const uint8_t* const row_rest = rest + half / 2 * Shape<kIs>::kRest;
         const uint32_t start = half % 2 * kHalf;
@@ -157,7 +262,7 @@ KVTIER_DEVICE bool fix4_decode(const Part& part, uint32_t unit, const Measure* m
         used += bits_in(far);
     }
     if (unit == 0) copy(out + part.raw_bytes - shape.odd, escapes + escaped, shape.odd);
-    return true;
+    return part.units != 1 || used == escaped;
 }
 
 // --- counts of exponents -------------------------------------------------------------------------

@@ -66,7 +66,12 @@ struct Plan {
     KVTIER_DEVICE Owner owner(uint32_t element) const {
         const uint32_t row = element / channels, channel = element % channels;
         if (by_token) return {row, channel / head * groups + channel % head / group};
-        return {row / matrix_rows * spans + row % matrix_rows / span, channel};
+        return {lines == 1 ? 0 : row / matrix_rows * spans + row % matrix_rows / span, channel};
+    }
+    // True if eight elements whose first index is a multiple of eight have one line, and one step
+    // or consecutive ones.
+    KVTIER_DEVICE bool by_eight() const {
+        return channels % 8 == 0 && (!by_token || (head % 8 == 0 && group % 8 == 0));
     }
     // The elements of a group: the first one, their number, and the distance between two of them.
     struct Members {
@@ -133,6 +138,74 @@ KVTIER_DEVICE uint32_t code_at(uint32_t bits, const uint8_t* codes, uint32_t i) 
     return codes[i % packed] >> (i / packed * bits) & ((1u << bits) - 1);
 }
 
+// Eight codes from element i, which is a multiple of eight: a byte per code, with other codes' bits
+// in it.
+KVTIER_DEVICE uint64_t eight_codes(const Plan& plan, const uint8_t* codes, const uint8_t* end,
+                                   uint32_t i) {
+    const uint32_t packed = 8 * plan.bits, within = i % static_cast<uint32_t>(kUnit);
+    const uint8_t* const at = codes + i / static_cast<uint32_t>(kUnit) * packed;
+    return get64(at + (within & (packed - 1)), end) >> (within / 8 & ~(plan.bits - 1));
+}
+
+// The upper halves of eight floats, or eight times the same.
+KVTIER_DEVICE void eight_halves(const uint8_t* from, const uint8_t* end, bool same,
+                                float (&halves)[8]) {
+    if (same) {
+        const float half = codec::float_of(get16(from) << 16);
+        KVTIER_UNROLLED
+        for (float& one : halves) one = half;
+        return;
+    }
+    KVTIER_UNROLLED
+    for (uint32_t k = 0; k < 8; k += 4) {
+        const uint64_t four = get64(from + 2 * k, end);
+        const uint32_t low = static_cast<uint32_t>(four), high = static_cast<uint32_t>(four >> 32);
+        halves[k] = codec::float_of(low << 16), halves[k + 1] = codec::float_of(low & 0xFFFF0000);
+        halves[k + 2] = codec::float_of(high << 16);
+        halves[k + 3] = codec::float_of(high & 0xFFFF0000);
+    }
+}
+
+// Decodes eight codes from element i. `end`: of the encoded part.
+KVTIER_DEVICE void eight_values(const Plan& plan, const uint8_t* params, const uint8_t* end,
+                                uint64_t codes, uint32_t i, float (&values)[8]) {
+    const uint32_t mask = (1u << plan.bits) - 1;
+    const auto code = [&](uint32_t k) {
+        return static_cast<uint8_t>(static_cast<uint32_t>(codes >> 8 * k) & mask);
+    };
+    if (plan.step_bytes == 0) {
+        KVTIER_UNROLLED
+        for (uint32_t k = 0; k < 8; k++) values[k] = codec::float_of_e5m2(code(k));
+        return;
+    }
+    const Plan::Owner owner = plan.owner(i);
+    const uint8_t* const at = params + plan.place(owner.line, owner.step);
+    if (plan.small()) {
+        const uint64_t steps = plan.by_token ? uint64_t{*at} * 0x0101010101010101 : get64(at, end);
+        KVTIER_UNROLLED
+        for (uint32_t k = 0; k < 8; k++) {
+            const float step = plan.small_step(static_cast<uint8_t>(steps >> 8 * k));
+            values[k] = codec::float_of_e2m1(code(k)) * step;
+        }
+        return;
+    }
+    float steps[8];
+    eight_halves(plan.bits == 8 ? at : at + 2 * plan.line, end, plan.by_token, steps);
+    if (plan.said == codec::kFp8Bits) {
+        KVTIER_UNROLLED
+        for (uint32_t k = 0; k < 8; k++) values[k] = codec::float_of_e4m3(code(k)) * steps[k];
+    } else if (plan.bits == 8) {
+        KVTIER_UNROLLED
+        for (uint32_t k = 0; k < 8; k++)
+            values[k] = codec::value_of(code(k), codec::base_of(steps[k]), steps[k]);
+    } else {
+        float bases[8];
+        eight_halves(at, end, plan.by_token, bases);
+        KVTIER_UNROLLED
+        for (uint32_t k = 0; k < 8; k++) values[k] = codec::value_of(code(k), bases[k], steps[k]);
+    }
+}
+
 template <Element kIs>
 KVTIER_DEVICE bool decode(const Part& part, uint32_t unit) {
     using Bits = typename Value<kIs>::Bits;
@@ -152,6 +225,32 @@ KVTIER_DEVICE bool decode(const Part& part, uint32_t unit) {
     }
     uint8_t* const out = at<uint8_t>(part.raw);
     const uint32_t first = unit * kUnitElements;
+    if (first >= plan.elements) return true;
+    if (plan.by_eight() && part.raw % 16 == 0) {
+        const uint32_t last =
+            plan.elements - first < kUnitElements ? plan.elements : first + kUnitElements;
+        const uint8_t* const end = from + part.text_bytes;
+        constexpr uint32_t kStep = 8 * kWarp;
+        each([&](uint32_t lane) {
+            const auto codes = [&](uint32_t i) {
+                return i < last ? eight_codes(plan, params + plan.params, end, i) : 0;
+            };
+            uint32_t i = first + 8 * lane;
+            // Reads are in progress while values are computed.
+            uint64_t now = codes(i), next = codes(i + kStep);
+            for (; i < last; i += kStep) {
+                const uint64_t later = codes(i + 2 * kStep);
+                float values[8];
+                eight_values(plan, params, end, now, i, values);
+                Bits eight[8];
+                KVTIER_UNROLLED
+                for (uint32_t k = 0; k < 8; k++) eight[k] = Value<kIs>::narrowed(values[k]);
+                store_eight(out + uint64_t{i} * kBytes<kIs>, eight);
+                now = next, next = later;
+            }
+        });
+        return true;
+    }
     for (uint32_t i = first; i < first + kUnitElements && i < plan.elements; i += kWarp) {
         const uint8_t* const codes = params + plan.params + i / kUnit * kUnit * plan.bits / 8;
         each([&](uint32_t lane) {

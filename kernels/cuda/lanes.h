@@ -14,6 +14,8 @@ using codec::kLanes;
 
 #if defined(__CUDACC__)
 #define KVTIER_DEVICE __device__ __forceinline__
+// Before a loop whose arrays must be in registers.
+#define KVTIER_UNROLLED _Pragma("unroll")
 inline constexpr uint32_t kAll = 0xFFFFFFFFu;
 
 // A number per lane.
@@ -65,9 +67,11 @@ KVTIER_DEVICE bool is_set(const uint32_t& flag) {
 
 KVTIER_DEVICE void count_at(uint32_t* counter) { atomicAdd(counter, 1u); }
 KVTIER_DEVICE uint32_t bits_in(uint32_t mask) { return static_cast<uint32_t>(__popc(mask)); }
+KVTIER_DEVICE uint32_t bits_in(uint64_t mask) { return static_cast<uint32_t>(__popcll(mask)); }
 
 #else
 #define KVTIER_DEVICE inline
+#define KVTIER_UNROLLED
 
 template <typename T>
 struct Each {
@@ -115,6 +119,7 @@ inline void set_flag(uint32_t& flag) { flag = 1; }
 inline bool is_set(const uint32_t& flag) { return flag != 0; }
 inline void count_at(uint32_t* counter) { ++*counter; }
 inline uint32_t bits_in(uint32_t mask) { return static_cast<uint32_t>(__builtin_popcount(mask)); }
+inline uint32_t bits_in(uint64_t mask) { return static_cast<uint32_t>(__builtin_popcountll(mask)); }
 #endif
 
 template <typename Function>

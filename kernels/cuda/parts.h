@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "addresses.h"
+#include "codec/part.h"
 #include "lanes.h"
 
 namespace kvtier::cuda {
@@ -14,46 +15,47 @@ namespace kvtier::cuda {
 using codec::Element;
 using codec::kBytes;
 
-// Addresses are device addresses. A part's bytes are aligned to the size of its element and fewer
-// than 2^31; its encoded bytes are unaligned.
-struct Part {
-    uint64_t raw, raw_bytes;
-    uint64_t text, text_bytes;  // decoding: of this part; encoding: of its whole payload
-    uint64_t scratch;           // aligned to 8 bytes; each codec defines its use and size
-    uint64_t known;             // the part's content of a profile, or 0
-    uint32_t element;
-    uint32_t kept;          // stored raw
-    uint32_t unit, units;   // the first unit, and the number of units
-    uint32_t first, parts;  // encoding: the index of the payload's first part, and their number
-    uint32_t bits;          // of codes, with flags: see codec::fixed_form
-    uint32_t rows, channels, head, by_token;  // a grid
-    uint32_t heads_first, position;
-    uint32_t reserved;
-};
-
-// The encoded size of a unit: in bytes, but words and escapes are counts.
-struct Measure {
-    uint32_t words, escapes;
-    uint64_t bytes;
-};
-
-struct Result {
-    uint64_t bytes, offset;  // encoding: the size, and the position in the payload
-    uint32_t kept, bad;
-};
-
-static_assert(sizeof(Part) == 104 && sizeof(Measure) == 16 && sizeof(Result) == 24);
-
 // At any address, lowest byte first.
 KVTIER_DEVICE uint32_t get16(const uint8_t* from) {
     return static_cast<uint32_t>(from[0]) | static_cast<uint32_t>(from[1]) << 8;
 }
 KVTIER_DEVICE uint32_t get32(const uint8_t* from) { return get16(from) | get16(from + 2) << 16; }
+// Eight bytes at any address. Three bytes before them are readable, and those before `end`.
+KVTIER_DEVICE uint64_t get64(const uint8_t* from, const uint8_t* end) {
+    const uint32_t skipped = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from)) % 8;
+    if (skipped == 0) return load<uint64_t>(from);
+    if (end - from < 12) return get32(from) | uint64_t{get32(from + 4)} << 32;
+    const uint8_t* const words = from - skipped % 4;
+    const uint64_t low = load<uint32_t>(words), middle = load<uint32_t>(words + 4);
+    const uint32_t bits = skipped % 4 * 8;
+    if (bits == 0) return low | middle << 32;
+    const uint64_t high = load<uint32_t>(words + 8);
+    return (low | middle << 32) >> bits | high << (64 - bits);
+}
 KVTIER_DEVICE void put16(uint8_t* to, uint32_t value) {
     to[0] = static_cast<uint8_t>(value), to[1] = static_cast<uint8_t>(value >> 8);
 }
 KVTIER_DEVICE void put32(uint8_t* to, uint64_t value) {
     put16(to, static_cast<uint32_t>(value)), put16(to + 2, static_cast<uint32_t>(value >> 16));
+}
+
+// Eight elements. The address is a multiple of their size, or of 16.
+template <typename Bits>
+KVTIER_DEVICE void store_eight(uint8_t* to, const Bits (&elements)[8]) {
+    constexpr uint32_t kSize = sizeof(Bits), kWords = 2 * kSize, kOfWord = 4 / kSize;
+    uint32_t words[kWords] = {};
+    KVTIER_UNROLLED
+    for (uint32_t k = 0; k < 8; k++) {
+        words[k / kOfWord] |= uint32_t{elements[k]} << (k % kOfWord * kSize * 8);
+    }
+    if constexpr (kWords == 2) {
+        store(to, words[0] | uint64_t{words[1]} << 32);
+    } else {
+        KVTIER_UNROLLED
+        for (uint32_t k = 0; k < kWords; k += 4) {
+            store(to + 4 * k, uint4{words[k], words[k + 1], words[k + 2], words[k + 3]});
+        }
+    }
 }
 
 KVTIER_DEVICE void copy(uint8_t* to, const uint8_t* from, uint64_t nbytes) {
@@ -158,34 +160,73 @@ inline constexpr uint32_t kWarps = 4;  // per thread block
         NAME(const Part* parts, const uint32_t* owners, uint32_t units, Measure* measures, \
              Result* results)
 
+// The sum of the numbers of all lanes before each lane.
+KVTIER_DEVICE Each<uint64_t> sums_before(Each<uint64_t>& numbers) {
+    Each<uint64_t> sums = numbers;
+    for (uint32_t apart = 1; apart < kLanes; apart *= 2) {
+        Each<uint32_t> from;
+        each([&](uint32_t lane) { from[lane] = lane - apart; });
+        Each<uint64_t> earlier = shuffled(sums, from);
+        each([&](uint32_t lane) {
+            if (lane >= apart) sums[lane] += earlier[lane];
+        });
+    }
+    each([&](uint32_t lane) { sums[lane] -= numbers[lane]; });
+    return sums;
+}
+
 // Runs between the passes, once per payload: computes the sizes of its parts and their positions. A
-// part that would not shrink is stored raw.
+// part that would not shrink is stored raw. A lane processes a part; all lanes add up the units of
+// a part with many.
 KVTIER_KERNEL(kvtier_settle) {
     for (uint32_t i = warp(); i < units; i += warps()) {
         const uint32_t first = owners[i], end = first + parts[first].parts;
         uint64_t offset = 0;
-        for (uint32_t number = first; number < end; number++) {
-            const Part& part = parts[number];
-            Result& result = results[number];
-            uint64_t bytes = part.raw_bytes;
-            if (!part.kept && !result.bad) {
-                bytes = 0;
-                for (uint32_t unit = 0; unit < part.units; unit += kLanes) {
-                    bytes += sum([&](uint32_t lane) {
-                        return unit + lane < part.units ? measures[part.unit + unit + lane].bytes
-                                                        : uint64_t{0};
-                    });
-                }
-            }
-            const bool kept = part.kept || result.bad || bytes >= part.raw_bytes;
-            if (kept) bytes = part.raw_bytes;
+        for (uint32_t number = first; number < end; number += static_cast<uint32_t>(kLanes)) {
+            const auto is_encoded = [&](uint32_t lane) {
+                return number + lane < end && !parts[number + lane].kept &&
+                       !results[number + lane].bad;
+            };
+            Each<uint64_t> bytes;
             each([&](uint32_t lane) {
-                if (lane != 0) return;
-                result.kept = kept;
-                result.bytes = bytes;
-                result.offset = offset;
+                bytes[lane] = 0;
+                if (!is_encoded(lane)) return;
+                const Part& part = parts[number + lane];
+                if (part.units > kLanes) return;
+                for (uint32_t unit = part.unit; unit < part.unit + part.units; unit++) {
+                    bytes[lane] += measures[unit].bytes;
+                }
             });
-            offset += bytes;
+            uint32_t large = ballot([&](uint32_t lane) {
+                return is_encoded(lane) && parts[number + lane].units > kLanes;
+            });
+            for (uint32_t one = 0; large != 0; large >>= 1, one++) {
+                if (large % 2 == 0) continue;
+                const Part& part = parts[number + one];
+                const uint64_t all = sum([&](uint32_t lane) {
+                    uint64_t found = 0;
+                    for (uint32_t unit = lane; unit < part.units; unit += kLanes) {
+                        found += measures[part.unit + unit].bytes;
+                    }
+                    return found;
+                });
+                each([&](uint32_t lane) {
+                    if (lane == one) bytes[lane] = all;
+                });
+            }
+            each([&](uint32_t lane) {
+                if (number + lane >= end) return;
+                Result& result = results[number + lane];
+                const uint64_t raw_bytes = parts[number + lane].raw_bytes;
+                result.kept = !is_encoded(lane) || bytes[lane] >= raw_bytes;
+                if (result.kept) bytes[lane] = raw_bytes;
+                result.bytes = bytes[lane];
+            });
+            Each<uint64_t> before = sums_before(bytes);
+            each([&](uint32_t lane) {
+                if (number + lane < end) results[number + lane].offset = offset + before[lane];
+            });
+            offset += sum([&](uint32_t lane) { return bytes[lane]; });
         }
     }
 }

@@ -424,6 +424,47 @@ class Calibration:
         parts: Sequence[tuple[int, int, int, int, bytes, bytes, bytes, bytes]],
     ) -> None: ...
 
+@final
+class DeviceBatch:
+    """What all parts of a batch for a device's codec have in common. `known` are the parts of a
+    calibration (KNOWN_PART of kvtier_kernels.cuda.codecs). The methods write the tables of a batch
+    to `nbytes` bytes at this address, or as many of them as there is room for, and return the
+    number of units and of payloads; the places of results, of payloads and of owners; the size of
+    the tables, and that of the scratch memory on the device. ValueError if a part can not be
+    processed."""
+
+    def __init__(
+        self,
+        codec: int,
+        element: int,
+        heads_first: bool,
+        position: int,
+        known: _Memory,
+        group_tokens: int,
+    ) -> None: ...
+    def to_decode(self, parts: _Memory, address: int, nbytes: int) -> tuple[int, ...]:
+        """Of parts to decode (ENCODED_PART)."""
+
+    def to_encode(
+        self, parts: _Memory, payloads: _Memory, address: int, nbytes: int, scratch: int
+    ) -> tuple[int, ...]:
+        """Of parts to encode (RAW_PART) into payloads (PAYLOAD); the scratch memory has this
+        address."""
+
+def placed_blocks(
+    block_ids: _Integers,
+    blocks: int,
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    nbytes: int,
+    writable: bool,
+    registered: Sequence[int],
+) -> tuple[bytes, bytes, bytes | None]:
+    """Returns the ids as 32-bit numbers, the addresses of the slots as 64-bit numbers, and a byte
+    per slot that is 1 in these extents, or None if it is for all. IndexError for a block from
+    `blocks` on and for a slot outside of its extent, ValueError if that is read-only and must not
+    be."""
+
 def encode_calibrated(
     by: Calibration,
     element: int,

@@ -55,6 +55,7 @@ T __shfl_xor_sync(unsigned all, T mine, int apart) {
 
 inline void atomicAdd(unsigned* at, unsigned by) { __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 
 // Every thread of the grid; `kStep` is for substitutes that run a warp as one.
 template <unsigned kStep = 1, typename Kernel, typename... Arguments>

@@ -224,12 +224,12 @@ WRONG: dict[str, tuple[list[int], list[tuple[int, int]], type[Exception], str]] 
     "a block beyond the pages": ([BLOCKS], [(0, 0)], IndexError, "12 is outside of 12 blocks"),
     "a block before them": ([-1], [(0, 0)], IndexError, "block"),
     "fewer slots": ([1, 2], [(0, 0)], ValueError, "3 block ids for 2 slots"),
-    "an extent beyond": ([1], [(2, 0)], IndexError, "extent 2 is unknown, there are 2"),
+    "an extent beyond": ([1], [(2, 0)], IndexError, "slot 1: extent 2 of 2"),
     "a slot beyond": (
         [1],
         [(0, BLOCKS)],
         IndexError,
-        "3000 bytes at offset 49152 exceed an extent of 49152",
+        "slot 1: 3000 bytes at 49152 of an extent of 49152",
     ),
 }
 

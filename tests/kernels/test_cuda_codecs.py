@@ -104,6 +104,30 @@ def test_each_payload_of_a_batch_equals_that_of_a_processor(
         device._free()
 
 
+def test_a_payload_has_many_parts_of_any_size(device_codecs: DeviceCodecs) -> None:
+    """Large parts among small ones: all lanes of a warp add up the units of a large one."""
+    device, chance = device_codecs, random.Random(5)
+    sizes = [TOKENS * HEADS * DIM * (120 if number in (1, 31, 34) else 1) for number in range(70)]
+    parts = [
+        chance.randbytes(2 * size) if number in (3, 40) else drawn(number, size)
+        for number, size in enumerate(sizes)
+    ]
+    found, text = by_processor(Q8, parts)
+    assert {taken for taken, _ in found} == {RAW, Q8}
+    room = sum(map(len, parts))
+    into = device._room(room, 1)
+    rows = [(device._put(np.frombuffer(part, np.uint8)), len(part), 0, 0, *GRID) for part in parts]
+    device.coder.encode(
+        Q8, BF16, np.array(rows, RAW_PART), np.array([(into, room)], PAYLOAD), device.stream
+    )
+    results = device.coder.finish()
+    assert [(RAW if one["kept"] else Q8, one["bytes"]) for one in results] == found
+    ends = np.cumsum([size for _, size in found])
+    assert results["offset"].tolist() == [0, *ends[:-1].tolist()]
+    assert device._get(into, room)[: len(text)].tobytes() == text
+    device._free()
+
+
 @pytest.mark.parametrize("codec", ALL)
 def test_damaged_parts_are_named_and_do_not_affect_others(
     device_codecs: DeviceCodecs, codec: int
@@ -140,6 +164,52 @@ def test_damaged_parts_are_named_and_do_not_affect_others(
         device._get(row[2], size)
     assert all(expected[::2]) and None in expected
     device._free()
+
+
+def test_a_batch_after_a_damaged_one_is_sound(device_codecs: DeviceCodecs) -> None:
+    device, part = device_codecs, drawn(1)
+    [(_, size)], text = by_processor(FIX4, [part])
+    room = device._room(len(part))
+    for damage in (1, 0):
+        mine = bytearray(text)
+        mine[4] ^= damage  # the number of escapes
+        source = device._put(np.frombuffer(mine, np.uint8))
+        rows = np.array([(FIX4, -1, source, size, room, len(part))], ENCODED_PART)
+        device.coder.decode(FIX4, BF16, rows, device.stream)
+        assert device.coder.finish()["bad"].tolist() == [damage]
+    assert device._get(room, len(part)).tobytes() == part
+    device._free()
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_decoded_parts_are_the_same_at_any_alignment(
+    device_codecs: DeviceCodecs, codec: int
+) -> None:
+    """Kernels use wide accesses where addresses allow it. Guards follow the last byte of each part."""
+    device, whole = device_codecs, drawn(4, 3 * TOKENS * HEADS * DIM)
+    by = calibration_of(codec)
+    for part in (whole, whole[: TOKENS * HEADS * DIM * 2]):
+        [(taken, size)], text = by_processor(codec, [part])
+        assert taken == codec
+        back = bytearray(len(part))
+        place = (codec, 0, size, len(part))
+        if by is None:
+            assert kernels.decode_parts(BF16, text, [place], back) == 1
+        else:
+            assert kernels.decode_calibrated(by.native, BF16, text, [(0, *place)], False, back) == 1
+        rows = [
+            (codec, 0, device._put(np.frombuffer(text, np.uint8), shift), size,
+             device._room(len(part), raw_shift), len(part))
+            for shift in range(9) for raw_shift in (0, 2, 4, 8)
+        ]  # fmt: skip
+        device.coder.decode(
+            codec, BF16, np.array(rows, ENCODED_PART), device.stream, device._device(by)
+        )
+        assert not device.coder.finish()["bad"].any()
+        for _, _, address, _, room, _ in rows:
+            assert device._get(room, len(part)).tobytes() == back
+            device._get(address, size)
+        device._free()
 
 
 def test_a_started_batch_runs_asynchronously(
@@ -189,6 +259,32 @@ def test_parts_of_another_codec_or_calibration_are_refused(device_codecs: Device
         device.coder.decode(R32, BF16, parts, device.stream)
     with pytest.raises(ValueError, match="calibration for 7"):
         device.coder.decode(FIX4, BF16, parts, device.stream, by)
+    beyond = np.array([(ECSQ, 1, 4096, 64, 4096, 64)], ENCODED_PART)
+    with pytest.raises(IndexError, match="1 is outside of a calibration of 1 parts"):
+        device.coder.decode(ECSQ, BF16, beyond, device.stream, by)
+
+
+@pytest.mark.parametrize(
+    ("codec", "into", "raw_bytes", "text"),
+    [(R32, 4097, 64, "not aligned to elements of 2 bytes"), (256, 4096, 64, "another codec than 2"),
+     (R32, 4096, 1 << 31, "2147483648 bytes, at most 2147483647")],
+)  # fmt: skip
+def test_parts_that_can_not_be_decoded_are_refused_before_any_work_is_queued(
+    device_codecs: DeviceCodecs, codec: int, into: int, raw_bytes: int, text: str
+) -> None:
+    """A batch after the refused one is sound: the refused one has written a part of its tables."""
+    device, part = device_codecs, drawn(1)
+    [(_, size)], encoded = by_processor(R32, [part])
+    source, room = device._put(np.frombuffer(encoded, np.uint8)), device._room(len(part))
+    sound = (R32, -1, source, size, room, len(part))
+    rows = np.array([sound, (codec, -1, 4096, 64, into, raw_bytes)], ENCODED_PART)
+    for _ in range(2):  # the second time there is memory
+        with pytest.raises(ValueError, match=text):
+            device.coder.decode(R32, BF16, rows, device.stream)
+        device.coder.decode(R32, BF16, rows[:1], device.stream)
+        assert not device.coder.finish()["bad"].any()
+    assert device._get(room, len(part)).tobytes() == part
+    device._free()
 
 
 def test_an_empty_batch_is_valid(device_codecs: DeviceCodecs) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvtier_kernels._native import Buffers, copy_in, copy_out
+from kvtier_kernels._native import Buffers, copy_in, copy_out, placed_blocks
 from kvtier_kernels.cuda.compiler import compile_kernel, source
 from kvtier_kernels.cuda.driver import MULTIPROCESSORS, CudaError, Driver, Event
 from kvtier_kernels.cuda.pins import ExtentPins, Extents, PinnedExtent
@@ -175,13 +175,18 @@ class CopyLane:
     ) -> None:
         """Start to copy blocks into slots or out of them, after this event; check all bounds before."""
         with self._driver.inside:
-            places, ids = _checked(pieces, block_ids, extents, slots, inwards)
-            addresses, ready, pinned = self._located(extents, places)
+            ids, addresses, ready, pinned = self._located(
+                pieces, block_ids, extents, slots, inwards
+            )
             with self._starting(after):
                 self._users.append(pinned)
-                self.move(pieces, ids[ready], addresses[ready], inwards, pieces.ways[inwards])
-                if not ready.all():
-                    self._staged(pieces, ids[~ready], extents, places[~ready], inwards)
+                way = pieces.ways[inwards]
+                if ready is None:
+                    self.move(pieces, ids, addresses, inwards, way)
+                    return
+                self.move(pieces, ids[ready], addresses[ready], inwards, way)
+                places = np.frombuffer(slots, SLOT)[~ready]
+                self._staged(pieces, ids[~ready], extents, places, inwards)
 
     @contextmanager
     def _starting(self, after: Event | None) -> Iterator[None]:
@@ -196,13 +201,27 @@ class CopyLane:
             raise
 
     def _located(
-        self, extents: Extents, places: npt.NDArray[np.void]
-    ) -> tuple[Numbers, npt.NDArray[np.bool_], PinnedExtent]:
-        """The addresses of slots, which of them are in registered extents, and these."""
+        self,
+        pieces: DevicePieces,
+        block_ids: Sequence[int],
+        extents: Extents,
+        slots: bytes,
+        inwards: bool,
+    ) -> tuple[npt.NDArray[np.uint32], Numbers, npt.NDArray[np.bool_] | None, PinnedExtent]:
+        """The ids, the addresses of the slots, which of them are in registered extents (None: all), and
+        these. Raise IndexError or ValueError for blocks and slots that do not exist."""
         pinned = self._copier.pins.of(extents)
-        bases = np.array([0 if one is None else one.address for one in extents], np.uint64)
-        ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
-        return bases[places["extent"]] + places["offset"], ready, pinned
+        ids, addresses, ready = placed_blocks(
+            block_ids,
+            pieces.blocks,
+            extents,
+            slots,
+            pieces.block_bytes,
+            inwards,
+            list(pinned.ready),
+        )
+        which = None if ready is None else np.frombuffer(ready, np.bool_)
+        return np.frombuffer(ids, np.uint32), np.frombuffer(addresses, np.uint64), which, pinned
 
     def start_at(
         self,
@@ -238,9 +257,10 @@ class CopyLane:
         placed: list[tuple[npt.NDArray[np.uint32], Numbers]] = []
         users = []
         for block_ids, extents, slots in copies:
-            places, ids = _checked(parts[0], block_ids, extents, slots, False)
-            addresses, ready, pinned = self._located(extents, places)
-            if not ready.all():
+            ids, addresses, ready, pinned = self._located(
+                parts[0], block_ids, extents, slots, False
+            )
+            if ready is not None:
                 return False
             placed.append((ids, addresses))
             users.append(pinned)
@@ -401,38 +421,6 @@ class CopyLane:
             self._driver.call("cuStreamSynchronize", self.stream)
             if inwards:
                 copy_in(extents, slots, Buffers(memory, 0, count, size, False, False))
-
-
-def _checked(
-    pieces: DevicePieces, block_ids: Sequence[int], extents: Extents, slots: bytes, inwards: bool
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
-    places = np.frombuffer(slots, SLOT)
-    ids = np.array(block_ids, np.int64)
-    if len(ids) != len(places):
-        raise ValueError(f"{len(ids)} block ids for {len(places)} slots")
-    if len(ids) and (ids.min() < 0 or ids.max() >= pieces.blocks):
-        raise IndexError(
-            f"block_ids: {ids.min()} to {ids.max()} is outside of {pieces.blocks} blocks"
-        )
-    if places["reserved"].any():
-        raise ValueError("slots: a reserved field is not zero")
-    if len(places) and places["extent"].max() >= len(extents):
-        raise IndexError(
-            f"slots: extent {places['extent'].max()} is unknown, there are {len(extents)}"
-        )
-    for number in np.unique(places["extent"]).tolist():
-        extent = extents[number]
-        if extent is None:
-            raise IndexError(f"slots: extent {number} is not mapped")
-        if inwards and not extent.writable:
-            raise ValueError(f"slots: extent {number} is mapped read-only")
-        ends = places["offset"][places["extent"] == number]
-        if pieces.block_bytes > extent.size or ends.max() > extent.size - pieces.block_bytes:
-            raise IndexError(
-                f"slots: {pieces.block_bytes} bytes at offset {ends.max()} exceed "
-                f"an extent of {extent.size} bytes"
-            )
-    return places, ids.astype(np.uint32)
 
 
 class Copier:

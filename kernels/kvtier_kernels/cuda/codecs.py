@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier_kernels._native import Calibration
+from kvtier_kernels._native import Calibration, DeviceBatch
 from kvtier_kernels.cuda.compiler import compile_kernel, source
 from kvtier_kernels.cuda.cosines import COSINES, SINES
 from kvtier_kernels.cuda.driver import CudaError, Driver, Event
 
 RAW, FIX4, R32, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8, E5M2, NVFP4, MXFP4 = 0, 1, 2, *range(4, 13)
-ITEM = (2, 2, 4, 1, 1)  # bytes per element: bf16, fp16, fp32, e4m3, e5m2
-MOST_BYTES = (1 << 31) - 1  # per part
-ALIGNED = 256
 
-# The layouts of the kernels, which assert the sizes.
-PART = np.dtype([
-    ("raw", "<u8"), ("raw_bytes", "<u8"), ("text", "<u8"), ("text_bytes", "<u8"), ("scratch", "<u8"),
-    ("known", "<u8"), ("element", "<u4"), ("kept", "<u4"), ("unit", "<u4"), ("units", "<u4"),
-    ("first", "<u4"), ("parts", "<u4"), ("bits", "<u4"), ("rows", "<u4"), ("channels", "<u4"),
-    ("head", "<u4"), ("by_token", "<u4"), ("heads_first", "<u4"), ("position", "<u4"), ("reserved", "<u4"),
-])  # fmt: skip
+# The layouts of the kernels (codec/part.h, codec_calibrated.cu), which assert the sizes.
 RESULT = np.dtype([("bytes", "<u8"), ("offset", "<u8"), ("kept", "<u4"), ("bad", "<u4")])
 KNOWN = np.dtype([
     ("means", "<u8"), ("exponents", "<u8"), ("anchors", "<u8"), ("turns", "<u8"), ("cosines", "<u8"),
@@ -42,12 +33,7 @@ KNOWN = np.dtype([
 ])  # fmt: skip
 MEASURE_BYTES = 16
 
-# A unit of the lossless codecs has 512 rows of 64 elements; a stream of the calibrated codecs has
-# as many symbols.
-ROW, STREAM_ROWS, STREAM_SYMBOLS, QUANTIZED_ELEMENTS = 64, 512, 32_768, 4096
-# The memory of a stream during encoding: its words, its escapes, 32 states.
-TOP_ROOM = 64
-WORDS_ROOM, STATES_ROOM = 2 * (STREAM_SYMBOLS // 2 + 32), 4 * 32
+ROW, STREAM_ROWS = 64, 512  # elements; a stream's rows: see codec/lossless.h
 THREADS, WARPS = 128, 4
 MOST_GRID = 8192
 SCRATCH_BYTES = 256 << 20  # for all batches of a device that are in progress
@@ -80,17 +66,6 @@ KERNELS = {
     **dict.fromkeys((Q8, Q4, Q2, FP8, E5M2, NVFP4, MXFP4), _QUANTIZED),
 }  # fmt: skip
 SETTLE = "kvtier_settle"
-FLOATING, BINARY = 16, 32  # flags next to the bits, in a part's header
-BITS = {
-    Q8: 8,
-    Q4: 4,
-    Q2: 2,
-    FP8: FLOATING + 8,
-    E5M2: BINARY + 8,
-    NVFP4: FLOATING + 4,
-    MXFP4: BINARY + 4,
-}
-
 
 # Parts to encode: the address, the known part, and the index of the payload; payloads: the
 # address, and room for all of their parts unencoded. Parts to decode: source and destination.
@@ -104,8 +79,11 @@ ENCODED_PART = np.dtype([
     ("codec", "<u4"), ("known", "<i4"), ("address", "<u8"), ("nbytes", "<u8"), ("into", "<u8"),
     ("raw_bytes", "<u8"),
 ])  # fmt: skip
+# A part of a calibration: its shape, and the address of its KNOWN.
+KNOWN_PART = np.dtype([("heads", "<u8"), ("dim", "<u8"), ("exact", "<u8"), ("address", "<u8")])
 Records = npt.NDArray[np.void]
-Numbers = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+NONE_KNOWN: Records = np.zeros(0, KNOWN_PART)
 
 
 @dataclass(slots=True)
@@ -113,9 +91,8 @@ class DeviceCalibration:
     """One level of ecsq or cachegen, on the device. Its creator closes it after its last use."""
 
     codec: int
-    shapes: Numbers  # heads, dim and exact of each part
+    parts: Records  # KNOWN_PART
     group: int
-    addresses: npt.NDArray[np.uint64]
     _driver: Driver
     _memory: int
 
@@ -176,9 +153,8 @@ def calibration(
     except CudaError:
         driver.free(memory)
         raise
-    addresses = (memory + np.arange(len(parts)) * KNOWN.itemsize).astype(np.uint64)
-    shapes = np.array([part[:3] for part in parts], np.int64).reshape(-1, 3)
-    return DeviceCalibration(codec, shapes, group_tokens, addresses, driver, memory)
+    shapes = [(*part[:3], memory + number * KNOWN.itemsize) for number, part in enumerate(parts)]
+    return DeviceCalibration(codec, np.array(shapes, KNOWN_PART), group_tokens, driver, memory)
 
 
 @dataclass(slots=True)
@@ -288,18 +264,32 @@ class _Room:
     def __init__(self, scratch: Scratch, pinned: bool) -> None:
         self._scratch, self._pinned = scratch, pinned
         self._block: ScratchRoom | None = None
+        self.address, self.nbytes = 0, 0
 
-    def fit(self, nbytes: int) -> int:
-        """The address of this many bytes. Earlier addresses are no longer valid."""
-        if self._block is None or nbytes > self._block.nbytes:
+    def fit(self, nbytes: int) -> None:
+        """Have this many bytes. Earlier addresses are no longer valid."""
+        if nbytes > self.nbytes:
             self.free()
             self._block = self._scratch.take(nbytes, self._pinned)
-        return self._block.address
+            self.address, self.nbytes = self._block.address, self._block.nbytes
 
     def free(self) -> None:
         if self._block is not None:
             self._scratch.give(self._block)
         self._block = None
+        self.address, self.nbytes = 0, 0
+
+
+class _Layout(NamedTuple):
+    """The number of units and of payloads, the places of a batch's tables, and the memory that they need."""
+
+    units: int
+    payloads: int
+    results_at: int
+    firsts_at: int
+    owners_at: int
+    nbytes: int
+    scratch_bytes: int
 
 
 class Coder:
@@ -311,7 +301,9 @@ class Coder:
         self._host = _Room(codecs.scratch, pinned=True)
         self._table = _Room(codecs.scratch, pinned=False)
         self._scratch = _Room(codecs.scratch, pinned=False)
-        self._under_way: Records | None = None
+        self._under_way: Bytes | None = (
+            None  # of the results: to copy records takes ten times as long
+        )
 
     def close(self) -> None:
         """Wait for the batch in progress, and return its memory to the codecs."""
@@ -331,14 +323,14 @@ class Coder:
         heads_first: bool = False,
     ) -> None:
         """Queue the decoding of parts (ENCODED_PART); of a damaged part the output is undefined."""
-        if not np.isin(parts["codec"], (RAW, codec)).all():
-            raise ValueError(f"codec: parts of another codec than {codec}")
-        rows = _rows(codec, element, parts["into"], parts["raw_bytes"], by, parts["known"])
-        rows["text"], rows["text_bytes"] = parts["address"], parts["nbytes"]
-        rows["kept"], rows["heads_first"] = parts["codec"] == RAW, heads_first
         kernels = KERNELS[codec]
+        batch = _batch(codec, element, by, heads_first, 0)
+        said = np.ascontiguousarray(parts, ENCODED_PART)
         steps = [(name, False) for name in kernels.decode]
-        self._start(kernels, rows, steps, np.zeros(0, np.uint32), stream)
+        self._start(
+            kernels, steps, len(said), stream,
+            lambda: batch.to_decode(said, self._host.address, self._host.nbytes),
+        )  # fmt: skip
 
     def encode(
         self,
@@ -353,27 +345,18 @@ class Coder:
     ) -> None:
         """Queue the encoding of parts (RAW_PART, in the order of their payloads) into payloads
         (PAYLOAD). `position` is that of the first token, for codecs that use it."""
-        into = parts["payload"].astype(np.int64)
-        if len(parts) and ((np.diff(into) < 0).any() or into.max() >= len(payloads)):
-            raise ValueError(
-                "parts: not in the order of their payloads, or with an unknown payload"
-            )
-        counts = np.bincount(into, minlength=len(payloads))
-        needs = np.bincount(into, parts["nbytes"], minlength=len(payloads))
-        if (payloads["room"] < needs).any():
-            raise ValueError("payloads: too little room for their raw parts")
-        rows = _rows(codec, element, parts["address"], parts["nbytes"], by, parts["known"])
-        rows["text"], rows["text_bytes"] = payloads["into"][into], payloads["room"][into]
-        firsts = np.cumsum(counts) - counts
-        rows["first"], rows["parts"] = firsts[into], counts[into]
-        for name in ("rows", "channels", "head", "by_token"):
-            rows[name] = parts[name]
-        rows["heads_first"], rows["position"] = heads_first, position
-        self._give_scratch(codec, element, rows, by, parts)
         kernels = KERNELS[codec]
+        batch = _batch(codec, element, by, heads_first, position)
+        said = np.ascontiguousarray(parts, RAW_PART)
+        into = np.ascontiguousarray(payloads, PAYLOAD)
         steps = [(name, False) for name in kernels.begin]
         steps += [(SETTLE, True), (kernels.place, False)]
-        self._start(kernels, rows, steps, firsts[counts > 0].astype(np.uint32), stream)
+        self._start(
+            kernels, steps, len(said), stream,
+            lambda: batch.to_encode(
+                said, into, self._host.address, self._host.nbytes, self._scratch.address
+            ),
+        )  # fmt: skip
 
     def finish(self) -> Records:
         """Sleep until the batch is done. For each part return `bad`, or the encoded size `bytes`
@@ -381,112 +364,53 @@ class Coder:
         assert self._under_way is not None, "nothing was started"
         results, self._under_way = self._under_way, None
         self._event.wait()
-        return results.copy()
-
-    def _give_scratch(
-        self, codec: int, element: int, rows: Records, by: DeviceCalibration | None, parts: Records
-    ) -> None:
-        units = rows["units"].astype(np.int64)
-        stream = WORDS_ROOM + STATES_ROOM + STREAM_SYMBOLS * (1 if codec == R32 else 2)
-        if codec == FIX4:
-            needs = np.full(len(rows), TOP_ROOM)
-        elif codec == R32:
-            needs = TOP_ROOM + units * stream
-        elif codec in BITS:
-            # The steps are smaller, or the part is stored raw. Or a magnitude for each group and unit.
-            needs = rows["raw_bytes"].astype(np.int64) + 4 * units
-        else:
-            _, anchors = _symbols(element, rows["raw_bytes"], by, parts["known"])
-            needs = -(-3 * anchors // 8) * 8 + units * stream
-        needs = -(-needs // ALIGNED) * ALIGNED
-        ends = np.cumsum(needs)
-        if len(rows):
-            rows["scratch"] = self._scratch.fit(int(ends[-1])) + (ends - needs)
+        return results.copy().view(RESULT)
 
     def _start(
-        self, kernels: Kernels, rows: Records, steps: list[tuple[str, bool]],
-        payloads: npt.NDArray[np.uint32], stream: int,
+        self, kernels: Kernels, steps: list[tuple[str, bool]], count: int, stream: int,
+        write: Callable[[], tuple[int, ...]],
     ) -> None:  # fmt: skip
+        """Queue these kernels. `write` writes the tables as far as the memory has room for them."""
         assert self._under_way is None, "a batch is under way"
-        if not len(rows):
-            self._under_way = np.zeros(0, RESULT)
+        if not count:
+            self._under_way = np.zeros(0, np.uint8)
             self._event.record(stream)
             return
+        lies = _Layout(*write())
         functions = [(self._codecs.function(kernels.file, name), whole) for name, whole in steps]
-        units = rows["units"].astype(np.int64)
-        rows["unit"] = np.cumsum(units) - units
-        owners = np.repeat(np.arange(len(rows), dtype=np.uint32), units)
-        results = np.zeros(len(rows), RESULT)
-        tables: list[npt.NDArray[Any]] = [rows, results, owners, payloads]
-        places, at = [], 0
-        for one in tables:
-            places.append(at)
-            at = -(-(at + one.nbytes) // ALIGNED) * ALIGNED
-        host = self._host.fit(at)
-        table = self._table.fit(at + MEASURE_BYTES * len(owners))
-        for place, one in zip(places, tables, strict=True):
-            ctypes.memmove(host + place, one.ctypes.data, one.nbytes)
-        on_device = [table + place for place in places]
+        if lies.nbytes > self._host.nbytes or lies.scratch_bytes > self._scratch.nbytes:
+            self._host.fit(lies.nbytes)
+            self._scratch.fit(lies.scratch_bytes)
+            write()
+        self._table.fit(lies.nbytes + MEASURE_BYTES * lies.units)  # the measures follow the tables
+        host, table = self._host.address, self._table.address
+        results = count * RESULT.itemsize
         try:
             with self._driver.inside:
-                self._driver.copy(table, host, at, stream)
+                self._driver.copy(table, host, lies.nbytes, stream)
                 for function, whole in functions:
-                    count = len(payloads) if whole else len(owners)
+                    warps = lies.payloads if whole else lies.units
                     arguments = [
-                        ctypes.c_uint64(on_device[0]), ctypes.c_uint64(on_device[3 if whole else 2]),
-                        ctypes.c_uint32(count), ctypes.c_uint64(table + at), ctypes.c_uint64(on_device[1]),
+                        ctypes.c_uint64(table),
+                        ctypes.c_uint64(table + (lies.firsts_at if whole else lies.owners_at)),
+                        ctypes.c_uint32(warps), ctypes.c_uint64(table + lies.nbytes),
+                        ctypes.c_uint64(table + lies.results_at),
                     ]  # fmt: skip
-                    grid = min(MOST_GRID, -(-count // WARPS))
+                    grid = min(MOST_GRID, -(-warps // WARPS))
                     self._driver.launch(function, grid, THREADS, arguments, stream)
-                self._driver.copy(host + places[1], on_device[1], results.nbytes, stream)
+                self._driver.copy(host + lies.results_at, table + lies.results_at, results, stream)
                 self._event.record(stream)
         except BaseException:
             self._driver.try_call("cuStreamSynchronize", stream)
             raise
-        told = (ctypes.c_uint8 * results.nbytes).from_address(host + places[1])
-        self._under_way = np.frombuffer(memoryview(told), RESULT)
+        told = (ctypes.c_uint8 * results).from_address(host + lies.results_at)
+        self._under_way = np.frombuffer(memoryview(told), np.uint8)
 
 
-def _rows(
-    codec: int, element: int, raw: npt.NDArray[np.uint64], raw_bytes: npt.NDArray[np.uint64],
-    by: DeviceCalibration | None, known: npt.NDArray[np.int32],
-) -> Records:  # fmt: skip
-    """The rows for the kernels, without encoded bytes."""
-    width = ITEM[element]
-    if (raw % width).any():
-        raise ValueError(f"parts: addresses are not aligned to elements of {width} bytes")
-    if (raw_bytes > MOST_BYTES).any():
-        raise ValueError(f"parts: {raw_bytes.max()} bytes, at most {MOST_BYTES} are possible")
+def _batch(
+    codec: int, element: int, by: DeviceCalibration | None, heads_first: bool, position: int
+) -> DeviceBatch:
     if by is not None and by.codec != codec:
         raise ValueError(f"codec: {codec} with a calibration for {by.codec}")
-    rows = np.zeros(len(raw), PART)
-    rows["raw"], rows["raw_bytes"], rows["element"] = raw, raw_bytes, element
-    rows["bits"] = BITS.get(codec, 0)
-    elements = raw_bytes.astype(np.int64) // width
-    if codec in (FIX4, R32):
-        units = -(-elements // (ROW * STREAM_ROWS))
-    elif codec in BITS:
-        units = -(-elements // QUANTIZED_ELEMENTS)
-    else:
-        units = -(-_symbols(element, raw_bytes, by, known)[0] // STREAM_SYMBOLS)
-        if by is not None:
-            rows["known"] = np.where(known >= 0, by.addresses[known], 0)
-    rows["units"] = np.maximum(1, units)
-    return rows
-
-
-def _symbols(
-    element: int, raw_bytes: npt.NDArray[np.uint64], by: DeviceCalibration | None,
-    known: npt.NDArray[np.int32],
-) -> tuple[Numbers, Numbers]:  # fmt: skip
-    """The number of symbols and of anchors of each part; zero if a part does not consist of its channels."""
-    none = np.zeros(len(raw_bytes), np.int64)
-    if by is None or element > 2:
-        return none, none
-    heads, dim, exact = by.shapes[known].T
-    token = heads * dim * ITEM[element]
-    whole = (known >= 0) & (raw_bytes.astype(np.int64) % token == 0)
-    tokens = np.where(whole, raw_bytes.astype(np.int64) // token, 0)
-    channels = heads * (dim - exact)
-    groups = -(-tokens // by.group) if by.codec == CACHEGEN else none
-    return (tokens - groups) * channels, groups * channels
+    known, group = (NONE_KNOWN, 0) if by is None else (by.parts, by.group)
+    return DeviceBatch(codec, element, heads_first, position, known, group)

@@ -22,8 +22,8 @@ FOR_DEVICE = b"--device-as-default-execution-space"
 # The headers of the kernels: those of this project, and the used part of the standard library,
 # which no driver contains.
 HEADERS = (
-    "addresses.h", "lanes.h", "parts.h", "streams.h", "codec/lossless.h", "codec/quantized.h",
-    "codec/calibrated.h", "codec/digest.h",
+    "addresses.h", "lanes.h", "parts.h", "streams.h", "codec/part.h", "codec/lossless.h",
+    "codec/quantized.h", "codec/calibrated.h", "codec/digest.h",
 )  # fmt: skip
 STANDARD = {
     "cstddef": "#pragma once\nusing size_t = decltype(sizeof 0);\n",

@@ -108,12 +108,14 @@ class Digester:
 
     def _tables(self, ranges: Records) -> tuple[Records, Records]:
         """The ranges, long ones with memory for their sums as far as it lasts; and their units."""
+        table = np.zeros(len(ranges), TABLE)
+        table["address"], table["nbytes"] = ranges["address"], ranges["nbytes"]
+        if ranges["nbytes"].max() <= LONG_RUNS * RUN_BYTES:
+            return table, np.zeros(0, UNIT)
         runs = np.maximum(ranges["nbytes"].astype(np.int64) - 1, 0) // RUN_BYTES
         needs = np.where(runs >= LONG_RUNS, runs * SUM_BYTES, 0)
         ends = np.cumsum(needs)
         split = (needs > 0) & (ends <= SUMS_BYTES)
-        table = np.zeros(len(ranges), TABLE)
-        table["address"], table["nbytes"] = ranges["address"], ranges["nbytes"]
         table["sums"] = np.where(split, self._sums + ends - needs, 0)
         counts = np.where(split, -(-runs // UNIT_RUNS), 0)
         units = np.zeros(int(counts.sum()), UNIT)
