@@ -409,12 +409,17 @@ KVTIER_DEVICE bool r32_decode(const Part& part, uint32_t unit, DecodeSlots& slot
         rests + shape.rows * Shape<kIs>::kRest + unit * kStatesBytes + lies.before;
     const uint8_t* const escapes = stream + kStatesBytes + 2 * uint64_t{lies.words};
     const uint32_t top = from[kTopAt], last = from[kSymbolsAt] - 1u;
+    // The rests of the next half of a row are read while symbols are decoded.
+    const auto rest_of = [&](uint32_t half, uint32_t lane) {
+        return codec::get_rest<kIs>(rest + half / 2 * Shape<kIs>::kRest, half % 2 * kHalf + lane);
+    };
+    Each<uint32_t> next;
+    each([&](uint32_t lane) { next[lane] = rest_of(0, lane); });
     slots.fill(from + kFrequenciesAt);
     StreamReader reader(slots, stream, lies.words);
     if (!reader.begins()) return false;
     uint32_t used = 0;
     for (uint32_t half = 0; half < 2 * rows; half++) {
-        const uint8_t* const row_rest = rest + half / 2 * Shape<kIs>::kRest;
         Each<uint32_t> code, exponent;
         reader.row(code);
         const uint32_t far = ballot([&](uint32_t lane) { return code[lane] == last; });
@@ -427,9 +432,9 @@ KVTIER_DEVICE bool r32_decode(const Part& part, uint32_t unit, DecodeSlots& slot
             used += bits_in(far);
         }
         each([&](uint32_t lane) {
-            const uint32_t i = first * kOfRow + half * kHalf + lane;
+            const uint32_t i = first * kOfRow + half * kHalf + lane, bits = next[lane];
+            if (half + 1 < 2 * rows) next[lane] = rest_of(half + 1, lane);
             if (i >= shape.elements) return;
-            const uint32_t bits = codec::get_rest<kIs>(row_rest, half % 2 * kHalf + lane);
             store(out + i * kBytes<kIs>, codec::element_of<kIs>(exponent[lane], bits));
         });
     }

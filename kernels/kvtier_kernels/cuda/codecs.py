@@ -301,9 +301,8 @@ class Coder:
         self._host = _Room(codecs.scratch, pinned=True)
         self._table = _Room(codecs.scratch, pinned=False)
         self._scratch = _Room(codecs.scratch, pinned=False)
-        self._under_way: Bytes | None = (
-            None  # of the results: to copy records takes ten times as long
-        )
+        # The results, as bytes: to copy records takes ten times as long.
+        self._under_way: Bytes | None = None
 
     def close(self) -> None:
         """Wait for the batch in progress, and return its memory to the codecs."""
