@@ -94,7 +94,7 @@ class LoadTensors:
             threads = copy_threads(pieces.block_bytes * len(blocks))
             return reader.scatter(slots, pieces, list(blocks), threads, digests=digests)
         places = self._group.places(at, row, token, block_tokens)
-        self._device.copy(places, blocks, reader.mappings, slots, False)
+        self._device.copy(places, list(blocks), reader.mappings, slots, False)
         if digests:
             reader.verify(slots, digests, sum(places[2]))
         return reader.fresh(slots)
