@@ -467,7 +467,7 @@ def hot_to_pages(machine: Machine, piece: int) -> Row:
     addresses = (mapped.address + np.arange(count) * size).astype(np.uint64)
 
     def load() -> None:
-        lane.start_at(pieces, ids.tolist(), addresses, False, None)
+        lane.start_at(pieces, ids, addresses, False, None)
         lane.finish()
 
     def copied() -> None:

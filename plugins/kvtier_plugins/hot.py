@@ -159,10 +159,12 @@ class HotSide:
             except BaseException:
                 self._uses -= 1
                 raise
-        wanted = np.array([bool(page) or inwards or parts == 1 for page in pages])
-        ids = [page for page, one in zip(pages, wanted, strict=True) if one]
+        ids = np.fromiter(pages, np.int64, len(pages))
+        if not inwards and parts > 1:
+            wanted = ids != 0
+            ids, addresses = ids[wanted], addresses[wanted]
         try:
-            lane.start_at(pieces, ids, addresses[wanted], inwards, after)
+            lane.start_at(pieces, ids, addresses, inwards, after)
         except BaseException:
             self.done()
             raise

@@ -226,14 +226,14 @@ class CopyLane:
     def start_at(
         self,
         pieces: DevicePieces,
-        block_ids: Sequence[int],
+        block_ids: Sequence[int] | npt.NDArray[np.int64],
         addresses: Numbers,
         inwards: bool,
         after: Event | None,
     ) -> None:
         """Start to copy blocks to addresses of the device's memory or from them, after this event and
         after what this lane has started."""
-        ids = np.array(block_ids, np.int64)
+        ids = np.asarray(block_ids, np.int64)
         if len(ids) != len(addresses) or (
             len(ids) and not 0 <= ids.min() <= ids.max() < pieces.blocks
         ):
