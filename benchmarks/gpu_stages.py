@@ -514,7 +514,7 @@ def transformers() -> Rows:
 
     machine = Machine()
     with (
-        serving(machine.many(2 << 30, 64 * MIB)) as (_, socket),
+        serving(machine.many(4 << 30, 64 * MIB)) as (_, socket),
         tempfile.TemporaryDirectory() as made,
     ):
         yield from gpu_transformers.rows(machine, socket, Path(made))

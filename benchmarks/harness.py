@@ -166,8 +166,10 @@ def environment() -> dict[str, Any]:
             cpu = line.partition(":")[2].strip()
             break
     # In a copy of this tree without Git, as tools/gpu_run.sh knows them.
-    commit = os.environ.get("GPU_COMMIT") or git("rev-parse", "--short", "HEAD")
-    changed = git("status", "--porcelain", "--", "kvtier", "daemon", "kernels", "plugins")
+    commit, changed, _ = os.environ.get("GPU_COMMIT", "").partition("-dirty")
+    if not commit:
+        commit = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--", "kvtier", "daemon", "kernels", "plugins")
     from kvtier_kernels import cpu_features
 
     return {

@@ -31,7 +31,7 @@ prepare)
     "$venv" -m pip download --quiet --only-binary :all: --no-deps --dest "$wheels" \
         kvikio-cu13 libkvikio-cu13 rapids-logger nanobind scikit-build-core
     rm -rf build/gpu/venv
-    git rev-parse --short HEAD >"$wheels/commit"
+    git describe --always --dirty --exclude='*' >"$wheels/commit"
     ls -l "$wheels"
     du -sh "$wheels"
     ;;

@@ -1,4 +1,4 @@
-"""The model of a GPU run, over the driver without a device."""
+"""The models of a GPU run, over the driver without a device; that of transformers is in host memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def test_a_model_continues_with_the_pages_of_a_killed_process(tmp_path: Path) ->
         "--out",
         str(out),
     ]
-    done = subprocess.run([*command, "model"], capture_output=True, text=True, check=False)
+    stages = [*command, "model", "transformers"]
+    done = subprocess.run(stages, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    [row, end] = json.loads(out.read_text())["rows"]
+    [row, end, logits, ratio, last] = json.loads(out.read_text())["rows"]
     assert row["ok"] and row["more"]["loaded tokens"] == 128
-    assert end["ok"]
+    assert logits["ok"] and logits["more"]["loaded tokens"] == 6 * 256
+    assert ratio["ok"] is None and end["ok"] and last["ok"]

@@ -19,11 +19,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAMES = ("environment", "texts", "codecs", "copies", "captures", "kills", "holder", "kvikio", "model",
-         "rates", "engine", "sanitizers")  # fmt: skip
+         "transformers", "rates", "engine", "sanitizers")  # fmt: skip
 # Without what calls tests of this project, which run by themselves too. `kills` does more, in 4 s of
 # CPU time: tests/faults/test_killed_device_writers.py is what remains of it in `make test`.
 KILLS = ("kills",) if ALL else ()
-WITHOUT_TESTS = ("environment", "captures", *KILLS, "model", "rates", "engine", "sanitizers")
+WITHOUT_TESTS = (
+    "environment", "captures", *KILLS, "model", "transformers", "rates", "engine", "sanitizers",
+)  # fmt: skip
 RATES = ("GB/s", "us", "x")
 
 
