@@ -157,20 +157,17 @@ def test_a_copy_follows_the_work_of_the_model(gpu: FakeDevice, client: Client) -
     with attach(model, client, block_tokens=BLOCK) as attached:
         greedy(model, prompt(20, seed=2))
         soon(lambda: gpu.fake.live()["registered"] > 0)  # otherwise a start waits for the work
-        written, may_write = threading.Event(), threading.Event()
-
-        def write() -> None:
-            may_write.wait(60)
-            written.set()
-
-        gpu.fake.later(gpu.own, write)
+        over, may_write = threading.Event(), threading.Event()
+        gpu.fake.later(gpu.own, lambda: bool(may_write.wait(60)))
         real = gpu.lane.finish
 
         def finish() -> None:
-            assert not written.is_set()
+            waiting = threading.Thread(target=lambda: (real(), over.set()))
+            waiting.start()
+            assert not over.wait(0.05)
             may_write.set()
-            real()
-            assert written.is_set()
+            assert over.wait(60)
+            waiting.join()
 
         gpu.lane.finish = finish
         greedy(model, ids)

@@ -206,6 +206,23 @@ def test_finish_waits_for_the_last_byte(rig: Rig) -> None:
     waiting.join()
 
 
+def test_a_divided_batch_ends_with_the_last_of_its_streams(rig: Rig) -> None:
+    slots = rig.slots(*((0, n) for n in range(5)))
+    rig.lane.start(rig.pieces, IDS, rig.extents, slots, True, None)
+    rig.lane.finish()
+    over, gates = threading.Event(), [threading.Event() for _ in rig.lane._branches]
+    for (stream, _), gate in zip(rig.lane._branches, gates, strict=True):
+        rig.fake.later(stream, lambda gate=gate: bool(gate.wait(60)))  # type: ignore[misc]
+    rig.lane.start(rig.pieces, IDS, rig.extents, slots, True, None)
+    waiting = threading.Thread(target=lambda: (rig.lane.finish(), over.set()))
+    waiting.start()
+    for gate in gates:
+        assert not over.wait(0.05)
+        gate.set()
+    assert over.wait(60)
+    waiting.join()
+
+
 def test_extents_of_a_user_who_may_only_read_are_registered(
     rig: Rig, make_mapping: Callable[..., Mapping], random_bytes: Callable[..., Bytes]
 ) -> None:
