@@ -7,19 +7,19 @@ torch's current stream, and has ended when the call returns.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier_kernels import Mapping
 from kvtier_kernels.cuda import Copier, CudaError, DevicePieces, Driver, Event
+from kvtier_kernels.cuda.pins import ExtentPins, Extents
 from kvtier_transformers.layout import Places
 from kvtier_transformers.options import log
-
-Extents = Sequence[Mapping | None]
 
 
 class SharedDevice:
@@ -29,12 +29,12 @@ class SharedDevice:
         self.device = device
         self.lock = threading.Lock()  # held by the thread that uses the lane
         self.driver = Driver(device.index)
-        try:
+        with ExitStack() as made:  # what was made is closed if a later call fails
+            made.callback(self.driver.close)
             self.copier = Copier(self.driver)
+            made.callback(self.copier.close)
             self.lane = self.copier.lane()
-        except CudaError:
-            self.driver.close()
-            raise
+            made.pop_all()
 
     def stream(self) -> int:
         """The stream that this thread submits torch's work to."""
@@ -50,11 +50,14 @@ class SharedDevice:
 
 
 class DeviceCopies:
-    """The copies of one store. The memory of a daemon that it no longer uses is unregistered."""
+    """The copies of one store. The memory of a daemon that it no longer uses is unregistered, also if the
+    store is deleted and not closed."""
 
     def __init__(self, shared: SharedDevice) -> None:
         self._shared = shared
-        self._extents: Extents | None = None
+        self._used: list[Extents] = []  # none or one
+        self._is_closed = False
+        weakref.finalize(self, _forget_soon, shared.copier.pins, self._used).atexit = False
 
     def copy(
         self, places: Places, ids: Sequence[int], extents: Extents, slots: bytes, inwards: bool
@@ -64,6 +67,10 @@ class DeviceCopies:
             return
         shared = self._shared
         arrays, offsets, sizes = places
+        if found := {str(one.device) for one in arrays if one.device != shared.device}:
+            raise ValueError(
+                f"tensors are on {', '.join(found)}, and the copies on {shared.device}"
+            )
         pieces = DevicePieces(
             [one.data_ptr() for one in arrays], [one.numel() for one in arrays], offsets, sizes, sizes,
             blocks=max(ids) + 1,
@@ -73,23 +80,42 @@ class DeviceCopies:
         with shared.lock:
             self._use(extents)
             begin = Event(shared.driver).record(shared.stream())
-            shared.lane.start(pieces, ids, extents, slots, inwards, begin)
-            shared.lane.finish()
+            try:
+                shared.lane.start(pieces, ids, extents, slots, inwards, begin)
+                shared.lane.finish()
+            except BaseException:  # of an interrupt too: slots and tensors will be used again
+                shared.lane.drain()
+                raise
+            finally:
+                if self._is_closed:
+                    self._forget()
 
     def _use(self, extents: Extents) -> None:
-        if extents is not self._extents:
+        if not any(one is extents for one in self._used):
             self._forget()
-            self._extents = extents
+            self._used.append(extents)
 
     def _forget(self) -> None:
-        if self._extents is not None:
-            self._shared.copier.pins.forget(self._extents)
-            self._extents = None
+        while self._used:
+            self._shared.copier.pins.forget(self._used.pop())
 
-    def close(self) -> None:
-        """Unregister the daemon's memory."""
+    def forget(self) -> None:
+        """Unregister the daemon's memory. A later copy registers what it uses."""
         with self._shared.lock:
             self._forget()
+
+    def close(self) -> None:
+        """As `forget`, also after each later copy: another thread may not have ended."""
+        self._is_closed = True
+        self.forget()
+
+
+def _forget_soon(pins: ExtentPins, used: list[Extents]) -> None:
+    for extents in used:
+        pins.forget_soon(extents)
+
+
+_making = threading.Lock()
 
 
 @cache
@@ -106,5 +132,6 @@ def copies_on(devices: set[torch.device]) -> DeviceCopies | None:
     """Copies for a cache on these devices; None if it is not on one GPU alone."""
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return None
-    shared = shared_device(*devices)
+    with _making:
+        shared = shared_device(*devices)
     return None if shared is None else DeviceCopies(shared)

@@ -149,6 +149,8 @@ class Store:
                 ):
                     client.close()
                     self._client = self._space = None
+                    if (copies := self.__dict__.get("copies")) is not None:
+                        copies.forget()
         else:
             if self._is_away and what != "connect":
                 self._is_away = False
