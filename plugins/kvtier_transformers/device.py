@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier_kernels.cuda import Copier, CudaError, DevicePieces, Driver, Event
-from kvtier_kernels.cuda.pins import ExtentPins, Extents
+from kvtier_kernels.cuda.pins import Extents
 from kvtier_transformers.layout import Places
 from kvtier_transformers.options import log
 
@@ -44,10 +44,6 @@ class SharedDevice:
         """These bytes in the memory of the device."""
         return torch.from_numpy(table).to(self.device)
 
-    def close(self) -> None:
-        self.copier.close()
-        self.driver.close()
-
 
 class DeviceCopies:
     """The copies of one store. The memory of a daemon that it no longer uses is unregistered, also if the
@@ -57,7 +53,7 @@ class DeviceCopies:
         self._shared = shared
         self._used: list[Extents] = []  # none or one
         self._is_closed = False
-        weakref.finalize(self, _forget_soon, shared.copier.pins, self._used).atexit = False
+        weakref.finalize(self, shared.copier.pins.forget_soon, self._used).atexit = False
 
     def copy(
         self, places: Places, ids: Sequence[int], extents: Extents, slots: bytes, inwards: bool
@@ -68,9 +64,7 @@ class DeviceCopies:
         shared = self._shared
         arrays, offsets, sizes = places
         if found := {str(one.device) for one in arrays if one.device != shared.device}:
-            raise ValueError(
-                f"tensors are on {', '.join(found)}, and the copies on {shared.device}"
-            )
+            raise ValueError(f"tensors on {', '.join(found)}, copies on {shared.device}")
         pieces = DevicePieces(
             [one.data_ptr() for one in arrays], [one.numel() for one in arrays], offsets, sizes, sizes,
             blocks=max(ids) + 1,
@@ -108,11 +102,6 @@ class DeviceCopies:
         """As `forget`, also after each later copy: another thread may not have ended."""
         self._is_closed = True
         self.forget()
-
-
-def _forget_soon(pins: ExtentPins, used: list[Extents]) -> None:
-    for extents in used:
-        pins.forget_soon(extents)
 
 
 _making = threading.Lock()

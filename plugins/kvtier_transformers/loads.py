@@ -54,14 +54,9 @@ class LoadTensors:
     host memory."""
 
     def __init__(
-        self,
-        number: int,
-        group: CachedGroup,
-        rows: int,
-        first: int,
-        room: int,
+        self, number: int, group: CachedGroup, rows: int, first: int, room: int,
         device: DeviceCopies | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.first = first
         self.tensors = [_empty(part, group, rows, room, device is None) for part in group.parts]
         self._number = number

@@ -83,7 +83,8 @@ def gpu(
     monkeypatch.setattr(store, "copies_on", lambda devices: FakeCopies(shared))
     yield shared
     shared.driver.call("cuStreamDestroy_v2", shared.own)
-    shared.close()
+    shared.copier.close()
+    shared.driver.close()
 
 
 @pytest.fixture

@@ -95,9 +95,10 @@ class ExtentPins:
                     self._todo.put([self._arenas.pop(at)].clear)
                     return
 
-    def forget_soon(self, extents: Extents) -> None:
-        """As `forget`, in the other thread. A finalizer may call this: it takes no lock."""
-        self._todo.put(partial(self.forget, extents))
+    def forget_soon(self, used: Sequence[Extents]) -> None:
+        """As `forget` for each, in the other thread. A finalizer may call this: it takes no lock."""
+        for extents in used:
+            self._todo.put(partial(self.forget, extents))
 
     def drop(self, users: list[PinnedExtent]) -> None:
         """Release these references in the other thread, after a copy. The list must not be used again."""
