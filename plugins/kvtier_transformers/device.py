@@ -45,7 +45,7 @@ class SharedDevice:
         return torch.from_numpy(table).to(self.device)
 
 
-class DeviceCopies:
+class TensorCopies:
     """The copies of one store. The memory of a daemon that it no longer uses is unregistered, also if the
     store is deleted and not closed."""
 
@@ -117,10 +117,10 @@ def shared_device(device: torch.device) -> SharedDevice | None:
         return None
 
 
-def copies_on(devices: set[torch.device]) -> DeviceCopies | None:
+def copies_on(devices: set[torch.device]) -> TensorCopies | None:
     """Copies for a cache on these devices; None if it is not on one GPU alone."""
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return None
     with _making:
         shared = shared_device(*devices)
-    return None if shared is None else DeviceCopies(shared)
+    return None if shared is None else TensorCopies(shared)

@@ -63,7 +63,7 @@ class FakeDevice(device.SharedDevice):
                 library.fake_forget_memory(ctypes.c_void_p(address))
 
 
-class FakeCopies(device.DeviceCopies):
+class FakeCopies(device.TensorCopies):
     def __init__(self, shared: FakeDevice) -> None:
         super().__init__(shared)
         self.fake = shared
@@ -318,7 +318,7 @@ def test_tensors_elsewhere_are_refused(gpu: FakeDevice) -> None:
     """The copy kernel would end the context of the device, or not wait for the work of another one."""
     elsewhere = torch.empty(64, dtype=torch.uint8, device="meta")
     with pytest.raises(ValueError, match="on meta"):
-        device.DeviceCopies(gpu).copy(([elsewhere], [0], [64]), [0], [], b"", True)
+        device.TensorCopies(gpu).copy(([elsewhere], [0], [64]), [0], [], b"", True)
 
 
 def test_threads_share_a_device(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
