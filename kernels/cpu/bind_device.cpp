@@ -53,8 +53,12 @@ struct Items {
         if (held.size() % sizeof(T) != 0) fail(nb::value_error, name, ": not whole records");
     }
     size_t size() const { return held.size() / sizeof(T); }
-    const T* begin() const { return reinterpret_cast<const T*>(held.data()); }
-    const T& operator[](size_t i) const { return begin()[i]; }
+    // A copy, because records may be unaligned.
+    T operator[](size_t i) const {
+        T one;
+        std::memcpy(&one, held.data() + i * sizeof(T), sizeof(T));
+        return one;
+    }
     HeldMemory held;
 };
 
@@ -70,7 +74,11 @@ struct Batch {
           heads_first(by_heads),
           position(first_token),
           known(shapes, "known"),
-          group(tokens) {}
+          group(tokens) {
+        if (group == 0 && codec == Codec::kCachegen) {
+            throw nb::value_error("group_tokens: must be at least 1 for cachegen");
+        }
+    }
 
     Codec codec;
     Element element;
@@ -134,7 +142,7 @@ struct Row : Part {
             fail(nb::index_error, "parts: ", number, " is outside of a calibration of ",
                  batch.known.size(), " parts");
         }
-        const KnownPart& shape = batch.known[static_cast<size_t>(number)];
+        const KnownPart shape = batch.known[static_cast<size_t>(number)];
         known = shape.address;
         const uint64_t token = shape.heads * shape.dim << shift;
         if (batch.element > Element::kFp32 || token == 0 || raw_bytes % token != 0) return 0;
@@ -202,7 +210,7 @@ nb::tuple rows_to_decode(const Batch& batch, nb::handle said, uint64_t address, 
     const Items<EncodedPart> parts(said, "parts");
     Tables tables({address, nbytes, 0}, parts.size(), 0);
     for (size_t i = 0; i < parts.size(); i++) {
-        const EncodedPart& part = parts[i];
+        const EncodedPart part = parts[i];
         const bool kept = part.codec == static_cast<uint32_t>(Codec::kRaw);
         if (part.codec != static_cast<uint32_t>(batch.codec) && !kept) {
             fail(nb::value_error, "codec: parts of another codec than ",
@@ -236,7 +244,7 @@ nb::tuple rows_to_encode(const Batch& batch, nb::handle said, nb::handle targets
         }
         tables.add_payload(first);
         for (size_t i = first; i < end; i++) {
-            const RawPart& part = parts[i];
+            const RawPart part = parts[i];
             Row row(batch, part.address, part.nbytes, part.known);
             row.text = payloads[number].into, row.text_bytes = payloads[number].room;
             row.first = static_cast<uint32_t>(first);

@@ -7,19 +7,19 @@ torch's current stream, and has ended when the call returns.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier_kernels import Mapping
 from kvtier_kernels.cuda import Copier, CudaError, DevicePieces, Driver, Event
+from kvtier_kernels.cuda.pins import Extents
 from kvtier_transformers.layout import Places
 from kvtier_transformers.options import log
-
-Extents = Sequence[Mapping | None]
 
 
 class SharedDevice:
@@ -29,12 +29,12 @@ class SharedDevice:
         self.device = device
         self.lock = threading.Lock()  # held by the thread that uses the lane
         self.driver = Driver(device.index)
-        try:
+        with ExitStack() as made:  # what was made is closed if a later call fails
+            made.callback(self.driver.close)
             self.copier = Copier(self.driver)
+            made.callback(self.copier.close)
             self.lane = self.copier.lane()
-        except CudaError:
-            self.driver.close()
-            raise
+            made.pop_all()
 
     def stream(self) -> int:
         """The stream that this thread submits torch's work to."""
@@ -44,17 +44,16 @@ class SharedDevice:
         """These bytes in the memory of the device."""
         return torch.from_numpy(table).to(self.device)
 
-    def close(self) -> None:
-        self.copier.close()
-        self.driver.close()
 
-
-class DeviceCopies:
-    """The copies of one store. The memory of a daemon that it no longer uses is unregistered."""
+class TensorCopies:
+    """The copies of one store. The memory of a daemon that it no longer uses is unregistered, also if the
+    store is deleted and not closed."""
 
     def __init__(self, shared: SharedDevice) -> None:
         self._shared = shared
-        self._extents: Extents | None = None
+        self._used: list[Extents] = []  # none or one
+        self._is_closed = False
+        weakref.finalize(self, shared.copier.pins.forget_soon, self._used).atexit = False
 
     def copy(
         self, places: Places, ids: Sequence[int], extents: Extents, slots: bytes, inwards: bool
@@ -64,6 +63,8 @@ class DeviceCopies:
             return
         shared = self._shared
         arrays, offsets, sizes = places
+        if found := {str(one.device) for one in arrays if one.device != shared.device}:
+            raise ValueError(f"tensors on {', '.join(found)}, copies on {shared.device}")
         pieces = DevicePieces(
             [one.data_ptr() for one in arrays], [one.numel() for one in arrays], offsets, sizes, sizes,
             blocks=max(ids) + 1,
@@ -73,23 +74,37 @@ class DeviceCopies:
         with shared.lock:
             self._use(extents)
             begin = Event(shared.driver).record(shared.stream())
-            shared.lane.start(pieces, ids, extents, slots, inwards, begin)
-            shared.lane.finish()
+            try:
+                shared.lane.start(pieces, ids, extents, slots, inwards, begin)
+                shared.lane.finish()
+            except BaseException:  # of an interrupt too: slots and tensors will be used again
+                shared.lane.drain()
+                raise
+            finally:
+                if self._is_closed:
+                    self._forget()
 
     def _use(self, extents: Extents) -> None:
-        if extents is not self._extents:
+        if not any(one is extents for one in self._used):
             self._forget()
-            self._extents = extents
+            self._used.append(extents)
 
     def _forget(self) -> None:
-        if self._extents is not None:
-            self._shared.copier.pins.forget(self._extents)
-            self._extents = None
+        while self._used:
+            self._shared.copier.pins.forget(self._used.pop())
 
-    def close(self) -> None:
-        """Unregister the daemon's memory."""
+    def forget(self) -> None:
+        """Unregister the daemon's memory. A later copy registers what it uses."""
         with self._shared.lock:
             self._forget()
+
+    def close(self) -> None:
+        """As `forget`, also after each later copy: another thread may not have ended."""
+        self._is_closed = True
+        self.forget()
+
+
+_making = threading.Lock()
 
 
 @cache
@@ -102,9 +117,10 @@ def shared_device(device: torch.device) -> SharedDevice | None:
         return None
 
 
-def copies_on(devices: set[torch.device]) -> DeviceCopies | None:
+def copies_on(devices: set[torch.device]) -> TensorCopies | None:
     """Copies for a cache on these devices; None if it is not on one GPU alone."""
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return None
-    shared = shared_device(*devices)
-    return None if shared is None else DeviceCopies(shared)
+    with _making:
+        shared = shared_device(*devices)
+    return None if shared is None else TensorCopies(shared)

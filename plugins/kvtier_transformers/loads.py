@@ -17,7 +17,7 @@ from kvtier import Keys, wire
 from kvtier.errors import SpoiltBlocks, StaleLease
 from kvtier.loading import Lease, Reader
 from kvtier.space import Space, copy_threads
-from kvtier_transformers.device import DeviceCopies
+from kvtier_transformers.device import TensorCopies
 from kvtier_transformers.layers import ROOM_TOKENS, WindowLayer, fill_state
 from kvtier_transformers.layout import CachedGroup, CachedTensor
 from kvtier_transformers.options import log
@@ -54,14 +54,9 @@ class LoadTensors:
     host memory."""
 
     def __init__(
-        self,
-        number: int,
-        group: CachedGroup,
-        rows: int,
-        first: int,
-        room: int,
-        device: DeviceCopies | None,
-    ) -> None:
+        self, number: int, group: CachedGroup, rows: int, first: int, room: int,
+        device: TensorCopies | None,
+    ) -> None:  # fmt: skip
         self.first = first
         self.tensors = [_empty(part, group, rows, room, device is None) for part in group.parts]
         self._number = number

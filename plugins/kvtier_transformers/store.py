@@ -20,7 +20,7 @@ from typing import Any
 from kvtier import Client, KvSpec
 from kvtier.recompute import Recompute
 from kvtier.space import Space
-from kvtier_transformers.device import DeviceCopies, copies_on
+from kvtier_transformers.device import TensorCopies, copies_on
 from kvtier_transformers.identity import adapters_digest, describe, fingerprint, precision
 from kvtier_transformers.layout import CacheLayout, find_layout
 from kvtier_transformers.options import CacheOptions, UnsupportedModel, log
@@ -85,12 +85,12 @@ class Store:
         return None
 
     @cached_property
-    def copies(self) -> DeviceCopies | None:
+    def copies(self) -> TensorCopies | None:
         """Copies to and from the GPU that has the whole cache, if there is one."""
         return copies_on({part.device for group in self.layout.groups for part in group.parts})
 
     @property
-    def save_copies(self) -> DeviceCopies | None:
+    def save_copies(self) -> TensorCopies | None:
         """Copies for saves. Without `device` the daemon would reuse slots that a GPU may still write."""
         client = self._client
         if self.copies is None or client is None or client.device:
@@ -149,6 +149,8 @@ class Store:
                 ):
                     client.close()
                     self._client = self._space = None
+                    if (copies := self.__dict__.get("copies")) is not None:
+                        copies.forget()
         else:
             if self._is_away and what != "connect":
                 self._is_away = False

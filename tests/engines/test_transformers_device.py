@@ -7,6 +7,7 @@ tensors are known to this driver only while they are copied.
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from kvtier import Client  # noqa: E402
 from kvtier.errors import SpoiltBlocks  # noqa: E402
 from kvtier.loading import Reader  # noqa: E402
 from kvtier_kernels.cuda import Copier, CudaError  # noqa: E402
-from kvtier_transformers import attach, device, store  # noqa: E402
+from kvtier_transformers import KvtierCache, attach, device, store  # noqa: E402
 from support.daemons import Daemon  # noqa: E402
 from support.fake_cuda import FakeCuda, soon  # noqa: E402
 
@@ -62,7 +63,7 @@ class FakeDevice(device.SharedDevice):
                 library.fake_forget_memory(ctypes.c_void_p(address))
 
 
-class FakeCopies(device.DeviceCopies):
+class FakeCopies(device.TensorCopies):
     def __init__(self, shared: FakeDevice) -> None:
         super().__init__(shared)
         self.fake = shared
@@ -82,7 +83,8 @@ def gpu(
     monkeypatch.setattr(store, "copies_on", lambda devices: FakeCopies(shared))
     yield shared
     shared.driver.call("cuStreamDestroy_v2", shared.own)
-    shared.close()
+    shared.copier.close()
+    shared.driver.close()
 
 
 @pytest.fixture
@@ -231,6 +233,131 @@ def test_memory_of_a_daemon_that_is_not_used_any_more_is_unregistered(
         greedy(model, ids)
         soon(lambda: gpu.fake.live()["registered"] > 0)
     soon(lambda: gpu.fake.live()["registered"] == 0)
+
+
+def test_memory_of_a_daemon_that_has_ended_is_unregistered(
+    gpu: FakeDevice, daemon_of: Callable[..., Daemon]
+) -> None:
+    """Otherwise it would be kept until another daemon answers."""
+    model, daemon = tiny_model("llama"), daemon_of(warm="64MiB")
+    with attach(model, daemon.socket, block_tokens=BLOCK) as attached:
+        greedy(model, prompt(100))
+        soon(lambda: gpu.fake.live()["registered"] > 0)
+        daemon.end()
+        greedy(model, prompt(100))
+        assert attached.counts["failed:load"] == 1, attached.counts
+        soon(lambda: gpu.fake.live()["registered"] == 0)
+
+
+def test_memory_of_a_deleted_model_is_unregistered(gpu: FakeDevice, client: Client) -> None:
+    model, ids = tiny_model("llama"), prompt(100)
+    cache = KvtierCache.from_prompt(model, ids, client, block_tokens=BLOCK)
+    greedy(model, ids, past_key_values=cache)
+    assert cache.save() == 96
+    soon(lambda: gpu.fake.live()["registered"] > 0)
+    del model, cache
+    gc.collect()
+    soon(lambda: gpu.fake.live()["registered"] == 0)
+
+
+def test_a_copy_after_the_end_of_a_store_leaves_no_memory_registered(
+    gpu: FakeDevice, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may generate while a model is detached."""
+    model, ids, calls = tiny_model("llama"), prompt(100), list[Any]()
+    copy = FakeCopies.copy
+
+    def noted(copies: FakeCopies, *arguments: Any) -> None:
+        calls.append((copies, arguments))
+        copy(copies, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeCopies, "copy", noted)
+        with attach(model, client, block_tokens=BLOCK):
+            greedy(model, ids)
+            soon(lambda: gpu.fake.live()["registered"] > 0)
+    soon(lambda: gpu.fake.live()["registered"] == 0)
+    before = gpu.fake.calls("cuMemHostRegister_v2")
+    copies, arguments = calls[-1]
+    copy(copies, *arguments)
+    soon(lambda: gpu.fake.calls("cuMemHostRegister_v2") > before)
+    soon(lambda: gpu.fake.live()["registered"] == 0)
+
+
+def test_an_interrupt_waits_for_the_copy(
+    gpu: FakeDevice, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would give the slots to others while the GPU writes them."""
+    model, wait = tiny_model("llama"), gpu.lane.wait
+    with attach(model, client, block_tokens=BLOCK):
+        greedy(model, prompt(20, seed=2))
+        soon(lambda: gpu.fake.live()["registered"] > 0)  # otherwise a start waits for the work
+        written, may_write = threading.Event(), threading.Event()
+
+        def write() -> None:
+            may_write.wait(60)
+            written.set()
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        def waited() -> None:
+            may_write.set()
+            wait()
+
+        gpu.fake.later(gpu.own, write)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu.lane, "finish", interrupted)
+            patch.setattr(gpu.lane, "wait", waited)
+            with pytest.raises(KeyboardInterrupt):
+                greedy(model, prompt(100))
+        assert written.is_set()
+
+
+def test_tensors_elsewhere_are_refused(gpu: FakeDevice) -> None:
+    """The copy kernel would end the context of the device, or not wait for the work of another one."""
+    elsewhere = torch.empty(64, dtype=torch.uint8, device="meta")
+    with pytest.raises(ValueError, match="on meta"):
+        device.TensorCopies(gpu).copy(([elsewhere], [0], [64]), [0], [], b"", True)
+
+
+def test_threads_share_a_device(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, began, may_end = list[int](), threading.Event(), threading.Event()
+
+    def driver(number: int) -> Any:
+        made.append(number)
+        began.set()
+        may_end.wait(60)
+        raise CudaError("no CUDA driver")
+
+    monkeypatch.setattr(device, "Driver", driver)
+    here = {torch.device("cuda", 3)}
+    threads = [threading.Thread(target=device.copies_on, args=(here,)) for _ in range(2)]
+    threads[0].start()
+    assert began.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # without a lock it would create the device too
+    may_end.set()
+    for one in threads:
+        one.join()
+    device.shared_device.cache_clear()
+    assert made == [3]
+
+
+def test_a_device_without_memory_for_a_lane_is_closed(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(copier: Copier) -> None:
+        raise CudaError("out of memory")
+
+    made = fake_cuda.copier(monkeypatch)  # with the kernel for the host
+    made.close()
+    made.driver.close()
+    monkeypatch.setattr(device, "Driver", fake_cuda.driver)
+    monkeypatch.setattr(Copier, "lane", full)
+    assert device.copies_on({torch.device("cuda", 0)}) is None
+    device.shared_device.cache_clear()
+    assert not any(fake_cuda.live().values()), fake_cuda.live()
 
 
 def test_without_a_driver_blocks_are_copied_through_host_memory(

@@ -264,6 +264,14 @@ def test_parts_of_another_codec_or_calibration_are_refused(device_codecs: Device
         device.coder.decode(ECSQ, BF16, beyond, device.stream, by)
 
 
+def test_a_calibration_without_a_size_of_groups_is_refused() -> None:
+    """The first part would divide by it, which ends the process."""
+    known = np.zeros(1, codecs.KNOWN_PART)
+    with pytest.raises(ValueError, match="group_tokens: must be at least 1"):
+        codecs.DeviceBatch(CACHEGEN, BF16, False, 0, known, 0)
+    codecs.DeviceBatch(ECSQ, BF16, False, 0, known, 0)
+
+
 @pytest.mark.parametrize(
     ("codec", "into", "raw_bytes", "text"),
     [(R32, 4097, 64, "not aligned to elements of 2 bytes"), (256, 4096, 64, "another codec than 2"),

@@ -201,36 +201,21 @@ class CopyLane:
             raise
 
     def _located(
-        self,
-        pieces: DevicePieces,
-        block_ids: Sequence[int],
-        extents: Extents,
-        slots: bytes,
-        inwards: bool,
-    ) -> tuple[npt.NDArray[np.uint32], Numbers, npt.NDArray[np.bool_] | None, PinnedExtent]:
+        self, pieces: DevicePieces, block_ids: Sequence[int], extents: Extents, slots: bytes, inwards: bool
+    ) -> tuple[npt.NDArray[np.uint32], Numbers, npt.NDArray[np.bool_] | None, PinnedExtent]:  # fmt: skip
         """The ids, the addresses of the slots, which of them are in registered extents (None: all), and
         these. Raise IndexError or ValueError for blocks and slots that do not exist."""
         pinned = self._copier.pins.of(extents)
         ids, addresses, ready = placed_blocks(
-            block_ids,
-            pieces.blocks,
-            extents,
-            slots,
-            pieces.block_bytes,
-            inwards,
-            list(pinned.ready),
-        )
+            block_ids, pieces.blocks, extents, slots, pieces.block_bytes, inwards, list(pinned.ready)
+        )  # fmt: skip
         which = None if ready is None else np.frombuffer(ready, np.bool_)
         return np.frombuffer(ids, np.uint32), np.frombuffer(addresses, np.uint64), which, pinned
 
     def start_at(
-        self,
-        pieces: DevicePieces,
-        block_ids: Sequence[int] | npt.NDArray[np.int64],
-        addresses: Numbers,
-        inwards: bool,
-        after: Event | None,
-    ) -> None:
+        self, pieces: DevicePieces, block_ids: Sequence[int] | npt.NDArray[np.int64], addresses: Numbers,
+        inwards: bool, after: Event | None,
+    ) -> None:  # fmt: skip
         """Start to copy blocks to addresses of the device's memory or from them, after this event and
         after what this lane has started."""
         ids = np.asarray(block_ids, np.int64)
@@ -306,14 +291,9 @@ class CopyLane:
         self._copier.pins.drop(users)
 
     def move(
-        self,
-        pieces: DevicePieces,
-        ids: npt.NDArray[np.uint32],
-        slots: Numbers,
-        inwards: bool,
-        way: Way,
+        self, pieces: DevicePieces, ids: npt.NDArray[np.uint32], slots: Numbers, inwards: bool, way: Way,
         grid: int = KERNEL_GRID,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Queue copies between pages and these addresses on the stream."""
         if way == "kernel":
             for first in range(0, len(ids), TABLE_BLOCKS):
@@ -377,13 +357,8 @@ class CopyLane:
         return on_device
 
     def _launch(
-        self,
-        pieces: DevicePieces,
-        on_device: int,
-        count: int,
-        inwards: bool,
-        grid: int = KERNEL_GRID,
-    ) -> None:
+        self, pieces: DevicePieces, on_device: int, count: int, inwards: bool, grid: int = KERNEL_GRID
+    ) -> None:  # fmt: skip
         arguments = [
             ctypes.c_uint64(pieces.table), ctypes.c_uint32(pieces.units), ctypes.c_uint64(on_device),
             ctypes.c_uint64(on_device + 8 * count), ctypes.c_uint32(count), ctypes.c_uint32(inwards),

@@ -7,7 +7,8 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtier_kernels._native import Mapping
 from kvtier_kernels.cuda.driver import CudaError, Driver
@@ -64,9 +65,7 @@ class ExtentPins:
             weakref.WeakValueDictionary()
         )
         self._refused, self._closing = False, False
-        self._todo: queue.SimpleQueue[tuple[PinnedExtent, int] | list[PinnedExtent] | None] = (
-            queue.SimpleQueue()
-        )
+        self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtier-pin", daemon=True)
         self._thread.start()
 
@@ -81,9 +80,9 @@ class ExtentPins:
                 self._arenas.append(arena)
                 if len(self._arenas) > KEPT_ARENAS:
                     self._arenas[0].old = True
-                    self._todo.put([self._arenas.pop(0)])
+                    self._todo.put([self._arenas.pop(0)].clear)
             for number in range(arena.asked, len(extents)):
-                self._todo.put((arena, number))
+                self._todo.put(partial(self._register, arena, number))
             arena.asked = max(arena.asked, len(extents))
         return arena
 
@@ -93,13 +92,18 @@ class ExtentPins:
             for at in range(len(self._arenas)):
                 if self._arenas[at].extents is extents:
                     self._arenas[at].old = True
-                    self._todo.put([self._arenas.pop(at)])
+                    self._todo.put([self._arenas.pop(at)].clear)
                     return
+
+    def forget_soon(self, used: Sequence[Extents]) -> None:
+        """As `forget` for each, in the other thread. A finalizer may call this: it takes no lock."""
+        for extents in used:
+            self._todo.put(partial(self.forget, extents))
 
     def drop(self, users: list[PinnedExtent]) -> None:
         """Release these references in the other thread, after a copy. The list must not be used again."""
         if any(arena.old for arena in users):
-            self._todo.put(users)
+            self._todo.put(users.clear)
 
     def close(self) -> None:
         """Unregister everything, also what a traceback still refers to. No copy may be in progress, and
@@ -114,10 +118,7 @@ class ExtentPins:
     def _run(self) -> None:
         self._driver.own_thread()
         while (task := self._todo.get()) is not None:
-            if isinstance(task, list):
-                task.clear()
-            else:
-                self._register(*task)
+            task()
             del task  # do not keep the task alive while waiting for the next
 
     def _register(self, arena: PinnedExtent, number: int) -> None:

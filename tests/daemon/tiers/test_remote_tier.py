@@ -1218,6 +1218,31 @@ def test_blocks_that_are_being_read_need_no_more_room(
     alone._until(lambda: not shared.fetcher._queue.parts)
 
 
+def test_a_block_with_only_one_part_in_memory_needs_room(
+    alone: ServedShared, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (space,) = opened(alone, 2)
+    fetcher, keys = alone.shared.fetcher, b"".join(name(number) for number in range(8))
+    first, second = fetcher._places.of(space)
+    for place in (first, second):
+        fetcher._queue.known.note(names_of(keys, place.mask), True)
+    arrivals = alone.tenant.catalog.arrivals
+    taken, _ = arrivals.reserve(space, first.group, first.shard, b"", keys)
+    assert len(taken) == 8
+    for block in taken:
+        arrivals.arrived(block, bytes(16), [], time.monotonic())
+    monkeypatch.setattr(fetching, "LIMIT_BYTES", 4 * sum(space.block_bytes))
+    faulty.waits_s = 1.0
+
+    async def fetch() -> int:
+        return alone.shared.fetch(space, keys, 0, 8, request=(int(ME), 1), within_s=60.0)[0]
+
+    assert alone.loop.run_until_complete(fetch()) == 4
+    assert len(fetcher._queue.parts) == 4
+    faulty.waits_s = 0.0
+    alone._until(lambda: not fetcher._queue.parts)
+
+
 def test_no_sibling_is_used_while_a_forget_looks_for_unknown_ones(
     alone: ServedShared, faulty: FaultyStore
 ) -> None:

@@ -41,7 +41,7 @@ from kvtier_daemon.tiers.remote.places import Place, Places, restorable
 from kvtier_daemon.tiers.remote.probing import OBJECTS, StoreProbes
 from kvtier_daemon.tiers.remote.questions import Questions
 from kvtier_daemon.tiers.remote.resharding import Exchange, Sibling
-from kvtier_kernels import Mapping
+from kvtier_kernels import Mapping, Store
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +114,20 @@ def at_of(packed: bytes, at: int) -> bytes:
 
 def ended_alone(block: Arriving, is_good: bool, digest: bytes) -> list[tuple[Arriving, bytes]]:
     return [(block, digest if is_good else b"")]
+
+
+def within(store: Store, space: KnownSpace, places: Sequence[Place], keys: bytes, room: int) -> int:
+    """How many of these blocks this room suffices for. Those whose parts of full attention all have slots
+    need none: they are being read or written, or are in memory."""
+    full = [one for one in places if space.index >= 0 and one.kind.kind == "full"]
+    codes = list[bytes]()
+    with contextlib.suppress(ValueError):  # a key is given twice
+        codes = [store.probe(space.index, one.group, one.shard, keys) for one in full]
+    for at, each in enumerate(zip(*codes, strict=True)):
+        room -= not all(each)
+        if room < 0:
+            return at
+    return len(keys) // KEY_BYTES if codes else room
 
 
 class FetchQueue:
@@ -437,19 +451,6 @@ class Fetcher:
 
     # --- reads ---------------------------------------------------------------------------------
 
-    def _within(self, space: KnownSpace, places: Sequence[Place], keys: bytes, room: int) -> int:
-        """How many of these blocks this room suffices for. Those that have slots need none: they are being
-        read or written, or are in memory."""
-        probe, codes = self._tenant.catalog.blocks.store.probe, list[bytes]()
-        with contextlib.suppress(ValueError):  # a key is given twice
-            for one in places if space.index >= 0 else ():
-                codes.append(probe(space.index, one.group, one.shard, keys))
-        for at, each in enumerate(zip(*codes, strict=True)):
-            room -= not any(each)
-            if room < 0:
-                return at
-        return len(keys) // KEY_BYTES if codes else room
-
     def fetch(
         self, space: KnownSpace, keys: bytes, first: int, count: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
@@ -464,7 +465,7 @@ class Fetcher:
         few = min(count, max(1, LIMIT_PARTS // space.places))
         if room < few:
             some = keys[first * KEY_BYTES : (first + few) * KEY_BYTES]
-            few = self._within(space, places, some, room)
+            few = within(self._tenant.catalog.blocks.store, space, places, some, room)
         siblings, sibling = self._siblings(space), None
         if few and (
             siblings or (few < count and any(place.kind.kind != "full" for place in places))
