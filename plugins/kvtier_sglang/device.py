@@ -40,11 +40,12 @@ class DevicePages:
     def _move(
         self, lane: CopyLane, ids: Sequence[int], mappings: Any, slots: bytes, inwards: bool
     ) -> None:
-        lane.start(self._pieces, ids, mappings, slots, inwards, None)
         try:
+            lane.start(self._pieces, ids, mappings, slots, inwards, None)
             lane.finish()
-        except CudaError:
-            lane.drain()  # no copy may be in progress when the pages are used again
+        except BaseException:
+            # Also after an interrupt: pages and slots are used again, and no copy may be in progress then.
+            lane.drain()
             raise
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtier_kernels.cuda import blocks
+from kvtier_kernels.cuda import CopyLane, blocks
 from kvtier_plugins.page_store import PageStore, RankCache
 from kvtier_sglang.device import DeviceCopies
 from kvtier_sglang.identity import INDEXER, KV, ModelFacts, RankPlace, describe
@@ -88,3 +88,24 @@ def test_a_device_that_fails_saves_nothing_and_loads_nothing(
     assert store.exists(hashes(2, "not saved")) == 0
     assert store.load(KV, keys, indices_of([2, 3])) == [True] * 2
     assert pool.read([2, 3]) == content[:2]
+
+
+def test_an_interrupt_waits_for_the_copy(
+    shared_daemon: Daemon, store_of: Callable[..., PageStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would give the slots to others while the GPU writes them."""
+    pool, drain, drained = HostPool("page_first"), CopyLane.drain, list[int]()
+    store = store_of(shared_daemon.socket, {KV: pool})
+
+    def interrupted(lane: CopyLane) -> None:
+        raise KeyboardInterrupt
+
+    def counted(lane: CopyLane) -> None:
+        drain(lane)
+        drained.append(1)
+
+    monkeypatch.setattr(CopyLane, "finish", interrupted)
+    monkeypatch.setattr(CopyLane, "drain", counted)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(KV, hashes(2, "interrupted"), indices_of([0, 1]))
+    assert drained
