@@ -28,25 +28,14 @@ class DevicePages:
         self, reader: Reader, slots: bytes, numbers: Sequence[int], threads: int, digests: bytes
     ) -> int:
         ids, within = reader.placed(slots, numbers, self.block_bytes, 1)
-        self._move(self._load, ids, reader.mappings, within, False)
+        self._load.copy(self._pieces, ids, reader.mappings, within, False, None)
         if digests:
             reader.verify(slots, digests, self.block_bytes)
         return reader.fresh(slots)
 
     def gather(self, saving: Saving, numbers: Sequence[int]) -> None:
         ids, within = saving.placed(numbers, self.block_bytes)
-        self._move(self._save, ids, saving.mappings, within, True)
-
-    def _move(
-        self, lane: CopyLane, ids: Sequence[int], mappings: Any, slots: bytes, inwards: bool
-    ) -> None:
-        try:
-            lane.start(self._pieces, ids, mappings, slots, inwards, None)
-            lane.finish()
-        except BaseException:
-            # Also after an interrupt: pages and slots are used again, and no copy may be in progress then.
-            lane.drain()
-            raise
+        self._save.copy(self._pieces, ids, saving.mappings, within, True, None)
 
 
 class DeviceCopies:

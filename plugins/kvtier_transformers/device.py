@@ -69,17 +69,14 @@ class TensorCopies:
             [one.data_ptr() for one in arrays], [one.numel() for one in arrays], offsets, sizes, sizes,
             blocks=max(ids) + 1,
         )  # fmt: skip
-        table = shared.placed(pieces.split().view(np.uint8))
-        pieces.described(table.data_ptr(), shared.copier.ways[0])
+        units = pieces.split()
+        table = shared.placed(units.view(np.uint8))
+        pieces.described(table.data_ptr(), len(units), shared.copier.ways[0])
         with shared.lock:
             self._use(extents)
             begin = Event(shared.driver).record(shared.stream())
             try:
-                shared.lane.start(pieces, ids, extents, slots, inwards, begin)
-                shared.lane.finish()
-            except BaseException:  # of an interrupt too: slots and tensors will be used again
-                shared.lane.drain()
-                raise
+                shared.lane.copy(pieces, ids, extents, slots, inwards, begin)
             finally:
                 if self._is_closed:
                     self._forget()

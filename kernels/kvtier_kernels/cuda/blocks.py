@@ -110,10 +110,11 @@ class DevicePieces:
         part.table, part.units = 0, 0
         return part
 
-    def described(self, table: int, way: Way) -> None:
-        """Copy this way. `table`: where the device has what `split` returns, until the last copy ends."""
+    def described(self, table: int, units: int, way: Way) -> None:
+        """Copy this way. `table`: where the device has what `split` returns, so many units, until the last
+        copy ends."""
         self.ways = {True: way, False: way}
-        self.table, self.units = table, len(self.split())
+        self.table, self.units = table, units
 
     def split(self) -> npt.NDArray[np.void]:
         """The same pieces, divided to fit the unit of a thread block."""
@@ -151,10 +152,14 @@ class CopyLane:
         self._staging: Any = None
         self._users: list[PinnedExtent] = []
 
+    @property
+    def _streams(self) -> list[int]:
+        return [self.stream, *(stream for stream, _ in self._branches)]
+
     def close(self) -> None:
         """Wait for copies in progress, and free everything."""
         self.wait()
-        for stream in (self.stream, *(stream for stream, _ in self._branches)):
+        for stream in self._streams:
             self._driver.try_call("cuStreamDestroy_v2", stream)
         self._driver.free(self._device_table)
         self._driver.free_pinned(self._table)
@@ -271,13 +276,26 @@ class CopyLane:
 
     def wait(self) -> None:
         """Wait for the copies that were started, in any thread. Errors of the device end the wait."""
-        for stream in (self.stream, *(stream for stream, _ in self._branches)):
+        for stream in self._streams:
             self._driver.try_call("cuStreamSynchronize", stream)
 
     def drain(self) -> None:
         """Wait for started copies after an error, because their slots and pages will be reused."""
         self.wait()
         self._forget()
+
+    def copy(
+        self, pieces: DevicePieces, block_ids: Sequence[int], extents: Extents, slots: bytes, inwards: bool,
+        after: Event | None,
+    ) -> None:  # fmt: skip
+        """`start` and `finish`. If this raises, also by an interrupt, no copy is in progress: slots and pages
+        will be used again."""
+        try:
+            self.start(pieces, block_ids, extents, slots, inwards, after)
+            self.finish()
+        except BaseException:
+            self.drain()
+            raise
 
     def finish(self) -> None:
         """Sleep until everything that was started is copied."""
@@ -316,7 +334,8 @@ class CopyLane:
         sizes = np.broadcast_to(rows["nbytes"], pages.shape).copy()
         streams = [self.stream]
         if int(sizes.sum()) >= DIVIDED_BYTES:
-            streams += self._fork()
+            self._fork()
+            streams = self._streams
         each = -(-pages.size // len(streams))
         for number, stream in enumerate(streams):
             first = number * each
@@ -328,14 +347,13 @@ class CopyLane:
         if len(streams) > 1:
             self._join()
 
-    def _fork(self) -> list[int]:
-        """More streams, whose work follows what is queued on this lane's stream."""
+    def _fork(self) -> None:
+        """Let the work of more streams follow what is queued on this lane's stream."""
         while len(self._branches) < BATCH_STREAMS - 1:
             self._branches.append((self._driver.stream(), Event(self._driver)))
         self._forked.record(self.stream)
         for stream, _ in self._branches:
             self._forked.hold(stream)
-        return [stream for stream, _ in self._branches]
 
     def _join(self) -> None:
         """Let this lane's stream wait for what was queued on the others."""
