@@ -210,8 +210,8 @@ def test_a_divided_batch_ends_with_the_last_of_its_streams(rig: Rig) -> None:
     slots = rig.slots(*((0, n) for n in range(5)))
     rig.lane.start(rig.pieces, IDS, rig.extents, slots, True, None)
     rig.lane.finish()
-    over, gates = threading.Event(), [threading.Event() for _ in rig.lane._branches]
-    for (stream, _), gate in zip(rig.lane._branches, gates, strict=True):
+    over, gates = threading.Event(), [threading.Event() for _ in rig.lane.streams.branches]
+    for (stream, _), gate in zip(rig.lane.streams.branches, gates, strict=True):
         rig.fake.later(stream, lambda gate=gate: bool(gate.wait(60)))  # type: ignore[misc]
     rig.lane.start(rig.pieces, IDS, rig.extents, slots, True, None)
     waiting = threading.Thread(target=lambda: (rig.lane.finish(), over.set()))

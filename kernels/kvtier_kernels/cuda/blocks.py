@@ -130,6 +130,46 @@ def _at(memory: Any, offset: int = 0) -> int:
     return ctypes.addressof(memory) + offset
 
 
+class LaneStreams:
+    """The stream of a lane, and more for the parts of a large batch, each with the event of its end."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.stream = driver.stream()
+        self._forked = Event(driver)
+        self.branches: list[tuple[int, Event]] = []
+
+    @property
+    def all(self) -> list[int]:
+        return [self.stream, *(stream for stream, _ in self.branches)]
+
+    def fork(self) -> None:
+        """Let the work of more streams follow what is queued on the lane's stream."""
+        while len(self.branches) < BATCH_STREAMS - 1:
+            self.branches.append((self._driver.stream(), Event(self._driver)))
+        self._forked.record(self.stream)
+        for stream, _ in self.branches:
+            self._forked.hold(stream)
+
+    def join(self) -> None:
+        """Let the lane's stream wait for what was queued on the others."""
+        for stream, event in self.branches:
+            event.record(stream).hold(self.stream)
+
+    def wait(self) -> None:
+        """Wait for all that was queued. Errors of the device end the wait."""
+        for stream in self.all:
+            self._driver.try_call("cuStreamSynchronize", stream)
+
+    def close(self) -> None:
+        """Wait, and free everything."""
+        self.wait()
+        for stream in self.all:
+            self._driver.try_call("cuStreamDestroy_v2", stream)
+        for event in (self._forked, *(event for _, event in self.branches)):
+            event.free()
+
+
 class CopyLane:
     """A stream for one direction, used by one thread at a time: `start` copies, `finish` them,
     start others. If `start` raises, it has no copies in progress."""
@@ -142,31 +182,23 @@ class CopyLane:
             made.callback(self._driver.free, self._device_table)
             self._table = self._driver.pinned_memory(TABLE_BLOCKS * ENTRY_BYTES)
             made.callback(self._driver.free_pinned, self._table)
-            self.stream = self._driver.stream()
-            made.callback(self._driver.try_call, "cuStreamDestroy_v2", self.stream)
-            self._event, self._forked = Event(self._driver), Event(self._driver)
+            self.streams = LaneStreams(self._driver)
+            made.callback(self.streams.close)
+            self._event = Event(self._driver)
             made.pop_all()
-        # More streams for the parts of a batch, each with the event of its end.
-        self._branches: list[tuple[int, Event]] = []
+        self.stream = self.streams.stream
         self._used = 0
         self._staging: Any = None
         self._users: list[PinnedExtent] = []
 
-    @property
-    def _streams(self) -> list[int]:
-        return [self.stream, *(stream for stream, _ in self._branches)]
-
     def close(self) -> None:
         """Wait for copies in progress, and free everything."""
-        self.wait()
-        for stream in self._streams:
-            self._driver.try_call("cuStreamDestroy_v2", stream)
+        self.streams.close()
         self._driver.free(self._device_table)
         self._driver.free_pinned(self._table)
         if self._staging is not None:
             self._driver.free_pinned(self._staging)
-        for event in (self._event, self._forked, *(event for _, event in self._branches)):
-            event.free()
+        self._event.free()
         self._users = []
 
     def start(
@@ -276,8 +308,7 @@ class CopyLane:
 
     def wait(self) -> None:
         """Wait for the copies that were started, in any thread. Errors of the device end the wait."""
-        for stream in self._streams:
-            self._driver.try_call("cuStreamSynchronize", stream)
+        self.streams.wait()
 
     def drain(self) -> None:
         """Wait for started copies after an error, because their slots and pages will be reused."""
@@ -334,8 +365,8 @@ class CopyLane:
         sizes = np.broadcast_to(rows["nbytes"], pages.shape).copy()
         streams = [self.stream]
         if int(sizes.sum()) >= DIVIDED_BYTES:
-            self._fork()
-            streams = self._streams
+            self.streams.fork()
+            streams = self.streams.all
         each = -(-pages.size // len(streams))
         for number, stream in enumerate(streams):
             first = number * each
@@ -345,20 +376,7 @@ class CopyLane:
                     to.ctypes.data + at, of.ctypes.data + at, sizes.ctypes.data + at, count, stream
                 )  # fmt: skip
         if len(streams) > 1:
-            self._join()
-
-    def _fork(self) -> None:
-        """Let the work of more streams follow what is queued on this lane's stream."""
-        while len(self._branches) < BATCH_STREAMS - 1:
-            self._branches.append((self._driver.stream(), Event(self._driver)))
-        self._forked.record(self.stream)
-        for stream, _ in self._branches:
-            self._forked.hold(stream)
-
-    def _join(self) -> None:
-        """Let this lane's stream wait for what was queued on the others."""
-        for stream, event in self._branches:
-            event.record(stream).hold(self.stream)
+            self.streams.join()
 
     def _place_table(self, ids: npt.NDArray[np.uint32], slots: Numbers) -> int:
         """The address on the device of a new table of these slots and blocks."""
