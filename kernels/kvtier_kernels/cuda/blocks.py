@@ -135,8 +135,8 @@ class LaneStreams:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._forked = Event(driver)  # freed by itself if a stream cannot be made
         self.stream = driver.stream()
-        self._forked = Event(driver)
         self.branches: list[tuple[int, Event]] = []
 
     @property
