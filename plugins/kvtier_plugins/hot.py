@@ -159,11 +159,11 @@ class HotSide:
             except BaseException:
                 self._uses -= 1
                 raise
-        ids = np.fromiter(pages, np.int64, len(pages))
-        if not inwards and parts > 1:
-            wanted = ids != 0
-            ids, addresses = ids[wanted], addresses[wanted]
         try:
+            ids = np.fromiter(pages, np.int64, len(pages))
+            if not inwards and parts > 1:
+                wanted = ids != 0
+                ids, addresses = ids[wanted], addresses[wanted]
             lane.start_at(pieces, ids, addresses, inwards, after)
         except BaseException:
             self.done()

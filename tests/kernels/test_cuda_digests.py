@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvtier_kernels as kernels
-from kvtier_kernels.cuda import CudaError, codecs, digests
+from kvtier_kernels.cuda import CudaError, Event, codecs, digests
 from kvtier_kernels.cuda.digests import RANGE, Digester
 from support.cuda_codecs import DeviceCodecs
 from support.fake_cuda import FakeCuda
@@ -159,6 +159,36 @@ def test_a_digester_that_is_closed_leaves_nothing(
     driver.try_call("cuStreamDestroy_v2", stream)
     assert fake_cuda.live() == before
     driver.close()
+
+
+def test_a_batch_whose_wait_was_interrupted_is_still_in_progress(
+    fake_cuda: FakeCuda, device: tuple[DeviceCodecs, Digester], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device may still read the ranges, and write the results: `close` must wait for it."""
+    memory, digester = device
+    text = random.Random(6).randbytes(4_096)
+    address, into = memory._put(np.frombuffer(text, np.uint8)), memory._room(1 << 13, 0)
+    rows = np.array([(address, len(text), 0, -1, 0, 0, 0, 0)], codecs.RAW_PART)
+    payloads = np.array([(into, 1 << 13)], codecs.PAYLOAD)
+    interrupted = []
+
+    def interrupt(_: Event) -> None:
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
+    fake_cuda.hold()
+    digester.start(np.array([(address, len(text))], RANGE), memory.stream)
+    memory.coder.encode(codecs.R32, 0, rows, payloads, memory.stream)
+    with monkeypatch.context() as patched:
+        patched.setattr(Event, "wait", interrupt)
+        for one in (digester, memory.coder):
+            with pytest.raises(KeyboardInterrupt):
+                one.finish()
+    fake_cuda.hold(False)
+    assert digester.finish()[0].tobytes() == kernels.xxh3_128(text)
+    assert memory.coder.finish()["kept"].tolist() == [1]  # random bytes
+    assert len(interrupted) == 2
+    memory._free()
 
 
 def test_ranges_outside_of_the_device_s_memory_break_it(

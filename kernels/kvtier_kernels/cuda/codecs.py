@@ -361,8 +361,8 @@ class Coder:
         """Sleep until the batch is done. For each part return `bad`, or the encoded size `bytes`
         at `offset` of its payload, and `kept` if the part is stored raw."""
         assert self._under_way is not None, "nothing was started"
-        results, self._under_way = self._under_way, None
         self._event.wait()
+        results, self._under_way = self._under_way, None
         return results.copy().view(RESULT)
 
     def _start(

@@ -100,8 +100,8 @@ class Digester:
     def finish(self) -> Digests:
         """Sleep until the batch is done. Return 16 bytes for each range, as `xxh3_128` returns them."""
         assert self._under_way >= 0, "nothing was started"
-        count, self._under_way = self._under_way, -1
         self._event.wait()
+        count, self._under_way = self._under_way, -1
         end = self._digests_at + count * DIGEST_BYTES
         found = np.frombuffer(memoryview(self._host)[self._digests_at : end], np.uint8)
         return found.reshape(count, DIGEST_BYTES).copy()
