@@ -40,6 +40,9 @@ void bind_cpu(nb::module_& m) {
         features["avx512f"] = static_cast<bool>(__builtin_cpu_supports("avx512f"));
         features["avx512vbmi2"] = static_cast<bool>(__builtin_cpu_supports("avx512vbmi2"));
         features["avx512vl"] = static_cast<bool>(__builtin_cpu_supports("avx512vl"));
+        // Before Zen 3, AMD's processors take tens of cycles for a deposit of bits.
+        features["fast_pdep"] = __builtin_cpu_supports("bmi2") && !__builtin_cpu_is("amdfam15h") &&
+                                !__builtin_cpu_is("amdfam17h");
 #endif
         features["level"] = level_name(machine_level());
         return features;

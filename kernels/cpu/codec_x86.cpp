@@ -512,7 +512,7 @@ KVTIER_VBMI void count512(const uint8_t* codes, size_t rows, uint32_t* counts) {
     }
 }
 
-KVTIER_NUMBER_PLANES(WIDE, _pdep_u64)
+KVTIER_NUMBER_PLANES(HALF, _pdep_u64)  // for AVX2, too
 
 // The codes of rows; with another table, its bytes in place of codes.
 struct Codes512 {
@@ -573,6 +573,8 @@ KVTIER_VBMI bool unpack_planes512(PlaneReader& from, uint8_t* codes, size_t rows
     return from.is_sound();
 }
 
+inline constexpr size_t kTogether = kStripesPerRun / 2;  // rows between two scrambles
+
 // Rows of bf16: what other elements do in steps, from buffer to buffer, without leaving registers.
 struct Rows512 {
     Codes512 by;
@@ -616,50 +618,70 @@ struct Rows512 {
         latest = b;
         return true;
     }
+    WIDE void put_latest(uint8_t* at) const { _mm512_storeu_si512(at, latest); }
     WIDE void skip(size_t rows) { rest += rows * kRow, to += 2 * rows * kStripe; }
 };
 
-template <bool kStreaming>
-KVTIER_VBMI bool digest_planes512(PlaneReader& from, const uint8_t* rest, const LentDigest& lent) {
-    constexpr size_t kTogether = kStripesPerRun / 2;  // rows between two scrambles
-    constexpr size_t kLinesAhead = 12;                // the input of kTogether rows
-    const uint8_t* const scrambling = kXxh3Secret + kSecretBytes - kStripe;
-    Rows512 rows(from, rest, lent);
-    size_t row = lent.position / 2, left = lent.lines / 2;
-    while (left != 0) {
-        if (row == 0 && left >= kTogether) {
-            for (size_t k = 0; k < kLinesAhead; k++) {
-                _mm_prefetch(reinterpret_cast<const char*>(rows.in.next + 64 * k), _MM_HINT_NTA);
-            }
-            rows.in.next += kTogether * rows.in.next_step;
-            _mm_prefetch(reinterpret_cast<const char*>(rows.to + kPagesAhead), _MM_HINT_T0);
-            _Pragma("GCC unroll 8") for (size_t k = 0; k < kTogether; k++) {
-                if (!rows.row<kStreaming>(k, kXxh3Secret + 16 * k)) return false;
-            }
-            rows.skip(kTogether);
-            rows.digest.scramble(scrambling);
-            left -= kTogether;
-            continue;
-        }
-        if (!rows.row<kStreaming>(0, kXxh3Secret + 16 * row)) return false;
-        rows.skip(1);
-        left--;
-        if (++row == kTogether) {
-            rows.digest.scramble(scrambling);
-            row = 0;
-        }
+// The loop over rows that writes and digests their lines, compiled for each width.
+#define KVTIER_DIGEST_PLANES(NAME, ROWS, TARGET)                                                 \
+    template <bool kStreaming>                                                                   \
+    TARGET bool NAME(PlaneReader& from, const uint8_t* rest, const LentDigest& lent) {           \
+        constexpr size_t kLinesAhead = 12; /* the input of kTogether rows */                     \
+        const uint8_t* const scrambling = kXxh3Secret + kSecretBytes - kStripe;                  \
+        ROWS rows(from, rest, lent);                                                             \
+        size_t row = lent.position / 2, left = lent.lines / 2;                                   \
+        while (left != 0) {                                                                      \
+            if (row == 0 && left >= kTogether) {                                                 \
+                for (size_t k = 0; k < kLinesAhead; k++) {                                       \
+                    _mm_prefetch(reinterpret_cast<const char*>(rows.in.next + 64 * k),           \
+                                 _MM_HINT_NTA);                                                  \
+                }                                                                                \
+                rows.in.next += kTogether * rows.in.next_step;                                   \
+                _mm_prefetch(reinterpret_cast<const char*>(rows.to + kPagesAhead), _MM_HINT_T0); \
+                _Pragma("GCC unroll 8") for (size_t k = 0; k < kTogether; k++) {                 \
+                    if (!rows.template row<kStreaming>(k, kXxh3Secret + 16 * k)) return false;   \
+                }                                                                                \
+                rows.skip(kTogether);                                                            \
+                rows.digest.scramble(scrambling);                                                \
+                left -= kTogether;                                                               \
+                continue;                                                                        \
+            }                                                                                    \
+            if (!rows.template row<kStreaming>(0, kXxh3Secret + 16 * row)) return false;         \
+            rows.skip(1);                                                                        \
+            left--;                                                                              \
+            if (++row == kTogether) {                                                            \
+                rows.digest.scramble(scrambling);                                                \
+                row = 0;                                                                         \
+            }                                                                                    \
+        }                                                                                        \
+        rows.digest.save(*lent.acc);                                                             \
+        rows.put_latest(lent.last);                                                              \
+        from = rows.in;                                                                          \
+        return from.is_sound();                                                                  \
     }
-    rows.digest.save(*lent.acc);
-    _mm512_storeu_si512(lent.last, rows.latest);
-    from = rows.in;
-    return from.is_sound();
+
+KVTIER_DIGEST_PLANES(digest_planes512, Rows512, KVTIER_VBMI)
+
+// Adds the bits of a row whose numbers have these planes; returns which elements are escapes.
+HALF uint64_t add_row(PlaneWriter& out, const uint64_t (&planes)[4]) {
+    const uint64_t rare = planes[3], other = planes[2] | rare;
+    const uint64_t first[2] = {planes[0] | other, planes[1] | other};
+    std::memcpy(out.first, first, sizeof first);
+    out.first += kFirstPlanes;
+    const auto n = static_cast<unsigned>(std::popcount(other));
+    out.second.add(_pext_u64(~planes[0] | rare, other), n);
+    out.second.add(_pext_u64(~planes[1] | rare, other), n);
+    const auto m = static_cast<unsigned>(std::popcount(rare));
+    const uint64_t third[3] = {planes[0], planes[1], ~planes[2]};
+    for (const uint64_t plane : third) out.third.add(_pext_u64(plane, rare), m);
+    return planes[0] & planes[1] & planes[2] & rare;
 }
 
 KVTIER_VBMI void pack_planes512(PlaneWriter& to, const uint8_t* codes, size_t rows) {
     __m512i table[4];
     for (int k = 0; k < 4; k++) table[k] = line(to.numbers + 64 * k);
     PlaneWriter out = to;
-    for (size_t row = 0; row < rows; row++, codes += kRow, out.first += kFirstPlanes) {
+    for (size_t row = 0; row < rows; row++, codes += kRow) {
         const __m512i code = line(codes);
         const __m512i numbers = _mm512_mask_blend_epi8(
             _mm512_movepi8_mask(code), _mm512_permutex2var_epi8(table[0], code, table[1]),
@@ -668,16 +690,7 @@ KVTIER_VBMI void pack_planes512(PlaneWriter& to, const uint8_t* codes, size_t ro
         for (int k = 0; k < 4; k++) {
             planes[k] = _mm512_test_epi8_mask(numbers, _mm512_set1_epi8(static_cast<char>(1 << k)));
         }
-        const uint64_t rare = planes[3], other = planes[2] | rare;
-        const uint64_t first[2] = {planes[0] | other, planes[1] | other};
-        std::memcpy(out.first, first, sizeof first);
-        const auto n = static_cast<unsigned>(std::popcount(other));
-        out.second.add(_pext_u64(~planes[0] | rare, other), n);
-        out.second.add(_pext_u64(~planes[1] | rare, other), n);
-        const auto m = static_cast<unsigned>(std::popcount(rare));
-        const uint64_t third[3] = {planes[0], planes[1], ~planes[2]};
-        for (const uint64_t plane : third) out.third.add(_pext_u64(plane, rare), m);
-        const uint64_t escaped = planes[0] & planes[1] & planes[2] & rare;
+        const uint64_t escaped = add_row(out, planes);
         if (escaped != 0) {
             const auto count = static_cast<unsigned>(std::popcount(escaped));
             _mm512_mask_storeu_epi8(out.escapes, _bzhi_u64(~0ull, count),
@@ -773,14 +786,19 @@ struct Pairs256 {
         put(rest + 32, lowers(c, d));
         return {uppers(a, b), uppers(c, d)};
     }
+    // Swaps the quarters in the middle: what `joined` needs.
+    static HALF __m256i swapped(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xD8); }
+    static HALF Two joined(__m256i upper, __m256i lower) {
+        const __m256i a = _mm256_unpacklo_epi8(lower, upper);
+        const __m256i b = _mm256_unpackhi_epi8(lower, upper);
+        return {_mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)),
+                _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15))};
+    }
     template <bool kStreaming>
     static HALF void join(__m256i upper, __m256i lower, uint8_t* out) {
-        const __m256i u = _mm256_permute4x64_epi64(upper, 0xD8);
-        const __m256i l = _mm256_permute4x64_epi64(lower, 0xD8);
-        const __m256i a = _mm256_unpacklo_epi8(l, u), b = _mm256_unpackhi_epi8(l, u);
-        give<kStreaming>(out, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
-        give<kStreaming>(out + 32,
-                         _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
+        const Two words = joined(swapped(upper), swapped(lower));
+        give<kStreaming>(out, words.low);
+        give<kStreaming>(out + 32, words.high);
     }
     template <bool kStreaming>
     static HALF void join(Two upper, const uint8_t* rest, uint8_t* out) {
@@ -1154,6 +1172,158 @@ KVTIER_AVX2 void decode256(Decoder* const* streams, size_t rows) {
     }
 }
 
+// The codes of rows, as those of 512 bits, but in each half with the quarters in the middle
+// swapped.
+struct Codes256 {
+    __m256i table, bit, which[2];
+
+    explicit HALF Codes256(__m128i codes)
+        : table(_mm256_broadcastsi128_si256(codes)),
+          bit(_mm256_set1_epi64x(static_cast<long long>(0x8040201008040201))) {
+        which[0] =
+            _mm256_setr_epi64x(0, 0x0202020202020202, 0x0101010101010101, 0x0303030303030303);
+        which[1] = _mm256_or_si256(which[0], all(4));
+    }
+
+    HALF __m256i half_of(const __m256i (&planes)[4], size_t h) const {
+        __m256i numbers = _mm256_setzero_si256();
+        for (int k = 3; k >= 0; k--) {
+            const __m256i spread = _mm256_shuffle_epi8(planes[k], which[h]);
+            const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+            numbers = _mm256_sub_epi8(_mm256_add_epi8(numbers, numbers), set);
+        }
+        return _mm256_shuffle_epi8(table, numbers);
+    }
+    HALF Two next(PlaneReader& in, uint64_t& escaped) const {
+        uint64_t bits[4];
+        number_planes(in, bits);
+        escaped = bits[0] & bits[1] & bits[2] & bits[3];
+        __asm__("" : "+m"(bits));  // loads that broadcast are cheaper than moves between registers
+        __m256i planes[4];
+        for (int k = 0; k < 4; k++) planes[k] = _mm256_set1_epi64x(static_cast<long long>(bits[k]));
+        return {half_of(planes, 0), half_of(planes, 1)};
+    }
+};
+
+// The same with these escapes at their elements.
+KVTIER_AVX2 __attribute__((noinline)) Two with_escapes(const uint8_t* escapes, uint64_t escaped,
+                                                       uint8_t turn, Two codes) {
+    const __m256i low = Pairs256::swapped(half(kInOrder.data()));
+    const __m256i high = _mm256_or_si256(low, all(32));
+    for (; escaped != 0; escaped &= escaped - 1) {
+        const __m256i here = all(std::countr_zero(escaped)), what = all(*escapes++ ^ turn);
+        codes.low = _mm256_blendv_epi8(codes.low, what, _mm256_cmpeq_epi8(here, low));
+        codes.high = _mm256_blendv_epi8(codes.high, what, _mm256_cmpeq_epi8(here, high));
+    }
+    return codes;
+}
+// Returns false if there are too few escapes.
+HALF bool put_escapes(PlaneReader& in, uint64_t escaped, uint8_t turn, Two& codes) {
+    const auto count = static_cast<size_t>(std::popcount(escaped));
+    if (count > in.escaped) return false;
+    codes = with_escapes(in.escapes, escaped, turn, codes);
+    in.escapes += count, in.escaped -= count;
+    return true;
+}
+
+KVTIER_AVX2 bool unpack_planes256(PlaneReader& from, uint8_t* codes, size_t rows) {
+    const Codes256 by(_mm_load_si128(reinterpret_cast<const __m128i*>(from.codes)));
+    PlaneReader in = from;
+    for (size_t row = 0; row < rows; row++, codes += kRow) {
+        fetch(in.next, 64);
+        fetch(in.next, in.next_step - 64);
+        uint64_t escaped;
+        Two found = by.next(in, escaped);
+        if (escaped != 0 && !put_escapes(in, escaped, 0, found)) return false;
+        put(codes, Pairs256::swapped(found.low));
+        put(codes + 32, Pairs256::swapped(found.high));
+    }
+    from = in;
+    return from.is_sound();
+}
+
+struct Rows256 {
+    Codes256 by;
+    __m256i latest[2];
+    PlaneReader in;
+    const uint8_t* rest;
+    uint8_t* to;
+    Stripes256 digest;
+
+    HALF Rows256(const PlaneReader& from, const uint8_t* rests, const LentDigest& lent)
+        : by(_mm_xor_si128(_mm_load_si128(reinterpret_cast<const __m128i*>(from.codes)),
+                           _mm_set1_epi8(-1))),  // an exponent is 255 minus its code
+          in(from),
+          rest(rests),
+          to(lent.to) {
+        digest.load(*lent.acc);
+    }
+
+    // Row `k` after the present one.
+    template <bool kStreaming>
+    HALF bool row(size_t k, const uint8_t* secret) {
+        uint64_t escaped;
+        Two exponents = by.next(in, escaped);
+        if (__builtin_expect(escaped != 0, 0) && !put_escapes(in, escaped, 0xFF, exponents)) {
+            return false;
+        }
+        const uint8_t* const lower = rest + k * kRow;
+        const Two one = Pairs256::joined(exponents.low, Pairs256::swapped(half(lower)));
+        const Two other = Pairs256::joined(exponents.high, Pairs256::swapped(half(lower + 32)));
+        uint8_t* const lines = to + 2 * k * kStripe;
+        give<kStreaming>(lines, one.low);
+        give<kStreaming>(lines + 32, one.high);
+        give<kStreaming>(lines + kStripe, other.low);
+        give<kStreaming>(lines + kStripe + 32, other.high);
+        digest.add(0, one.low, secret);
+        digest.add(1, one.high, secret);
+        digest.add(0, other.low, secret + 8);
+        digest.add(1, other.high, secret + 8);
+        latest[0] = other.low, latest[1] = other.high;
+        return true;
+    }
+    HALF void put_latest(uint8_t* at) const { put(at, latest[0]), put(at + 32, latest[1]); }
+    HALF void skip(size_t rows) { rest += rows * kRow, to += 2 * rows * kStripe; }
+};
+
+KVTIER_DIGEST_PLANES(digest_planes256, Rows256, KVTIER_AVX2)
+#undef KVTIER_DIGEST_PLANES
+
+KVTIER_AVX2 void pack_planes256(PlaneWriter& to, const uint8_t* codes, size_t rows) {
+    // The codes that have numbers, and what turns the number of an escape into theirs.
+    alignas(32) uint8_t known[kPlaneEscape][32], turns[kPlaneEscape][32];
+    size_t used = 0;
+    for (size_t code = 0; code < 256; code++) {
+        if (to.numbers[code] == kPlaneEscape) continue;
+        std::memset(known[used], static_cast<int>(code), 32);
+        std::memset(turns[used++], kPlaneEscape ^ to.numbers[code], 32);
+    }
+    PlaneWriter out = to;
+    for (size_t row = 0; row < rows; row++, codes += kRow) {
+        const Two code = {half(codes), half(codes + 32)};
+        Two numbers = {all(kPlaneEscape), all(kPlaneEscape)};
+        for (size_t k = 0; k < used; k++) {
+            const __m256i one = half(known[k]), turn = half(turns[k]);
+            const __m256i low = _mm256_cmpeq_epi8(code.low, one);
+            const __m256i high = _mm256_cmpeq_epi8(code.high, one);
+            numbers.low = _mm256_xor_si256(numbers.low, _mm256_and_si256(low, turn));
+            numbers.high = _mm256_xor_si256(numbers.high, _mm256_and_si256(high, turn));
+        }
+        uint64_t planes[4];
+        for (int k = 0; k < 4; k++) {
+            const auto low =
+                static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(numbers.low, 7 - k)));
+            const auto high =
+                static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(numbers.high, 7 - k)));
+            planes[k] = low | uint64_t{high} << 32;
+        }
+        for (uint64_t left = add_row(out, planes); left != 0; left &= left - 1) {
+            *out.escapes++ = codes[std::countr_zero(left)];
+        }
+    }
+    to = out;
+}
+
 // --- the tables ----------------------------------------------------------------------------------
 
 template <Element kIs, bool kNibbles>
@@ -1214,9 +1384,12 @@ const Kernels kKernelsAvx2 = {
     },
     table256,
     count_plain,
-    pack_planes_plain,
-    unpack_planes_plain,
-    nullptr};
+    pack_planes256,
+    unpack_planes256,
+    [](PlaneReader& from, const uint8_t* rest, const LentDigest& lent) {
+        return (lent.streaming ? digest_planes256<true> : digest_planes256<false>)(from, rest,
+                                                                                   lent);
+    }};
 
 }  // namespace kvtier::codec
 #endif

@@ -29,26 +29,11 @@ struct Wide512 : Stripes512 {
     }
 };
 
-struct Wide256 {
-    __m256i acc[2];
-
-    KVTIER_AVX2 KVTIER_INLINE void load(const Accumulators& from) {
-        for (int h = 0; h < 2; h++) {
-            acc[h] = _mm256_load_si256(reinterpret_cast<const __m256i*>(from.lane + 4 * h));
-        }
-    }
-    KVTIER_AVX2 KVTIER_INLINE void save(Accumulators& to) const {
-        for (int h = 0; h < 2; h++) {
-            _mm256_store_si256(reinterpret_cast<__m256i*>(to.lane + 4 * h), acc[h]);
-        }
-    }
-    static KVTIER_AVX2 KVTIER_INLINE __m256i at(const uint8_t* p) {
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    }
+struct Wide256 : Stripes256 {
     template <Line kLineIs>
     KVTIER_AVX2 KVTIER_INLINE void take(uint8_t* dst, const uint8_t* src, size_t lead,
                                         const uint8_t* secret) {
-        for (int h = 0; h < 2; h++) {
+        for (size_t h = 0; h < 2; h++) {
             const __m256i data = at(src + 32 * h);
             if constexpr (kLineIs == Line::kStream || kLineIs == Line::kStreamAhead) {
                 _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + 32 * h), data);
@@ -56,21 +41,7 @@ struct Wide256 {
                 _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + lead + 32 * h),
                                     at(src + lead + 32 * h));
             }
-            const __m256i keyed = _mm256_xor_si256(data, at(secret + 32 * h));
-            const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
-            const __m256i swapped = _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
-            acc[h] = _mm256_add_epi64(acc[h], _mm256_add_epi64(product, swapped));
-        }
-    }
-    KVTIER_AVX2 KVTIER_INLINE void scramble(const uint8_t* key) {
-        const __m256i prime = _mm256_set1_epi64x(kPrime32First);
-        for (int h = 0; h < 2; h++) {
-            const __m256i mixed = _mm256_xor_si256(
-                _mm256_xor_si256(acc[h], _mm256_srli_epi64(acc[h], 47)), at(key + 32 * h));
-            // AVX2 has no 64-bit product: two 32-bit products, because the upper half of the prime
-            // is zero.
-            const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
-            acc[h] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+            add(h, data, secret);
         }
     }
 };

@@ -20,11 +20,11 @@ import pytest
 
 from conformance.codec_tests import kv
 from kvtier import Client
-from kvtier.frame import pages
+from kvtier.frame import R32, pages
 from kvtier_daemon.app import App
 from kvtier_daemon.catalog.compressed import CompressedOrder
 from kvtier_daemon.catalog.policy import NO_PARENT, make
-from kvtier_daemon.tiers.cold.compressor import CHECK_S, Compressor
+from kvtier_daemon.tiers.cold.compressor import CHECK_S, IN_MEMORY, PLANES, Compressor, codec_here
 from kvtier_daemon.tiers.cold.frame_memory import (
     GIVE_BYTES,
     GIVE_LEAST,
@@ -33,6 +33,7 @@ from kvtier_daemon.tiers.cold.frame_memory import (
     FrameMemory,
 )
 from kvtier_daemon.tiers.cold.mover import Mover
+from kvtier_kernels import cpu_features, implementations
 from support.apps import served
 from support.daemons import kvtier, start_daemon
 from support.specs import spec_of
@@ -211,6 +212,23 @@ def test_a_load_that_waits_asks_few_times_and_lets_other_threads_use_the_client(
         assert loaded == [PROMPT]
 
     in_process(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("levels", "features", "codec"),
+    [
+        (["avx512vbmi", "avx2", "scalar"], {"fast_pdep": True}, PLANES),
+        (["avx2", "scalar"], {"fast_pdep": True}, PLANES),
+        (["avx2", "scalar"], {"fast_pdep": False}, R32),  # Zen 2
+        (["scalar"], {"fast_pdep": True}, R32),
+        (["scalar"], {}, R32),  # not x86
+    ],
+)
+def test_frames_in_memory_have_the_codec_that_this_processor_decodes_fastest(
+    levels: list[str], features: dict[str, object], codec: int
+) -> None:
+    assert codec_here(levels, features) == codec
+    assert codec_here(implementations("codec"), cpu_features()) == IN_MEMORY
 
 
 def test_instead_of_a_damaged_frame_the_one_on_disk_is_read(tmp_path: Path) -> None:

@@ -40,15 +40,27 @@ from kvtier_daemon.tiers.cold.coding_threads import CodingThreads, run_all
 from kvtier_daemon.tiers.cold.encoder import THREADS_MOST, threads_here
 from kvtier_daemon.tiers.cold.frame_memory import CompressedFrame, CompressedFrames
 from kvtier_daemon.tiers.cold.frames import AllRead, Incoming, Outgoing, ids_of, outgoing, place_of
-from kvtier_kernels import FrameBatch, encode_frame, implementations, seal_frame
+from kvtier_kernels import (
+    FrameBatch,
+    cpu_features,
+    encode_frame,
+    implementations,
+    seal_frame,
+)
 from kvtier_kernels import Mapping as MappedExtent
 
 log = logging.getLogger(__name__)
 
-# `planes` is as small as `r32`, and decoded in less than half of the time, but only with these instructions.
-# No frame on disk has it.
-PLANES = 13
-IN_MEMORY = PLANES if "avx512vbmi" in implementations("codec") else R32
+PLANES = 13  # no frame on disk has it
+
+
+def codec_here(levels: Sequence[str], features: Mapping[str, object]) -> int:
+    """The codec of frames in memory. `planes` is as small as `r32`, and decoded in less than half of the time
+    by vectors and fast deposits of bits; without them, in up to ten times of it."""
+    return PLANES if levels[0] != "scalar" and features["fast_pdep"] else R32
+
+
+IN_MEMORY = codec_here(implementations("codec"), cpu_features())
 GUESS_BYTES_S = 4e9  # decoded; assumed before the first read
 PIECE_BYTES = 8 << 20  # of blocks that are compressed at once
 PRESSURE = 3 / 4  # of the slots' memory, above which blocks are compressed
