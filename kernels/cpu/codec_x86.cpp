@@ -1290,24 +1290,28 @@ KVTIER_DIGEST_PLANES(digest_planes256, Rows256, KVTIER_AVX2)
 #undef KVTIER_DIGEST_PLANES
 
 KVTIER_AVX2 void pack_planes256(PlaneWriter& to, const uint8_t* codes, size_t rows) {
-    // The codes that have numbers, and what turns the number of an escape into theirs.
-    alignas(32) uint8_t known[kPlaneEscape][32], turns[kPlaneEscape][32];
+    // Of each 16 codes with numbers: the first one, and what turns the number of an escape into
+    // theirs.
+    __m256i firsts[16], turns[16];
     size_t used = 0;
-    for (size_t code = 0; code < 256; code++) {
-        if (to.numbers[code] == kPlaneEscape) continue;
-        std::memset(known[used], static_cast<int>(code), 32);
-        std::memset(turns[used++], kPlaneEscape ^ to.numbers[code], 32);
+    for (int first = 0; first < 256; first += 16) {
+        const __m128i turn =
+            _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(to.numbers + first)),
+                          _mm_set1_epi8(kPlaneEscape));
+        if (_mm_testz_si128(turn, turn)) continue;
+        firsts[used] = all(first);
+        turns[used++] = _mm256_broadcastsi128_si256(turn);
     }
     PlaneWriter out = to;
     for (size_t row = 0; row < rows; row++, codes += kRow) {
         const Two code = {half(codes), half(codes + 32)};
         Two numbers = {all(kPlaneEscape), all(kPlaneEscape)};
         for (size_t k = 0; k < used; k++) {
-            const __m256i one = half(known[k]), turn = half(turns[k]);
-            const __m256i low = _mm256_cmpeq_epi8(code.low, one);
-            const __m256i high = _mm256_cmpeq_epi8(code.high, one);
-            numbers.low = _mm256_xor_si256(numbers.low, _mm256_and_si256(low, turn));
-            numbers.high = _mm256_xor_si256(numbers.high, _mm256_and_si256(high, turn));
+            // Other codes have the upper bit then, for which a shuffle gives 0.
+            const __m256i low = _mm256_adds_epu8(_mm256_sub_epi8(code.low, firsts[k]), all(0x70));
+            const __m256i high = _mm256_adds_epu8(_mm256_sub_epi8(code.high, firsts[k]), all(0x70));
+            numbers.low = _mm256_xor_si256(numbers.low, _mm256_shuffle_epi8(turns[k], low));
+            numbers.high = _mm256_xor_si256(numbers.high, _mm256_shuffle_epi8(turns[k], high));
         }
         uint64_t planes[4];
         for (int k = 0; k < 4; k++) {
