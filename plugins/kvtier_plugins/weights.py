@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtier_plugins import Unsupported
 
+ADAPTER_CONFIG = "adapter_config.json"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLES = 32
@@ -16,7 +17,8 @@ LIMIT_HEADER_BYTES = 64 << 20
 
 
 def folder_digest(folder: Path) -> str:
-    """A digest of the weight files in a folder: names, sizes, headers and samples of their bytes."""
+    """A digest of the weight files in a folder: names, sizes, headers and samples of their bytes; and of an
+    adapter's configuration, which scales its weights."""
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
     if not files:
         raise Unsupported(
@@ -25,6 +27,9 @@ def folder_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in files:
         _add_file(digest, path)
+    config = folder / ADAPTER_CONFIG
+    if config.is_file():
+        digest.update(config.read_bytes())
     return f"files:{digest.hexdigest()[:32]}"
 
 

@@ -97,7 +97,8 @@ class EngineResidency:
 
 
 class SchedulerSide:
-    """One per engine. `clock` is monotonic, in seconds. `loads`: the engine may load."""
+    """One per engine. `clock` is monotonic, in seconds. `loads`: the engine may load. `media`: its hashes
+    identify images, videos and audio by their content."""
 
     def __init__(
         self,
@@ -106,7 +107,9 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         events: ExtraKeys | None = None,
         loads: bool = True,
+        media: bool = True,
     ) -> None:
+        self._media = media
         self.stats = PluginStats()
         self.counts = self.stats.counts
         self.timelines = Timelines(options.timeline, clock)
@@ -225,15 +228,16 @@ class SchedulerSide:
     def _prompt(self, request: Any) -> Prompt:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
-            extras = self._adapters.extras(request)
+            extras = self._adapters.extras(getattr(request, "lora_request", None))
             options = read_request_options(
                 request.kv_transfer_params, getattr(request, "kv_hints", None)
             )
             may_load = self._may_load and options.load and not request.skip_reading_prefix_cache
             may_save = options.save and bool(self._options.save)
-            identified = extras is not None
+            named = self._media or not getattr(request, "mm_features", None)
+            identified = extras is not None and named
             if not identified:
-                self.counts["miss:adapter"] += 1
+                self.counts["miss:adapter" if named else "miss:media"] += 1
             prompt = Prompt(
                 request, extras or b"", identified and may_load, identified and may_save,
                 options if identified else RequestOptions(given=options.given), self._number(),
@@ -397,6 +401,10 @@ class SchedulerSide:
             prompt.forget_keys()
         if self._resident is not None:
             self._resident.blocks.clear()
+
+    def loads_adapter(self, lora: Any) -> None:
+        """The engine is about to load this adapter: its files may change before the first request."""
+        self._adapters.extras(lora)
 
     def own_cache_reset(self) -> None:
         """The engine's own cache is empty, and no request has pages. Blocks that were saved since weights

@@ -66,6 +66,13 @@ def without_prefix_caching(config: Any) -> None:
     config.cache_config.mamba_cache_mode = "none"
 
 
+def averaging(config: Any) -> None:
+    from vllm.config import PoolerConfig
+
+    config.model_config.pooler_config = PoolerConfig(seq_pooling_type="MEAN")
+    config.cache_config.enable_prefix_caching = False
+
+
 def states(**changes: Any) -> dict[str, Any]:
     return {"model": layers(state("gdn", **changes), attention())}
 
@@ -83,6 +90,12 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
         {"tune": parallel("prefill_context_parallel_size")}, "prefill_context_parallel_size=2",
     ),
     "states with speculation": (states(num_speculative_blocks=1), "speculative decoding"),
+    "a pooler of all tokens": (
+        {"tune": averaging}, "vLLM does not support prefix caching for this model",
+    ),
+    "attention to later tokens": (
+        {"model": layers(attention(), attention(non_causal=True))}, "depends on the tokens after it",
+    ),
     "states without prefix caching": (
         states(mamba_cache_mode="none") | {"tune": without_prefix_caching}, "prefix caching",
     ),
