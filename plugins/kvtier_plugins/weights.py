@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def model_weights(model: str, revision: str | None, config: str = "config.json")
     commit. `config` is a file of every such repository."""
     folder = Path(model)
     if folder.is_dir():
-        return folder_digest(folder)
+        _, commit = _snapshot(folder)
+        return f"rev:{commit}" if commit else folder_digest(folder)
     revision = revision or "main"
     if COMMIT.fullmatch(revision):
         return f"rev:{revision}"
@@ -63,6 +65,21 @@ def model_weights(model: str, revision: str | None, config: str = "config.json")
         text = f"the commit of {model} is unknown: set --revision, or the option 'weights'"
         raise Unsupported(text)
     return f"rev:{commit}"
+
+
+def model_name(model: str) -> str:
+    """The last part of the name of a model, a folder or a repository of a hub. An engine without access to
+    the hub replaces the repository by a folder of its cache, whose name is a commit."""
+    repo, _ = _snapshot(Path(model))
+    return repo or Path(os.path.abspath(model)).name
+
+
+def _snapshot(folder: Path) -> tuple[str, str]:
+    """The repository's last part and the commit, if this is a folder of the hub's cache; otherwise ""."""
+    parts = folder.parent.parent.name.split("--")
+    if folder.parent.name == "snapshots" and parts[0] == "models" and COMMIT.fullmatch(folder.name):
+        return parts[-1], folder.name
+    return "", ""
 
 
 def cached_file(repo: str, revision: str, name: str) -> Path | None:

@@ -393,8 +393,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config, self._kv_cache_config, layout, digest, vllm.__version__,
                 self._options,
             )  # fmt: skip
-        except (Unsupported, SpecError, OSError, AttributeError) as error:
-            log.warning("kvtier: disabled for this engine: %s", str(error))
+        except Exception as error:  # noqa: BLE001  # configurations of any engine version
+            known = isinstance(error, (Unsupported, SpecError, OSError))
+            log.warning(
+                "kvtier: disabled for this engine: %s", str(error) if known else repr(error)
+            )
             return
         self._scheduler.open(spec)
 

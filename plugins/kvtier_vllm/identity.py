@@ -14,7 +14,13 @@ from typing import Any
 from kvtier import Group, Keys, KvSpec
 from kvtier.layout import DTYPE_BYTES
 from kvtier_plugins import Unsupported
-from kvtier_plugins.weights import ADAPTER_CONFIG, cached_file, folder_digest, model_weights
+from kvtier_plugins.weights import (
+    ADAPTER_CONFIG,
+    cached_file,
+    folder_digest,
+    model_name,
+    model_weights,
+)
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.events import KvEvents
 from kvtier_vllm.layout import LATENT, ORDER_MARK, Cached, Layout, layer_specs
@@ -165,7 +171,7 @@ def describe(
     ]  # fmt: skip
     return KvSpec.groups(
         groups,
-        model=Path(model.model).name,
+        model=model_name(model.model),
         dtype=dtype if dtype in DTYPE_BYTES else "uint8",
         block_tokens=layout.block_tokens,
         weights=weights,

@@ -152,14 +152,23 @@ def test_declined_groups_do_not_end_the_engine(
     assert why in line
 
 
-@pytest.mark.parametrize("where", ["open_device", "describe"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("open_device", Unsupported),
+        ("describe", Unsupported),
+        ("describe", KeyError),
+        ("describe", TypeError),
+    ],
+)
 def test_a_refusal_by_a_rank_or_the_identity_does_not_end_the_engine(
-    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Pages on a GPU without a usable driver, and weights without an identity."""
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, where: str,
+    error: type[Exception],
+) -> None:  # fmt: skip
+    """Pages on a GPU without a usable driver, weights without an identity, and an unknown configuration."""
 
     def refuse(*_: Any) -> None:
-        raise Unsupported(f"refused by {where}")
+        raise error(f"refused by {where}")
 
     monkeypatch.setattr(connector, where, refuse)
     check_serves(numbers_of("full"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -489,6 +490,21 @@ def test_weights_are_identified_by_content_not_by_path(tmp_path: Path) -> None:
         )
     ):
         assert folder_digest(other) != one, number
+
+
+def test_a_folder_of_a_hub_s_cache_has_the_identity_of_its_repository(tmp_path: Path) -> None:
+    """With HF_HUB_OFFLINE, vLLM replaces the one by the other."""
+    commit = "5" * 40  # of `described`
+    folder = tmp_path / "models--someone--tiny" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    weights(folder, a=1)
+    offline = described(model={"model": str(folder), "revision": None})
+    online = described(model={"model": "someone/tiny"})
+    assert offline.model == "tiny" and offline.weights == f"rev:{commit}"
+    assert space_id(offline, "t") == space_id(online, "t")
+    other = shutil.copytree(folder, tmp_path / commit)
+    copied = described(model={"model": str(other)})
+    assert copied.model == commit and copied.weights.startswith("files:")
 
 
 def test_weights_without_an_identity_are_refused(tmp_path: Path) -> None:
