@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from pathlib import Path
@@ -12,7 +13,8 @@ from kvtier_plugins import Unsupported
 ADAPTER_CONFIG = "adapter_config.json"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-SAMPLES = 32
+SAMPLES = 32  # of a file, at least
+LIMIT_SAMPLES = 4096  # of a folder, but for those
 SAMPLE_BYTES = 4096
 LIMIT_HEADER_BYTES = 64 << 20
 
@@ -27,26 +29,47 @@ def folder_digest(folder: Path) -> str:
         )
     digest = hashlib.sha256()
     for path in files:
-        _add_file(digest, path)
+        _add_file(digest, path, max(SAMPLES, LIMIT_SAMPLES // len(files)))
     config = folder / ADAPTER_CONFIG
     if config.is_file():
         digest.update(config.read_bytes())
     return f"files:{digest.hexdigest()[:32]}"
 
 
-def _add_file(digest: hashlib._Hash, path: Path) -> None:
+def _add_file(digest: hashlib._Hash, path: Path, samples: int) -> None:
+    """Add a file: its name, size and header, bytes at even distances, and the bytes around the limits of at
+    most so many tensors: training may change few tensors, but all of each."""
     size = path.stat().st_size
     digest.update(f"{path.name}\0{size}\0".encode())
-    with path.open("rb") as file:
-        start = 0
+    with path.open("rb", buffering=0) as file:
+        start, limits, count = 0, list[int](), SAMPLES
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(length, LIMIT_HEADER_BYTES)))
+            header = file.read(min(length, LIMIT_HEADER_BYTES))
+            digest.update(header)
             start = min(8 + length, size)
-        step = max(SAMPLE_BYTES, (size - start) // SAMPLES)
-        for offset in (*range(start, size, step), max(start, size - SAMPLE_BYTES)):
-            file.seek(offset)
-            digest.update(file.read(SAMPLE_BYTES))
+            limits = [start + at for at in _tensor_limits(header)]
+        else:
+            count = samples  # of unknown places
+        step = max(SAMPLE_BYTES, (size - start) // count)
+        places = {*range(start, size, step), max(start, size - SAMPLE_BYTES)}
+        places.update(
+            max(start, at + side)
+            for at in limits[:: -(-len(limits) // samples) or 1]
+            for side in (-SAMPLE_BYTES, 0)
+        )
+        for offset in sorted(places):
+            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+
+
+def _tensor_limits(header: bytes) -> list[int]:
+    """Where the tensors of a safetensors file begin and end, counted from its header's end."""
+    try:
+        tensors = json.loads(header)
+        spans = (one["data_offsets"] for name, one in tensors.items() if name != "__metadata__")
+        return sorted({int(at) for span in spans for at in span})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []  # not a file that an engine can load
 
 
 def model_weights(model: str, revision: str | None, config: str = "config.json") -> str:
@@ -71,7 +94,7 @@ def model_name(model: str) -> str:
     """The last part of the name of a model, a folder or a repository of a hub. An engine without access to
     the hub replaces the repository by a folder of its cache, whose name is a commit."""
     repo, _ = _snapshot(Path(model))
-    return repo or Path(os.path.abspath(model)).name
+    return repo or Path(model).name or Path(model).resolve().name
 
 
 def _snapshot(folder: Path) -> tuple[str, str]:

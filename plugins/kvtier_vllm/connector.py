@@ -211,7 +211,7 @@ def wrap_core() -> None:
     @wraps(load)
     def add_lora(core: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
         for side in sides_of(core.scheduler.get_kv_connector()):
-            side.loads_adapter(lora_request)
+            side.adapters.extras(lora_request)  # its files may change before the first request
         return load(core, lora_request, *args, **kwargs)
 
     EngineCore.add_lora = add_lora

@@ -54,7 +54,7 @@ def weights_identity(model_config: Any, load_format: str) -> str:
 
 def config_digest(model_config: Any, vllm_config: Any) -> str:
     """A digest of the other inputs of a cache's values: the model's configuration with RoPE and scaling, the
-    quantization, the data type of the computation, and how media become embeddings."""
+    quantization, the data type of the computation, how media become embeddings, and what adapters adapt."""
     config = {
         name: value
         for name, value in model_config.hf_config.to_dict().items()
@@ -62,10 +62,13 @@ def config_digest(model_config: Any, vllm_config: Any) -> str:
     }
     types = [str(model_config.dtype), str(model_config.quantization)]
     longest = getattr(model_config, "max_model_len", 0)
+    adapters = getattr(vllm_config, "lora_config", None)
     options = {
         "longer than": sorted(limit for limit in _length_limits(config) if longest > limit),
         "quantization": getattr(model_config, "quantization_config", None),
         "media": _media_digest(model_config),
+        "adapted": sorted(getattr(adapters, "target_modules", None) or ()),
+        "adapted media": getattr(adapters, "enable_tower_connector_lora", False),
     }
     others = [{name: value for name, value in options.items() if value}]
     text = json.dumps([config, types, *filter(None, others)], sort_keys=True, default=str)
@@ -242,7 +245,7 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, tuple[tuple[str, int, int], ...]], bytes] = {}
+        self._known: dict[tuple[Path, tuple[tuple[str, int, int], ...]], bytes] = {}
         self._first: dict[str, bytes] = {}
         self._logged: set[str] = set()
 
@@ -269,23 +272,23 @@ class Adapters:
 
     def _digest(self, path: str) -> bytes:
         """The digest of the folder that the engine reads for this path. Raises OSError, Unsupported."""
-        folder = os.path.expanduser(path)
+        folder = Path(path).expanduser()
         try:
             seen = _seen(folder)
         except FileNotFoundError:
-            config = None if os.path.isabs(folder) else cached_file(path, "main", ADAPTER_CONFIG)
+            config = None if folder.is_absolute() else cached_file(path, "main", ADAPTER_CONFIG)
             if config is None:
                 raise
-            folder = str(config.parent)  # of a repository of a hub
+            folder = config.parent  # of a repository of a hub
             seen = _seen(folder)
         known = self._known.get((folder, seen))
         if known is None:
-            known = b"lora:" + folder_digest(Path(folder)).encode()
+            known = b"lora:" + folder_digest(folder).encode()
             self._known[folder, seen] = known
         return known
 
 
-def _seen(folder: str) -> tuple[tuple[str, int, int], ...]:
+def _seen(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Names, times and sizes of a folder's files."""
     # Runs per request on the scheduler's thread: with Path it takes nearly twice as long.
     with os.scandir(folder) as entries:

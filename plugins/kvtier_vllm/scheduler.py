@@ -123,7 +123,7 @@ class SchedulerSide:
         self._outdated = False  # the engine's own cache has blocks of weights that it had before
         self._prompts: dict[str, Prompt] = {}
         self._session: DaemonSession | None = None  # at the last step
-        self._adapters = Adapters()
+        self.adapters = Adapters()
         self._forecast = Forecast()
         patience_s = options.patience_ms / 1000
         self._daemon = daemon = Daemon(options.socket, self.counts, options.verify, patience_s)
@@ -228,7 +228,7 @@ class SchedulerSide:
     def _prompt(self, request: Any) -> Prompt:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
-            extras = self._adapters.extras(getattr(request, "lora_request", None))
+            extras = self.adapters.extras(getattr(request, "lora_request", None))
             options = read_request_options(
                 request.kv_transfer_params, getattr(request, "kv_hints", None)
             )
@@ -401,10 +401,6 @@ class SchedulerSide:
             prompt.forget_keys()
         if self._resident is not None:
             self._resident.blocks.clear()
-
-    def loads_adapter(self, lora: Any) -> None:
-        """The engine is about to load this adapter: its files may change before the first request."""
-        self._adapters.extras(lora)
 
     def own_cache_reset(self) -> None:
         """The engine's own cache is empty, and no request has pages. Blocks that were saved since weights

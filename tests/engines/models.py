@@ -55,7 +55,8 @@ def configuration(kind: str) -> Any:
         }
         return transformers.Blip2Config(
             vision_config=seen | {"image_size": IMAGE, "patch_size": IMAGE // 4},
-            qformer_config=seen | {"vocab_size": 8, "encoder_hidden_size": 64, "cross_attention_frequency": 1},
+            qformer_config=seen
+            | {"vocab_size": 8, "encoder_hidden_size": 64, "cross_attention_frequency": 1},
             text_config=text | {
                 "model_type": "opt", "ffn_dim": 256, "num_hidden_layers": 3, "num_attention_heads": 2,
                 "word_embed_proj_dim": 128, "init_std": 0.15, "pad_token_id": 1,

@@ -499,7 +499,7 @@ def test_an_adapter_whose_files_change_between_its_load_and_its_first_request_is
     engine = numbers_of("full")
     loaded: list[Any] = []
     monkeypatch.setattr(engine.core.model_executor, "add_lora", loaded.append, raising=False)
-    adapters = engine.connector._scheduler._adapters
+    adapters = engine.connector._scheduler.adapters
     for at, changes in enumerate((False, True), 1):
         folder = tmp_path / str(at)
         folder.mkdir()

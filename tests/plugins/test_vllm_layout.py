@@ -173,6 +173,21 @@ def test_the_processing_of_media_belongs_to_the_identity(tmp_path: Path) -> None
     assert len(set(found)) == 6 and of() == found[-1]
 
 
+def test_what_adapters_change_belongs_to_the_identity() -> None:
+    def of(**options: Any) -> bytes:
+        config, caches = engine()
+        config.lora_config = SimpleNamespace(**{"target_modules": None} | options)
+        return space_id(
+            describe(config, caches, read_layout(config, caches), "p", "1", Options()), "t"
+        )
+
+    plain = space_id(described(), "t")
+    found = [of(target_modules=["k_proj"]), of(target_modules=["k_proj", "v_proj"])]
+    found += [of(enable_tower_connector_lora=True), plain]
+    assert len(set(found)) == 4 and of() == plain
+    assert of(target_modules=["v_proj", "k_proj"]) == found[1]
+
+
 ORDERED = "0123 page:hpdt|hptd"
 HEADS = {"num_kv_heads": 2, "head_size": 32, "page_size_bytes": 2 * 16 * 2 * 32 * 2}
 
@@ -490,6 +505,23 @@ def test_weights_are_identified_by_content_not_by_path(tmp_path: Path) -> None:
         )
     ):
         assert folder_digest(other) != one, number
+
+
+def test_a_change_of_any_tensor_changes_the_identity_of_the_weights(tmp_path: Path) -> None:
+    """Training may change a small part of a model: some tensors, or rows at the end of one."""
+    tensors, nbytes = 200, 20_000
+    header = {
+        f"{at}": {"dtype": "U8", "data_offsets": [at * nbytes, (at + 1) * nbytes]}
+        for at in range(tensors)
+    }
+    body = np.random.default_rng(0).integers(0, 256, (tensors, nbytes), dtype=np.uint8)
+    found = [folder_digest(weights(tmp_path, body.tobytes(), **header))]
+    for tensor in range(7, tensors, 31):
+        for changed in (slice(None), slice(nbytes - 100, None)):
+            other = body.copy()
+            other[tensor, changed] += 1
+            found.append(folder_digest(weights(tmp_path, other.tobytes(), **header)))
+    assert len(set(found)) == len(found) == 15
 
 
 def test_a_folder_of_a_hub_s_cache_has_the_identity_of_its_repository(tmp_path: Path) -> None:
