@@ -181,11 +181,6 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
         raise Unsupported(f"pipeline_parallel_size={stages} with the executor {executor}")
     if stages > 1 and getattr(parallel, "nnodes", 1) > 1:
         raise Unsupported(f"pipeline_parallel_size={stages} on several hosts")
-    model, caches = vllm_config.model_config, vllm_config.cache_config
-    supported = getattr(model, "is_prefix_caching_supported", True)
-    if not (supported or getattr(caches, "enable_prefix_caching", False)):
-        # Poolers that need the results of all tokens: CLS and MEAN end the engine if some are cached.
-        raise Unsupported("vLLM does not support prefix caching for this model")
     ids = kv_cache_config.prefix_cacheable_group_ids
     if not ids:
         raise Unsupported("this model has no cache that a later request could reuse")
@@ -200,6 +195,11 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
     groups = tuple(
         _cached(group_id, spec, block_tokens) for group_id, spec in zip(ids, specs, strict=True)
     )
+    model, caches = vllm_config.model_config, vllm_config.cache_config
+    supported = getattr(model, "is_prefix_caching_supported", True)
+    if not (supported or getattr(caches, "enable_prefix_caching", False)):
+        # Poolers that need the results of all tokens: CLS and MEAN end the engine if some are cached.
+        raise Unsupported("vLLM does not support prefix caching for this model")
     ranks = parallel.tensor_parallel_size
     replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
     if ranks % replicas:
