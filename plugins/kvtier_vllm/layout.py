@@ -181,6 +181,11 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
         raise Unsupported(f"pipeline_parallel_size={stages} with the executor {executor}")
     if stages > 1 and getattr(parallel, "nnodes", 1) > 1:
         raise Unsupported(f"pipeline_parallel_size={stages} on several hosts")
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
+        # It ends the engine if it has not computed a block itself.
+        raise Unsupported(
+            "--enable-return-routed-experts: blocks do not contain the experts of tokens"
+        )
     ids = kv_cache_config.prefix_cacheable_group_ids
     if not ids:
         raise Unsupported("this model has no cache that a later request could reuse")

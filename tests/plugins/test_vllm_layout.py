@@ -615,6 +615,9 @@ def test_caches_that_no_later_request_could_use_are_refused() -> None:
         read_layout(config, caches)
     config.cache_config.enable_prefix_caching = True  # its user insists
     assert read_layout(config, caches).block_tokens == 16
+    config.aux_output_config = SimpleNamespace(enabled=True)
+    with pytest.raises(Unsupported, match="--enable-return-routed-experts"):
+        read_layout(config, caches)
     with pytest.raises(Unsupported, match="depends on the tokens after it"):
         read_layout(*engine(full(non_causal=True)))
 
