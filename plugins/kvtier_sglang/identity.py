@@ -13,7 +13,7 @@ from typing import Any
 from kvtier import Group, KvSpec
 from kvtier.layout import DTYPE_BYTES, LIMIT_SHARDS
 from kvtier_plugins import Unsupported
-from kvtier_plugins.weights import cached_file, model_weights
+from kvtier_plugins.weights import cached_file, model_name, model_weights
 from kvtier_sglang.pages import ServedPool
 
 KV = "kv"
@@ -97,7 +97,7 @@ def describe(
             Group(layers=one.layers, opaque_bytes=one.block_bytes, shards=place.shards)
             for one in pools.values()
         ],
-        model=Path(facts.path).name,
+        model=model_name(facts.path),
         dtype=kv.dtype if kv.dtype in DTYPE_BYTES else "uint8",
         block_tokens=kv.page_tokens,
         weights=weights or facts.weights(),

@@ -46,7 +46,14 @@ from kvtier_plugins import Unsupported
 from kvtier_vllm.device import open_device
 from kvtier_vllm.events import Event, Removed, SpecKind, fields_of
 from kvtier_vllm.identity import describe, whole_cache
-from kvtier_vllm.layout import Layout, backends_of, check_hashes, find_pages, read_layout
+from kvtier_vllm.layout import (
+    Layout,
+    backends_of,
+    check_hashes,
+    find_pages,
+    hashes_media,
+    read_layout,
+)
 from kvtier_vllm.lookups import EngineLimits
 from kvtier_vllm.messages import RankPages, RankReport, Step
 from kvtier_vllm.options import read_options
@@ -172,12 +179,13 @@ READ_WEIGHTS = (
 
 def wrap_core() -> None:
     """Let each engine core of this process tell its scheduler's side what vLLM tells no connector: that the
-    weights may have changed, and that the engine's own cache was reset. Raises Unsupported if this vLLM has
-    other functions for that."""
+    weights may have changed, that the engine's own cache was reset, and that it loads an adapter. Raises
+    Unsupported if this vLLM has other functions for that."""
     try:
         from vllm.v1.engine.core import EngineCore
 
         call, reset = EngineCore.collective_rpc, EngineCore.reset_prefix_cache
+        load = EngineCore.add_lora
     except (ImportError, AttributeError) as error:
         raise Unsupported(str(error)) from error
     if hasattr(call, "announces"):
@@ -200,6 +208,13 @@ def wrap_core() -> None:
                 side.own_cache_reset()
         return done
 
+    @wraps(load)
+    def add_lora(core: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        for side in sides_of(core.scheduler.get_kv_connector()):
+            side.adapters.extras(lora_request)  # its files may change before the first request
+        return load(core, lora_request, *args, **kwargs)
+
+    EngineCore.add_lora = add_lora
     collective_rpc.announces = True  # type: ignore[attr-defined]
     EngineCore.collective_rpc = collective_rpc
     EngineCore.reset_prefix_cache = reset_prefix_cache
@@ -299,8 +314,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._kinds = kinds_of(kv_cache_config) if events else {}
             self._scheduler = SchedulerSide(
                 self._layout, self._options, events=extra_keys if events else None,
-                loads=self._kv_transfer_config.is_kv_consumer,
+                loads=self._kv_transfer_config.is_kv_consumer, media=hashes_media(vllm_config),
             )  # fmt: skip
+            if not hashes_media(vllm_config):
+                log.warning(
+                    "kvtier: requests with images, videos or audio load and save nothing, because vLLM does "
+                    "not hash their content: set --mm-processor-cache-gb, or --enable-prefix-caching"
+                )
             if note:
                 log.warning("kvtier: %s", note)
 
@@ -373,8 +393,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config, self._kv_cache_config, layout, digest, vllm.__version__,
                 self._options,
             )  # fmt: skip
-        except (Unsupported, SpecError, OSError, AttributeError) as error:
-            log.warning("kvtier: disabled for this engine: %s", str(error))
+        except Exception as error:  # noqa: BLE001  # configurations of any engine version
+            known = isinstance(error, (Unsupported, SpecError, OSError))
+            log.warning(
+                "kvtier: disabled for this engine: %s", str(error) if known else repr(error)
+            )
             return
         self._scheduler.open(spec)
 

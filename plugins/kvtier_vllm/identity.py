@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from typing import Any
 from kvtier import Group, Keys, KvSpec
 from kvtier.layout import DTYPE_BYTES
 from kvtier_plugins import Unsupported
-from kvtier_plugins.weights import folder_digest, model_weights
+from kvtier_plugins.weights import (
+    ADAPTER_CONFIG,
+    cached_file,
+    folder_digest,
+    model_name,
+    model_weights,
+)
 from kvtier_vllm.daemon import DaemonSession
 from kvtier_vllm.events import KvEvents
 from kvtier_vllm.layout import LATENT, ORDER_MARK, Cached, Layout, layer_specs
@@ -21,10 +28,21 @@ from kvtier_vllm.messages import RankPages
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 
+log = logging.getLogger("vllm.kvtier")
+
 CHANGED = b""  # never the name of an adapter
 GENERATION_BYTES = 16
 LIMIT_HASHES = 2048  # that become keys in one call: about one millisecond
 VOLATILE = ("_name_or_path", "transformers_version")
+# How images, videos and audio become embeddings: files next to the weights, and options of the engine.
+PROCESSOR_FILES = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+PROCESSING = (
+    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+)  # fmt: skip
+LLAMA4_TOKENS = 32_768
 
 
 def weights_identity(model_config: Any, load_format: str) -> str:
@@ -36,15 +54,54 @@ def weights_identity(model_config: Any, load_format: str) -> str:
 
 def config_digest(model_config: Any, vllm_config: Any) -> str:
     """A digest of the other inputs of a cache's values: the model's configuration with RoPE and scaling, the
-    quantization, and the data type of the computation."""
+    quantization, the data type of the computation, how media become embeddings, and what adapters adapt."""
     config = {
         name: value
         for name, value in model_config.hf_config.to_dict().items()
         if name not in VOLATILE
     }
     types = [str(model_config.dtype), str(model_config.quantization)]
-    text = json.dumps([config, types], sort_keys=True, default=str)
+    longest = getattr(model_config, "max_model_len", 0)
+    adapters = getattr(vllm_config, "lora_config", None)
+    options = {
+        "longer than": sorted(limit for limit in _length_limits(config) if longest > limit),
+        "quantization": getattr(model_config, "quantization_config", None),
+        "media": _media_digest(model_config),
+        "adapted": sorted(getattr(adapters, "target_modules", None) or ()),
+        "adapted media": getattr(adapters, "enable_tower_connector_lora", False),
+    }
+    others = [{name: value for name, value in options.items() if value}]
+    text = json.dumps([config, types, *filter(None, others)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _length_limits(config: Any) -> Iterator[int]:
+    """The values of `max_model_len` up to which the engine computes all tokens in one way, and above which in
+    another one: LongRoPE has factors for both, Llama-4 has temperatures of attention only above."""
+    if not isinstance(config, dict):
+        return
+    if config.get("rope_type", config.get("type")) == "longrope":
+        yield int(config.get("original_max_position_embeddings") or 0)
+    if str(config.get("model_type")).startswith("llama4"):
+        yield LLAMA4_TOKENS
+    for value in config.values():
+        yield from _length_limits(value)
+
+
+def _media_digest(model_config: Any) -> str:
+    """A digest of what determines the embeddings of media besides their content, whose hashes are in the
+    engine's block hashes; "" for a model without media."""
+    multimodal = getattr(model_config, "multimodal_config", None)
+    if multimodal is None:
+        return ""
+    text = json.dumps(
+        [getattr(multimodal, name, None) for name in PROCESSING], sort_keys=True, default=str
+    )
+    digest = hashlib.sha256(text.encode())
+    for path in (Path(model_config.model) / name for name in PROCESSOR_FILES):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def _weights(vllm_config: Any, name: str) -> str:
@@ -117,7 +174,7 @@ def describe(
     ]  # fmt: skip
     return KvSpec.groups(
         groups,
-        model=Path(model.model).name,
+        model=model_name(model.model),
         dtype=dtype if dtype in DTYPE_BYTES else "uint8",
         block_tokens=layout.block_tokens,
         weights=weights,
@@ -188,29 +245,55 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, tuple[tuple[str, int, int], ...]], bytes] = {}
-        self._first: dict[Path, bytes] = {}
+        self._known: dict[tuple[Path, tuple[tuple[str, int, int], ...]], bytes] = {}
+        self._first: dict[str, bytes] = {}
+        self._logged: set[str] = set()
 
-    def extras(self, request: Any) -> bytes | None:
-        """The extras of this request's keys; None if its adapter cannot be identified."""
-        lora = getattr(request, "lora_request", None)
+    def extras(self, lora: Any) -> bytes | None:
+        """The extras of the keys of requests with this adapter; None if it cannot be identified."""
         if lora is None:
             return b""
-        folder = Path(lora.lora_path)
+        path = lora.lora_path
         try:
-            # Runs per request on the scheduler's thread: with Path it takes nearly twice as long.
-            with os.scandir(folder) as entries:
-                stats = [(entry.name, entry.stat()) for entry in entries]
-            seen = tuple(sorted((name, s.st_mtime_ns, s.st_size) for name, s in stats))
-            known = self._known.get((str(folder), seen))
-            if known is None:
-                known = self._known[str(folder), seen] = b"lora:" + folder_digest(folder).encode()
-        except (OSError, Unsupported):
-            return None
-        if self._first.setdefault(folder, known) != known:
-            self._first[folder] = CHANGED
-            return None
+            known = self._digest(path)
+            if self._first.setdefault(path, known) == known:
+                return known
+            self._first[path] = CHANGED
+            why = "its files have changed while the engine ran: restart it"
+        except (OSError, Unsupported) as error:
+            why = str(error)
+        if path not in self._logged:
+            self._logged.add(path)
+            log.warning(
+                "kvtier: loading and saving no blocks of the adapter %s: %s: %s",
+                lora.lora_name, path, why,
+            )  # fmt: skip
+        return None
+
+    def _digest(self, path: str) -> bytes:
+        """The digest of the folder that the engine reads for this path. Raises OSError, Unsupported."""
+        folder = Path(path).expanduser()
+        try:
+            seen = _seen(folder)
+        except FileNotFoundError:
+            config = None if folder.is_absolute() else cached_file(path, "main", ADAPTER_CONFIG)
+            if config is None:
+                raise
+            folder = config.parent  # of a repository of a hub
+            seen = _seen(folder)
+        known = self._known.get((folder, seen))
+        if known is None:
+            known = b"lora:" + folder_digest(folder).encode()
+            self._known[folder, seen] = known
         return known
+
+
+def _seen(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Names, times and sizes of a folder's files."""
+    # Runs per request on the scheduler's thread: with Path it takes nearly twice as long.
+    with os.scandir(folder) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries]
+    return tuple(sorted((name, s.st_mtime_ns, s.st_size) for name, s in stats))
 
 
 class BlockKeys:

@@ -157,6 +157,17 @@ def check_hashes(vllm_config: Any, environment: Mapping[str, str] = os.environ) 
     )
 
 
+def hashes_media(vllm_config: Any) -> bool:
+    """Whether the engine's block hashes contain those of the content of images, videos and audio. Without its
+    own caches, an engine numbers them instead, and every engine begins with the same number."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    return (
+        multimodal is None
+        or getattr(multimodal, "mm_processor_cache_gb", 1) != 0
+        or vllm_config.cache_config.enable_prefix_caching
+    )
+
+
 def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
     """The layout of this engine's cache. Raises Unsupported if kvtier cannot keep it."""
     parallel = vllm_config.parallel_config
@@ -170,6 +181,11 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
         raise Unsupported(f"pipeline_parallel_size={stages} with the executor {executor}")
     if stages > 1 and getattr(parallel, "nnodes", 1) > 1:
         raise Unsupported(f"pipeline_parallel_size={stages} on several hosts")
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
+        # It ends the engine if it has not computed a block itself.
+        raise Unsupported(
+            "--enable-return-routed-experts: blocks do not contain the experts of tokens"
+        )
     ids = kv_cache_config.prefix_cacheable_group_ids
     if not ids:
         raise Unsupported("this model has no cache that a later request could reuse")
@@ -184,6 +200,11 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
     groups = tuple(
         _cached(group_id, spec, block_tokens) for group_id, spec in zip(ids, specs, strict=True)
     )
+    model, caches = vllm_config.model_config, vllm_config.cache_config
+    supported = getattr(model, "is_prefix_caching_supported", True)
+    if not (supported or getattr(caches, "enable_prefix_caching", False)):
+        # Poolers that need the results of all tokens: CLS and MEAN end the engine if some are cached.
+        raise Unsupported("vLLM does not support prefix caching for this model")
     ranks = parallel.tensor_parallel_size
     replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
     if ranks % replicas:
@@ -217,6 +238,8 @@ def _cached(group_id: int, group: Any, block_tokens: int) -> Cached:
 
 def _kind(spec: Any) -> tuple[Kind, int]:
     name = type(spec).__name__
+    if getattr(spec, "non_causal", False):
+        raise Unsupported("the content of a block depends on the tokens after it")
     if name in FULL:
         return "full", 0
     if name in WINDOW:

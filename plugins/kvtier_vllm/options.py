@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from reprlib import repr as short
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +26,7 @@ RESULTS = ("warm_tokens", "cold_tokens", "pinned_blocks", "memory_blocks", "comi
 HINT_VERSION = "1"  # of actions in a request's KV hints
 LIMIT_PIN_S = LIMIT_TTL_S = 7 * 24 * 3600.0
 LEAST_TTL_S = 0.001
+LOGGED = 4  # unknown options of a request
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,13 +153,18 @@ def read_request_options(parameters: Any, hints: Any = None) -> RequestOptions:
         return RequestOptions()
     if not isinstance(given, dict):
         log.warning(
-            "kvtier: kv_transfer_params: ignoring %r under %r: not an object", given, PARAMETER
+            "kvtier: kv_transfer_params: ignoring %s under %r: not an object",
+            short(given),
+            PARAMETER,
         )
         return RequestOptions()
-    for name in given.keys() - NAMES - set(RESULTS):
+    unknown = sorted(given.keys() - NAMES - set(RESULTS), key=str)
+    if unknown:
         log.warning(
-            "kvtier: kv_transfer_params: ignoring unknown %r; known are %s", name, ", ".join(NAMES)
-        )
+            "kvtier: kv_transfer_params: ignoring unknown %s; known are %s",
+            ", ".join(map(short, unknown[:LOGGED])) + ", ..." * (len(unknown) > LOGGED),
+            ", ".join(NAMES),
+        )  # fmt: skip
     pin_s = _number(given, "pin", sys.float_info.max, "expected seconds")
     priority = _number(given, "priority", 1.0, "expected a number from 0 to 1")
     ttl_s = _number(given, "ttl", sys.float_info.max, "expected seconds")
@@ -179,8 +186,8 @@ def _hinted(hints: Any) -> dict[str, Any]:
             continue
         if action.action_version != HINT_VERSION:
             log.warning(
-                "kvtier: KV hints: ignoring an action of version %r; known is %s",
-                action.action_version, HINT_VERSION,
+                "kvtier: KV hints: ignoring an action of version %s; known is %s",
+                short(action.action_version), HINT_VERSION,
             )  # fmt: skip
         elif isinstance(action.payload, dict):
             found |= action.payload
@@ -193,7 +200,7 @@ def _number(given: dict[str, Any], name: str, most: float, expected: str) -> flo
     value = given[name]
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most:
         return float(value)
-    log.warning("kvtier: kv_transfer_params: ignoring %r: %r: %s", name, value, expected)
+    log.warning("kvtier: kv_transfer_params: ignoring %r: %s: %s", name, short(value), expected)
     return None
 
 
@@ -201,5 +208,7 @@ def _flag(given: dict[str, Any], name: str, default: bool = True) -> bool:
     value = given.get(name, default)
     if isinstance(value, int):
         return bool(value)
-    log.warning("kvtier: kv_transfer_params: ignoring %r: %r: expected true or false", name, value)
+    log.warning(
+        "kvtier: kv_transfer_params: ignoring %r: %s: expected true or false", name, short(value)
+    )
     return default

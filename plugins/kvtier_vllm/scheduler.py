@@ -97,7 +97,8 @@ class EngineResidency:
 
 
 class SchedulerSide:
-    """One per engine. `clock` is monotonic, in seconds. `loads`: the engine may load."""
+    """One per engine. `clock` is monotonic, in seconds. `loads`: the engine may load. `media`: its hashes
+    identify images, videos and audio by their content."""
 
     def __init__(
         self,
@@ -106,7 +107,9 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         events: ExtraKeys | None = None,
         loads: bool = True,
+        media: bool = True,
     ) -> None:
+        self._media = media
         self.stats = PluginStats()
         self.counts = self.stats.counts
         self.timelines = Timelines(options.timeline, clock)
@@ -120,7 +123,7 @@ class SchedulerSide:
         self._outdated = False  # the engine's own cache has blocks of weights that it had before
         self._prompts: dict[str, Prompt] = {}
         self._session: DaemonSession | None = None  # at the last step
-        self._adapters = Adapters()
+        self.adapters = Adapters()
         self._forecast = Forecast()
         patience_s = options.patience_ms / 1000
         self._daemon = daemon = Daemon(options.socket, self.counts, options.verify, patience_s)
@@ -225,15 +228,16 @@ class SchedulerSide:
     def _prompt(self, request: Any) -> Prompt:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
-            extras = self._adapters.extras(request)
+            extras = self.adapters.extras(getattr(request, "lora_request", None))
             options = read_request_options(
                 request.kv_transfer_params, getattr(request, "kv_hints", None)
             )
             may_load = self._may_load and options.load and not request.skip_reading_prefix_cache
             may_save = options.save and bool(self._options.save)
-            identified = extras is not None
+            named = self._media or not getattr(request, "mm_features", None)
+            identified = extras is not None and named
             if not identified:
-                self.counts["miss:adapter"] += 1
+                self.counts["miss:adapter" if named else "miss:media"] += 1
             prompt = Prompt(
                 request, extras or b"", identified and may_load, identified and may_save,
                 options if identified else RequestOptions(given=options.given), self._number(),

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from kvtier.wire import OUTCOMES
 
-Miss = Literal["absent", "adapter", "no_daemon", "patience", "rank_away", "refused"]
+Miss = Literal["absent", "adapter", "media", "no_daemon", "patience", "rank_away", "refused"]
 Failure = Literal["error", "no_daemon", "stale", "spoilt"]
 Drop = Literal["after_hole", "error", "lost", "no_daemon", "no_time", "overwritten"]
 Time = Literal["load_s", "save_s", "wait_s", "wait_answer_s", "wait_disk_s", "wait_scheduler_s"]

@@ -11,6 +11,7 @@ from typing import Any
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -20,17 +21,26 @@ def main() -> None:
         replies.write(json.dumps(body) + "\n")
         replies.flush()
 
+    def asked(prompt: list[int], image: int | None) -> Any:
+        """A prompt, with an image of random pixels from this seed."""
+        if image is None:
+            return {"prompt_token_ids": prompt}
+        import numpy as np
+
+        pixels = np.random.default_rng(image).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+        return {"prompt_token_ids": prompt, "multi_modal_data": {"image": Image.fromarray(pixels)}}
+
     def generated(
-        prompts: list[list[int]], tokens: int, parameters: Any, adapter: Any
+        prompts: list[list[int]], tokens: int, parameters: Any, adapter: Any, images: Any
     ) -> list[dict[str, Any]]:
         sampling = SamplingParams(
             temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False,
             extra_args={"kv_transfer_params": parameters} if parameters else None,
         )  # fmt: skip
-        asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        given = [asked(*one) for one in zip(prompts, images or [None] * len(prompts), strict=True)]
         answers = []
         lora = LoRARequest(*adapter) if adapter else None
-        for output in llm.generate(asked, sampling, use_tqdm=False, lora_request=lora):
+        for output in llm.generate(given, sampling, use_tqdm=False, lora_request=lora):
             one = output.outputs[0]
             chosen = zip(one.token_ids, one.logprobs or (), strict=True)
             answers.append(
@@ -48,8 +58,11 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if "prompts" in order:
-            more = (order.get(name) for name in ("parameters", "adapter"))
+            more = (order.get(name) for name in ("parameters", "adapter", "images"))
             reply(generated(order["prompts"], order["tokens"], *more))
+        elif "embed" in order:
+            given = [asked(one, None) for one in order["embed"]]
+            reply([one.outputs.embedding for one in llm.embed(given, use_tqdm=False)])
         elif "metrics" in order:
             reply(
                 [

@@ -19,6 +19,9 @@ COMMON: dict[str, Any] = {
 # choice.
 EXPERTS = 2
 TIED = 0.05
+LONG_TOKENS = 256
+# An image: its edge in pixels, and the tokens that stand for it, in front of the text.
+IMAGE, IMAGE_TOKENS, IMAGE_TOKEN = 56, 32, 300
 # Channels of K in an uneven model: these, and those that RoPE rotates with them, are larger by this
 # factor.
 LARGE_CHANNELS = (3, 4)
@@ -31,6 +34,35 @@ def configuration(kind: str) -> Any:
 
     if kind in ("llama", "retrained", "uneven"):
         return transformers.LlamaConfig(num_hidden_layers=4, **COMMON)
+    if kind == "longrope":
+        # Other rotations above LONG_TOKENS. All of the head is rotated.
+        half = COMMON["head_dim"] // 2
+        rope = {
+            "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": LONG_TOKENS,
+            "short_factor": [1.0] * half, "long_factor": [1.5 + 0.3 * at for at in range(half)],
+        }  # fmt: skip
+        sizes = {name: value for name, value in COMMON.items() if name != "head_dim"}
+        return transformers.Phi3Config(
+            num_hidden_layers=4, rope_parameters=rope, pad_token_id=0,
+            original_max_position_embeddings=LONG_TOKENS, **sizes | {"hidden_size": 256},
+        )  # fmt: skip
+    if kind == "captions":
+        seen = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "intermediate_size": 128, "initializer_range": 0.5}  # fmt: skip
+        text = {
+            name: COMMON[name] for name in ("vocab_size", "hidden_size", "max_position_embeddings")
+        }
+        return transformers.Blip2Config(
+            vision_config=seen | {"image_size": IMAGE, "patch_size": IMAGE // 4},
+            qformer_config=seen
+            | {"vocab_size": 8, "encoder_hidden_size": 64, "cross_attention_frequency": 1},
+            text_config=text | {
+                "model_type": "opt", "ffn_dim": 256, "num_hidden_layers": 3, "num_attention_heads": 2,
+                "word_embed_proj_dim": 128, "init_std": 0.15, "pad_token_id": 1,
+            },
+            num_query_tokens=IMAGE_TOKENS, image_token_index=IMAGE_TOKEN,
+        )  # fmt: skip
     if kind == "mistral":
         return transformers.MistralConfig(num_hidden_layers=3, sliding_window=WINDOW, **COMMON)
     if kind == "mixtral":
@@ -90,6 +122,8 @@ def make_model(kind: str, folder: Path) -> Path:
         return make_draft(folder, int(kind.removeprefix("eagle")))
     torch.manual_seed(0 if kind != "retrained" else 1)  # the same model with other weights
     config = configuration(kind)
+    if kind == "captions":
+        return make_captions(config, folder)
     model = transformers.AutoModelForCausalLM.from_config(config)
     if config.tie_word_embeddings:
         # The output would equal the input if the layers had little weight, so their weights are
@@ -101,6 +135,24 @@ def make_model(kind: str, folder: Path) -> Path:
         make_uneven(model)
         tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_captions(config: Any, folder: Path) -> Path:
+    """Write a model that reads images, and its processor."""
+    import torch
+    import transformers
+
+    model = transformers.Blip2ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        model.query_tokens.normal_()
+    model.save_pretrained(folder)
+    letters = tokenizer()
+    letters.add_tokens([f"<{number}>" for number in range(len(letters), IMAGE_TOKEN)])
+    letters.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = transformers.BlipImageProcessorPil(size={"height": IMAGE, "width": IMAGE})
+    processor = transformers.Blip2Processor(images, letters, num_query_tokens=IMAGE_TOKENS)
+    processor.save_pretrained(folder)
     return folder
 
 

@@ -66,6 +66,13 @@ def without_prefix_caching(config: Any) -> None:
     config.cache_config.mamba_cache_mode = "none"
 
 
+def averaging(config: Any) -> None:
+    from vllm.config import PoolerConfig
+
+    config.model_config.pooler_config = PoolerConfig(seq_pooling_type="MEAN")
+    config.cache_config.enable_prefix_caching = False
+
+
 def states(**changes: Any) -> dict[str, Any]:
     return {"model": layers(state("gdn", **changes), attention())}
 
@@ -83,6 +90,12 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
         {"tune": parallel("prefill_context_parallel_size")}, "prefill_context_parallel_size=2",
     ),
     "states with speculation": (states(num_speculative_blocks=1), "speculative decoding"),
+    "a pooler of all tokens": (
+        {"tune": averaging}, "vLLM does not support prefix caching for this model",
+    ),
+    "attention to later tokens": (
+        {"model": layers(attention(), attention(non_causal=True))}, "depends on the tokens after it",
+    ),
     "states without prefix caching": (
         states(mamba_cache_mode="none") | {"tune": without_prefix_caching}, "prefix caching",
     ),
@@ -139,14 +152,23 @@ def test_declined_groups_do_not_end_the_engine(
     assert why in line
 
 
-@pytest.mark.parametrize("where", ["open_device", "describe"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("open_device", Unsupported),
+        ("describe", Unsupported),
+        ("describe", KeyError),
+        ("describe", TypeError),
+    ],
+)
 def test_a_refusal_by_a_rank_or_the_identity_does_not_end_the_engine(
-    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Pages on a GPU without a usable driver, and weights without an identity."""
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, where: str,
+    error: type[Exception],
+) -> None:  # fmt: skip
+    """Pages on a GPU without a usable driver, weights without an identity, and an unknown configuration."""
 
     def refuse(*_: Any) -> None:
-        raise Unsupported(f"refused by {where}")
+        raise error(f"refused by {where}")
 
     monkeypatch.setattr(connector, where, refuse)
     check_serves(numbers_of("full"))

@@ -137,8 +137,8 @@ def test_nothing_is_held_after_all_requests_ended(engine: Any, daemon: Daemon) -
     engine.generate([prompt(50, 40)], 1)
     held = engine.recorded("held")[-1]
     assert (held["prompts"], held["leases"], held["tickets"]) == (0, 0, 0)
-    stats = daemon.stats()
-    assert stats["tenants"]["default"]["leases"] == 0
+    # The daemon may read the release after it answers this client.
+    daemon.wait_for(lambda stats: not stats["tenants"]["default"]["leases"], 20.0)
 
 
 def test_warm_and_cold_hits_over_restarts(

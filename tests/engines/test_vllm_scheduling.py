@@ -491,6 +491,27 @@ def test_a_change_of_weights_concerns_one_engine_of_a_process(
     assert one.run(text) == [144]
 
 
+def test_an_adapter_whose_files_change_between_its_load_and_its_first_request_is_not_identified(
+    numbers_of: EngineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    engine = numbers_of("full")
+    loaded: list[Any] = []
+    monkeypatch.setattr(engine.core.model_executor, "add_lora", loaded.append, raising=False)
+    adapters = engine.connector._scheduler.adapters
+    for at, changes in enumerate((False, True), 1):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(bytes(100))
+        lora = LoRARequest("sql", at, str(folder))
+        engine.core.add_lora(lora)
+        assert loaded[-1] is lora
+        if changes:
+            (folder / "adapter_model.safetensors").write_bytes(bytes(101))
+        assert (adapters.extras(lora) is None) == changes
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("good", [True, False], ids=["good", "failed"])
 def test_blocks_that_another_connector_loaded_are_saved_only_after_success(

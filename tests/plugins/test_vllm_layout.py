@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from kvtier_vllm.layout import (
     backends_of,
     check_hashes,
     find_pages,
+    hashes_media,
     page_order,
     read_layout,
 )
@@ -124,6 +126,7 @@ CHANGES: dict[str, Callable[[], KvSpec]] = {
     "cache type": lambda: described(cache_dtype="fp8"),
     "compute type": lambda: described(model={"dtype": "float32"}),
     "quantization": lambda: described(model={"quantization": "awq"}),
+    "its options": lambda: described(model={"quantization_config": {"ignore": ["lm_head"]}}),
     "revision": lambda: described(model={"revision": "6" * 40}),
     "model": lambda: described(model={"model": "/models/other"}),
     "ranks": lambda: described(parallel={"tensor_parallel_size": 2}),
@@ -133,6 +136,56 @@ CHANGES: dict[str, Callable[[], KvSpec]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_engine_has_another_identity(what: str) -> None:
     assert space_id(CHANGES[what](), "t") != space_id(described(), "t")
+
+
+LONGROPE = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [(LONGROPE, 4096), ({"text_config": LONGROPE}, 4096), ({"model_type": "llama4"}, 32_768)],
+)
+def test_the_longest_context_belongs_to_the_identity_where_values_depend_on_it(
+    config: dict[str, Any], limit: int
+) -> None:
+    def of(longest: int, config: dict[str, Any]) -> bytes:
+        model = {"max_model_len": longest, "hf_config": SimpleNamespace(to_dict=lambda: config)}
+        return space_id(described(model=model), "t")
+
+    assert of(limit, config) == of(limit // 2, config) != of(limit + 1, config)
+    assert of(limit + 1, config) == of(2 * limit, config)
+    assert of(limit, {}) == of(limit + 1, {})
+
+
+def test_the_processing_of_media_belongs_to_the_identity(tmp_path: Path) -> None:
+    """The engine's hashes of an image contain its content, not the engine's options and files."""
+
+    def of(**options: Any) -> bytes:
+        media = SimpleNamespace(mm_processor_kwargs=None, media_io_kwargs={}, **options)
+        return space_id(described(model={"model": str(tmp_path), "multimodal_config": media}), "t")
+
+    weights(tmp_path, a=1)
+    found = [space_id(described(model={"model": str(tmp_path)}), "t"), of()]
+    found += [of(video_pruning_rate=0.5), of(mm_encoder_attn_dtype="fp8")]
+    for text in ('{"max_pixels": 100}', '{"max_pixels": 200}'):
+        (tmp_path / "preprocessor_config.json").write_text(text)
+        found.append(of())
+    assert len(set(found)) == 6 and of() == found[-1]
+
+
+def test_what_adapters_change_belongs_to_the_identity() -> None:
+    def of(**options: Any) -> bytes:
+        config, caches = engine()
+        config.lora_config = SimpleNamespace(**{"target_modules": None} | options)
+        return space_id(
+            describe(config, caches, read_layout(config, caches), "p", "1", Options()), "t"
+        )
+
+    plain = space_id(described(), "t")
+    found = [of(target_modules=["k_proj"]), of(target_modules=["k_proj", "v_proj"])]
+    found += [of(enable_tower_connector_lora=True), plain]
+    assert len(set(found)) == 4 and of() == plain
+    assert of(target_modules=["v_proj", "k_proj"]) == found[1]
 
 
 ORDERED = "0123 page:hpdt|hptd"
@@ -454,6 +507,38 @@ def test_weights_are_identified_by_content_not_by_path(tmp_path: Path) -> None:
         assert folder_digest(other) != one, number
 
 
+def test_a_change_of_any_tensor_changes_the_identity_of_the_weights(tmp_path: Path) -> None:
+    """Training may change a small part of a model: some tensors, or rows at the end of one."""
+    tensors, nbytes = 200, 20_000
+    header = {
+        f"{at}": {"dtype": "U8", "data_offsets": [at * nbytes, (at + 1) * nbytes]}
+        for at in range(tensors)
+    }
+    body = np.random.default_rng(0).integers(0, 256, (tensors, nbytes), dtype=np.uint8)
+    found = [folder_digest(weights(tmp_path, body.tobytes(), **header))]
+    for tensor in range(7, tensors, 31):
+        for changed in (slice(None), slice(nbytes - 100, None)):
+            other = body.copy()
+            other[tensor, changed] += 1
+            found.append(folder_digest(weights(tmp_path, other.tobytes(), **header)))
+    assert len(set(found)) == len(found) == 15
+
+
+def test_a_folder_of_a_hub_s_cache_has_the_identity_of_its_repository(tmp_path: Path) -> None:
+    """With HF_HUB_OFFLINE, vLLM replaces the one by the other."""
+    commit = "5" * 40  # of `described`
+    folder = tmp_path / "models--someone--tiny" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    weights(folder, a=1)
+    offline = described(model={"model": str(folder), "revision": None})
+    online = described(model={"model": "someone/tiny"})
+    assert offline.model == "tiny" and offline.weights == f"rev:{commit}"
+    assert space_id(offline, "t") == space_id(online, "t")
+    other = shutil.copytree(folder, tmp_path / commit)
+    copied = described(model={"model": str(other)})
+    assert copied.model == commit and copied.weights.startswith("files:")
+
+
 def test_weights_without_an_identity_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="no weight files"):
         folder_digest(tmp_path)
@@ -467,8 +552,8 @@ def test_an_adapter_is_identified_by_content(tmp_path: Path) -> None:
     adapters = Adapters()
 
     def extras(folder: Path | None) -> bytes | None:
-        lora = None if folder is None else SimpleNamespace(lora_path=str(folder))
-        return adapters.extras(SimpleNamespace(lora_request=lora))
+        lora = folder and SimpleNamespace(lora_path=str(folder), lora_name="a")
+        return adapters.extras(lora)
 
     assert extras(None) == b""
     one = extras(weights(tmp_path / "one", a=1))
@@ -481,6 +566,60 @@ def test_an_adapter_is_identified_by_content(tmp_path: Path) -> None:
     assert extras(weights(tmp_path / "one", a=1)) is None, "it may have what came between"
     adapters = Adapters()
     assert extras(weights(tmp_path / "one", a=22)) == extras(tmp_path / "three")
+    adapters = Adapters()
+    (tmp_path / "one" / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    scaled = extras(tmp_path / "one")
+    assert scaled not in (None, extras(tmp_path / "three"))
+    (tmp_path / "one" / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    assert extras(tmp_path / "one") is None
+    adapters = Adapters()
+    assert extras(tmp_path / "one") not in (None, scaled)
+
+
+def test_an_adapter_is_found_where_the_engine_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    adapters = Adapters()
+    weights(tmp_path / "mine", a=1)
+
+    def extras(path: str) -> bytes | None:
+        lora = SimpleNamespace(lora_path=path, lora_name="sql")
+        return adapters.extras(lora)
+
+    found = extras(str(tmp_path / "mine"))
+    assert found and extras("~/mine") == found
+    assert not caplog.records
+    for _ in range(2):
+        assert extras("someone/else") is None
+    (record,) = caplog.records
+    assert "no blocks of the adapter sql: someone/else: " in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["named", "numbered"])
+def test_media_that_the_engine_only_numbers_are_not_identified(name: str) -> None:
+    config, _ = engine()
+    assert hashes_media(config)
+    size = 0 if name == "numbered" else 4
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=size)
+    config.cache_config.enable_prefix_caching = False
+    assert hashes_media(config) is (name == "named")
+    config.cache_config.enable_prefix_caching = True
+    assert hashes_media(config)
+
+
+def test_caches_that_no_later_request_could_use_are_refused() -> None:
+    config, caches = engine()
+    config.model_config.is_prefix_caching_supported = False
+    with pytest.raises(Unsupported, match="does not support prefix caching for this model"):
+        read_layout(config, caches)
+    config.cache_config.enable_prefix_caching = True  # its user insists
+    assert read_layout(config, caches).block_tokens == 16
+    config.aux_output_config = SimpleNamespace(enabled=True)
+    with pytest.raises(Unsupported, match="--enable-return-routed-experts"):
+        read_layout(config, caches)
+    with pytest.raises(Unsupported, match="depends on the tokens after it"):
+        read_layout(*engine(full(non_causal=True)))
 
 
 @pytest.mark.parametrize("error", [AttributeError, ValueError, AssertionError, KeyError])

@@ -598,6 +598,18 @@ def test_request_parameters_of_any_type_are_accepted() -> None:
     assert read_request_options({"kvtier": {"load": 0}}) == RequestOptions(False, True, 0.0)
 
 
+def test_a_request_with_many_large_parameters_gives_one_short_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {f"{at}" * 1000: 1 for at in range(10_000)}
+    assert read_request_options({"kvtier": given}) == RequestOptions()
+    read_request_options({"kvtier": {"pin": "x" * 10**6}})
+    read_request_options({"kvtier": [["x"] * 1000] * 1000})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3 and all(len(line) < 500 for line in lines), lines
+    assert "ignoring unknown '0000" in lines[0] and ", ...; known are load" in lines[0]
+
+
 def hints(*actions: tuple[str, str, Any]) -> Any:
     """Shaped as vLLM's KvHintsEnvelope."""
     found = [

@@ -90,14 +90,14 @@ def state(kind: str, **changes: Any) -> MambaSpec:
     )  # fmt: skip
 
 
-def attention(window: int = 0, heads: int = HEADS) -> KVCacheSpec:
+def attention(window: int = 0, heads: int = HEADS, **more: Any) -> KVCacheSpec:
     fields: dict[str, Any] = {
         "block_size": BLOCK, "num_kv_heads": heads, "head_size": DIMS, "dtype": DTYPE,
     }  # fmt: skip
     return (
         SlidingWindowSpec(**fields, sliding_window=window)
         if window
-        else FullAttentionSpec(**fields)
+        else FullAttentionSpec(**fields, **more)
     )
 
 
