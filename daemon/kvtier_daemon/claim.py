@@ -142,11 +142,13 @@ def inherited_socket(path: Path, sockets: Sequence[int]) -> socket.socket | None
 
 
 def release_socket(listener: socket.socket) -> None:
-    """Close `listener` and remove its path, unless another process owns that now."""
+    """Close `listener` and remove its path, unless another process owns that now. Never connects to a socket
+    of the service manager: that would start the daemon again."""
     path = Path(os.fsdecode(listener.getsockname()))
-    with contextlib.suppress(OSError, ConfigError), _locked(path, time.monotonic, time.sleep):
-        if owner_of(path) == os.getpid():
-            path.unlink()
+    if _listening_pid(listener) == os.getpid():
+        with contextlib.suppress(OSError, ConfigError), _locked(path, time.monotonic, time.sleep):
+            if owner_of(path) == os.getpid():
+                path.unlink()
     listener.close()
 
 
@@ -204,9 +206,11 @@ def _clear(path: Path, origin: str) -> None:
     if owner is None:
         path.unlink(missing_ok=True)
         return
+    who, stop = named(owner), "stop it"
+    if who.endswith("(systemd)"):
+        stop = "stop its service and socket (`systemctl stop kvtierd.socket kvtierd`)"
     raise ConfigError(
-        f"socket {path} ({origin}): taken by {named(owner)}; stop it, or choose another path with"
-        " --socket"
+        f"socket {path} ({origin}): taken by {who}; {stop}, or choose another path with --socket"
     )
 
 
@@ -229,12 +233,16 @@ def owner_of(path: Path) -> int | None:
                 f"socket {path}: {error.strerror or error}, so it is unknown whether a daemon "
                 "listens there; choose another path with --socket"
             ) from error
-        pid, _, _ = _PEER.unpack(
-            probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        )
+        pid = _listening_pid(probe)
     if pid and _state_of(pid) in ENDED:
         return None
-    return int(pid)  # 0 for a process outside this pid namespace
+    return pid  # 0 for a process outside this pid namespace
+
+
+def _listening_pid(one: socket.socket) -> int:
+    """Return which process listens with this socket, or with the one that it is connected to."""
+    pid, _, _ = _PEER.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(pid)
 
 
 def named(owner: int) -> str:

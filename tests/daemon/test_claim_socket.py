@@ -277,6 +277,21 @@ def test_a_socket_of_the_service_manager_is_used_and_not_removed(path):
         assert answers(path)
 
 
+def test_a_release_does_not_connect_to_the_socket_of_the_service_manager(path):
+    with socket.socket(socket.AF_UNIX) as manager:
+        manager.bind(str(path))
+        manager.listen()
+        child = os.fork()
+        if child == 0:
+            release_socket(manager)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        manager.setblocking(False)
+        with pytest.raises(BlockingIOError):  # a connection would start the service again
+            manager.accept()
+        assert path.exists()
+
+
 @pytest.mark.parametrize("environ", [{}, handed_over(pid=1), handed_over(count=0)])
 def test_descriptors_for_another_process_are_not_used(path, environ):
     assert inherited_fds(environ, 0) == ([], {})

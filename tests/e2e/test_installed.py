@@ -185,6 +185,7 @@ def test_blocks_in_memory_survive_a_crash_a_restart_and_an_upgrade(machine: Mach
     assert python(machine, "load", LOAD) == "[1, 2, 3, 4]"
     # A stop frees the memory.
     machine.do("systemctl stop kvtierd.service")
+    assert machine.show("ActiveState") == "inactive", "nothing starts it again without a client"
     assert machine.do("ls /run/kvtier") == "kvtier.sock\nkvtier.sock.lock"
     machine.do("systemctl start kvtierd.service")
     assert machine.do("/opt/kvtier/bin/python /tmp/load.py 2>&1 || true").startswith("not found")

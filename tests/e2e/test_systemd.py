@@ -406,7 +406,7 @@ def test_the_daemon_is_started_by_its_socket_reloaded_and_stopped(manager: Manag
     assert manager.show("ActiveState") == "active"
 
     manager.run("systemctl --user stop kvtierd.service")
-    assert manager.show("Result") == "success"
+    assert (manager.show("Result"), manager.show("ActiveState")) == ("success", "inactive")
     assert path.exists(), "the manager's socket outlives the daemon"
     manager.run("systemctl --user stop kvtierd.socket")
     with pytest.raises(Unavailable):
