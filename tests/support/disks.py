@@ -130,8 +130,13 @@ def loop(file: Path) -> Iterator[str]:
         command("losetup", "--detach", device)
 
 
-MAKE = {"ext4": ("mkfs.ext4", "-q", "-m", "0"), "xfs": ("mkfs.xfs", "-q")}
-OPTIONS = {"ext4": "errors=remount-ro", "xfs": "noatime"}
+# ext3 cannot allocate without writing.
+MAKE = {
+    "ext3": ("mkfs.ext4", "-q", "-m", "0", "-O", "^extent,^64bit"),
+    "ext4": ("mkfs.ext4", "-q", "-m", "0"),
+    "xfs": ("mkfs.xfs", "-q"),
+}
+OPTIONS = {"ext3": "errors=remount-ro", "ext4": "errors=remount-ro", "xfs": "noatime"}
 
 
 @contextlib.contextmanager

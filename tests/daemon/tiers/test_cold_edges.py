@@ -35,6 +35,7 @@ from support.cold_bench import (
     run,
     used,
 )
+from support.disks import mounted
 
 
 def filled(folder: Path, count: int = 100) -> None:
@@ -195,6 +196,23 @@ def test_a_file_whose_creation_fails_is_removed(
         volume.make(path, MIB)
     assert not path.exists()
     volume.close()
+
+
+def test_a_segment_has_its_room_on_a_file_system_that_can_not_allocate(tmp_path: Path) -> None:
+    nbytes = MIB + 3 * PAGE
+    with mounted(tmp_path, 16 * MIB, "ext3") as disk:
+        disk.path.chmod(0o700)
+        volume = ColdDirectory(disk.path, None)
+        path = volume.segment_path("t", 7)
+        fd = volume.make(path, nbytes)
+        found = os.fstat(fd)
+        assert found.st_size == nbytes <= found.st_blocks * 512
+        os.close(fd)
+        disk.fill()
+        with pytest.raises(OSError, match="No space"):
+            volume.make(path.with_name("000008"), nbytes)
+        assert os.listdir(path.parent) == ["000007"]
+        volume.close()
 
 
 def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hmac
 import logging
+import mmap
 import os
 import re
 from pathlib import Path
@@ -43,6 +44,7 @@ LOST = (
 # Bytes that are not for segments: the index at its largest, the lock, and directories.
 INDEX_SHARE = 1 / 256
 OTHER_BYTES = 1 << 20
+ZEROS_BYTES = 1 << 20
 NAME = re.compile("[0-9]{6,9}")  # of a segment, and not of a copy of one, such as 20260504101112
 OWNER_DOMAIN = b"kvtier.segments.2\0"
 # Errors of all calls on a file system that was shut down, or whose device is gone.
@@ -189,7 +191,7 @@ class ColdDirectory:
         try:
             fd = open_direct(path.name, os.O_CREAT | os.O_EXCL, folder)
             try:
-                os.posix_fallocate(fd, 0, nbytes)
+                _allocate(fd, nbytes)
                 os.fsync(fd)
                 os.fsync(folder)
             except OSError:
@@ -272,6 +274,20 @@ def open_direct(
         if error.errno != errno.EINVAL:
             raise
         return _trusted(path, os.open(at, flags & ~os.O_EXCL, 0o600, dir_fd=folder))
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    """Give an empty file its room. Where the file system cannot, as ext3 and NFS before 4.2, write zeros:
+    libc would write single bytes instead, which O_DIRECT refuses. Raises OSError."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        with mmap.mmap(-1, min(nbytes, ZEROS_BYTES)) as zeros:  # O_DIRECT needs whole pages
+            at = 0
+            while at < nbytes:
+                at += os.pwrite(fd, memoryview(zeros)[: nbytes - at], at)
 
 
 def _trusted(path: Path | str, fd: int) -> int:
