@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -324,9 +325,10 @@ class App:
 
     def _limit_stop(self, seconds: float) -> None:
         self._notifier.extend_timeout(STOP_S)
-        if sys.stderr is not None:
-            # If the stop hangs, log where, and end.
-            faulthandler.dump_traceback_later(seconds, exit=True)
+        # If the stop hangs, log where, and end. Where no thread can be started, the stop has no limit.
+        with contextlib.suppress(RuntimeError):
+            if sys.stderr is not None:
+                faulthandler.dump_traceback_later(seconds, exit=True)
 
     async def _open_lower(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
         """Open the tier below memory; this may take long, for a large index or a slow disk."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import logging
 import os
 import signal
 from collections import Counter
@@ -25,7 +27,7 @@ from kvtier_daemon.tiers.cold.read_queue import PendingRequests
 from support.apps import served
 
 
-def planted(*_: Any) -> None:
+def planted(*_: Any, **__: Any) -> None:
     raise RuntimeError("planted")
 
 
@@ -52,6 +54,17 @@ def test_a_failing_periodic_task_is_logged_and_retried(
     served(tmp_path, work)
     assert caplog.text.count("logged once for each cause") == 1
     assert "planted" in caplog.text, "with where it happened"
+
+
+def test_a_stop_that_can_start_no_thread_still_writes_what_is_only_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(app: App) -> None:
+        monkeypatch.setattr(faulthandler, "dump_traceback_later", planted)
+
+    caplog.set_level(logging.INFO)
+    served(tmp_path, work)
+    assert "before the stop, nothing was written" in caplog.text
 
 
 @pytest.mark.parametrize("owner, name", [(Catalog, "expire_leases"), (Mover, "tend")])

@@ -152,8 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         program()(args=[word for word in words if word != "--debug"], prog_name="kvtier")
     except KvtierError as error:
-        _say(error, "", debug)
-        refused = EXIT_LATER if getattr(error, "passes", False) else EXIT_ERROR
+        lacks = _lacks_threads(error.__cause__)
+        _say(error, THREADS if lacks else "", debug)
+        refused = EXIT_LATER if lacks or getattr(error, "passes", False) else EXIT_ERROR
         sys.exit(EXIT_UNAVAILABLE if isinstance(error, Unavailable) else refused)
     except OSError as error:
         _say(error, _advice(error), debug)
@@ -161,8 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:  # before or after what typer runs
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the last one who could say it in a line
-        _say(error, BUG, debug)
-        sys.exit(EXIT_BUG)
+        lacks = _lacks_threads(error)
+        _say(error, THREADS if lacks else BUG, debug)
+        sys.exit(EXIT_LATER if lacks else EXIT_BUG)
     finally:
         gc.freeze()  # skips the last garbage collection at exit, which takes 9 ms
         collect_as_usual()
@@ -177,6 +179,18 @@ BUG = (
     "; this is an internal error of kvtier: --debug shows the traceback, and `kvtier "
     "bugreport` collects what a report needs"
 )
+
+
+THREADS = (
+    "; a limit on threads is reached: raise `ulimit -u`, TasksMax= of the unit, or the container's "
+    "limit of pids"
+)
+
+
+def _lacks_threads(error: BaseException | None) -> bool:
+    """Return whether Python or the native module could not start a thread."""
+    said = str(error) if isinstance(error, RuntimeError | OSError) else ""
+    return "can't start new thread" in said or os.strerror(errno.EAGAIN) in said
 
 
 def _advice(error: OSError) -> str:

@@ -893,3 +893,32 @@ def test_a_daemon_serves_with_the_usual_garbage_collections(
         main(["serve", "--socket", str(tmp_path / "socket"), "--warm-size", "16MiB"])
     assert seen == [usual]
     assert gc.get_threshold() == usual
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_limit_on_threads_is_named_and_another_start_may_succeed() -> None:
+    """The kernel limits the threads of a user that is not root."""
+    program = (
+        "import os, resource, threading, typer\n"
+        "from kvtier.errors import TierError\n"
+        "from kvtier_daemon import cli\n"
+        "def starts(**_):\n"
+        "    try:\n"
+        "        threading.Thread(target=print).start()\n"
+        "    except RuntimeError as error:\n"
+        "        if wraps:\n"
+        "            raise TierError('cold: cannot start threads') from error\n"
+        "        raise\n"
+        "cli.program = lambda: starts\n"
+        "os.setuid(54321)\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))\n"
+        "cli.main([])\n"
+    )
+    for wraps in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", f"wraps = {wraps}\n{program}"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 75, done.stderr
+        assert "a limit on threads is reached: raise `ulimit -u`" in done.stderr
+        assert "bugreport" not in done.stderr and done.stderr.count("\n") == 1
