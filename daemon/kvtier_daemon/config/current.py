@@ -91,7 +91,9 @@ class CurrentConfig:
             raise
         found = changes(self.config, loaded.config)
         wanted = merged(self.config, loaded.config)
-        files = await asyncio.to_thread(self._key_files, wanted)  # the swap may end the session
+        # In a thread, because of their disks; the swap may end the session.
+        files = await asyncio.to_thread(self._key_files, wanted)
+        files += await asyncio.to_thread(preflight.audit_file, wanted)
         self.config = wanted
         self._swap(self.config)
         origins = {one.key: loaded.origins[one.key] for one in found if one.live}
@@ -108,5 +110,5 @@ class CurrentConfig:
         self._notifier.ready(f"reloaded {len(origins)} values{waits}")
         return {
             "changes": [asdict(one) for one in found],
-            "key_files": [{"ok": one.ok, "text": str(one)} for one in files],
+            "files": [{"ok": one.ok, "text": str(one)} for one in files],
         }

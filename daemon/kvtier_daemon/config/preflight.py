@@ -28,6 +28,7 @@ from kvtier_daemon.config.problems import Problems
 from kvtier_daemon.config.profiles import losses_of
 from kvtier_daemon.config.schema import Config, LoadedConfig, WarmConfig
 from kvtier_daemon.config.values import PAGE_BYTES
+from kvtier_daemon.observing.audit import NOT_OWN, is_own
 from kvtier_daemon.observing.web import LIMIT_CONNECTIONS
 
 GENERATION_BYTES: Final = 8  # one generation per page, in a table for each extent
@@ -73,6 +74,7 @@ def look(loaded: LoadedConfig) -> list[MachineFinding]:
         socket_path(config.socket),
         socket_directory(config.socket.parent, is_default=loaded.origins["socket"] == "default"),
         state_directory(config.state),
+        *audit_file(config),
         calibration(config),
         *remote_store(config),
     ]
@@ -93,6 +95,7 @@ def look_before_start(loaded: LoadedConfig, of_service: bool = False) -> list[Ma
         socket_directory(config.socket.parent, is_default=is_default, make=False),
         state_directory(config.state),
         *cold_directories(config.cold.directories if config.cold else ()),
+        *audit_file(config),
         calibration(config),
         *remote_store(config),
         *store_answers(config),
@@ -384,12 +387,29 @@ def state_directory(directory: Path) -> MachineFinding:
         return MachineFinding(
             False, what, f"{there} belongs to uid {found.st_uid}", _GIVE + elsewhere
         )
-    wrong, remedy = _unusable(there, found.st_mode)
+    wrong, remedy = _unusable(there, found.st_mode, None if there == directory else directory)
     if wrong:
-        missing = "" if there == directory else f", so {directory} cannot be created"
-        return MachineFinding(False, what, wrong + missing, remedy + elsewhere)
+        return MachineFinding(False, what, wrong, remedy + elsewhere)
     will_be = "is writable" if there == directory else "will be created"
     return MachineFinding(True, what, f"{directory} {will_be}")
+
+
+def audit_file(config: Config) -> list[MachineFinding]:
+    """Check, if the audit log has a file, whether that can be written, or created if it is missing."""
+    path, what, wrong = config.audit.path, "audit.path", ""
+    if path is None:
+        return []
+    try:
+        place = path.parent if _missing(path) else path
+        found = place.stat(follow_symlinks=place != path)
+        if place != path:
+            wrong, _ = _unusable(place, found.st_mode)
+        elif not is_own(found):
+            wrong = f"{path}: {NOT_OWN}"
+    except OSError as error:
+        wrong = f"{path}: {error.strerror}"
+    fix = "use a file in a directory that belongs to the daemon's user"
+    return [MachineFinding(not wrong, what, wrong or f"{path} can be written", fix)]
 
 
 def cold_directories(directories: Sequence[Path]) -> list[MachineFinding]:
@@ -495,10 +515,9 @@ def store_answers(config: Config) -> list[MachineFinding]:
 def _no_place_for(directory: Path) -> tuple[str, str]:
     """Return why a missing directory cannot be created in its parent, and the first part of the remedy."""
     try:
-        wrong, remedy = _unusable(directory.parent, directory.parent.stat().st_mode)
+        return _unusable(directory.parent, directory.parent.stat().st_mode, directory)
     except OSError as error:
-        wrong, remedy = f"{directory.parent}: {error.strerror}", ""
-    return (f"{wrong}, so {directory} cannot be created" if wrong else "", remedy)
+        return f"{directory.parent}: {error.strerror}, so {directory} cannot be created", ""
 
 
 def _user(uid: int) -> str:
@@ -513,15 +532,20 @@ def _group(gid: int) -> str:
     return str(gid)
 
 
-def _unusable(place: Path, mode: int) -> tuple[str, str]:
-    """Return why nothing can be created in an existing directory, and the first part of the remedy."""
+def _unusable(place: Path, mode: int, missing: Path | None = None) -> tuple[str, str]:
+    """Return why nothing can be created in an existing directory, such as the `missing` one, and the first
+    part of the remedy."""
+    wrong, remedy = "", ""
     if not stat.S_ISDIR(mode):
-        return f"{place} is not a directory", ""
-    if os.statvfs(place).f_flag & os.ST_RDONLY:
-        return f"{place} is on a read-only file system", "mount it read-write, or "
-    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
-        return f"{place} is not writable for uid {os.geteuid()}", _GIVE
-    return "", ""
+        wrong = f"{place} is not a directory"
+    elif os.statvfs(place).f_flag & os.ST_RDONLY:
+        wrong, remedy = f"{place} is on a read-only file system", "mount it read-write, or "
+    elif not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        wrong = f"{place} is not writable for uid {os.geteuid()}"
+        remedy = f"create {missing} for that user, or " if missing else _GIVE
+    if wrong and missing:
+        wrong += f", so {missing} cannot be created"
+    return wrong, remedy
 
 
 def _missing(place: Path) -> bool:

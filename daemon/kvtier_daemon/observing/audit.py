@@ -31,6 +31,7 @@ WINDOW_S: Final = 10.0
 LIMIT_ENTRIES: Final = 20  # of one user in a window; further ones are summed by order and outcome
 LIMIT_QUEUED: Final = 4096  # entries that wait for the file
 CLOSE_S: Final = 1.0
+NOT_OWN: Final = "it is not a regular file that only the daemon's user can write to"
 
 
 class Actor(NamedTuple):
@@ -212,8 +213,13 @@ def _opened(path: Path) -> int:
     """Open a file to append to, which only this user may write to. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+    if is_own(os.fstat(fd)):
         return fd
     os.close(fd)
-    raise OSError(errno.EPERM, "it is not a regular file that only the daemon's user can write to")
+    raise OSError(errno.EPERM, NOT_OWN)
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Return whether this is a regular file that only this user can write to."""
+    is_regular = stat.S_ISREG(found.st_mode)
+    return is_regular and found.st_uid == os.geteuid() and not found.st_mode & 0o022

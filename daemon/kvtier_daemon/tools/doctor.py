@@ -505,7 +505,11 @@ def direct_io(
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        fix = wrong if error.errno == errno.EINVAL else f"chown it to the daemon's user, or {wrong}"
+        fix = {
+            errno.EINVAL: wrong,
+            errno.ENOSPC: f"free space and inodes there (`df`, `df -i`), or {wrong}",
+            errno.EROFS: f"mount it read-write, or {wrong}",
+        }.get(error.errno or 0, f"chown it to the daemon's user, or {wrong}")
         return fail(name, f"{error.strerror}", fix)
     try:
         with mmap.mmap(-1, PROBE_BYTES) as data:

@@ -372,6 +372,45 @@ def test_a_state_directory_of_another_user_is_refused(tmp_path, monkeypatch):
     assert "belongs to uid 12345" in preflight.state_directory(tmp_path / "state").value
 
 
+@as_root
+def test_no_remedy_gives_a_directory_of_the_system_to_a_user(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    for finding, missing in (
+        (preflight.state_directory(home / "state"), home / "state"),
+        (preflight.socket_directory(home, is_default=True, make=False), home),
+    ):
+        assert f"so {missing} cannot be created" in finding.value
+        assert finding.fix.startswith(f"create {missing} for that user, or ")
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("", ""),
+        ("audit.log", ""),
+        ("absent/audit.log", "No such file or directory"),
+        ("link", "not a regular file"),
+        ("open", "only the daemon's user can write to"),
+        ("file/audit.log", "is not a directory"),
+    ],
+)
+def test_the_file_of_the_audit_log_is_checked(make, tmp_path, name, why):
+    (tmp_path / "file").touch(mode=0o600)
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "open").touch()
+    (tmp_path / "open").chmod(0o666)
+    before = sorted(os.listdir(tmp_path))
+    loaded = make("1MiB", **({"audit__path": str(tmp_path / name)} if name else {}))
+    found = preflight.audit_file(loaded.config)
+    assert [one.ok for one in found] == ([not why] if name else [])
+    assert all(why in one.value for one in found)
+    assert all(
+        set(found) <= set(look(loaded)) for look in (preflight.look, preflight.look_before_start)
+    )
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 def test_a_state_directory_may_be_missing(tmp_path):
     finding = preflight.state_directory(tmp_path / "a" / "b")
     assert finding.ok

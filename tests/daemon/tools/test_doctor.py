@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ from kvtier_daemon.config.schema import load
 from kvtier_daemon.tiers.states import REMOTE_SWITCHED_OFF
 from kvtier_daemon.tools import doctor, doctor_vllm
 from kvtier_daemon.tools.doctor import Finding, Severity, World
+from support.disks import mounted
 
 WARM = {"capacity_bytes": 1, "failure": ""}
 
@@ -264,6 +266,16 @@ def test_direct_io_is_tried(tmp_path: Path) -> None:
 
     assert doctor.direct_io(tmp_path, write=failing).value == "Input/output error"
     assert os.listdir(tmp_path) == before, "nothing is left behind"
+
+
+def test_direct_io_on_a_full_file_system_needs_room_and_no_other_owner(tmp_path: Path) -> None:
+    with mounted(tmp_path, 16 << 20) as disk:
+        with contextlib.suppress(OSError):  # it lacks inodes, not bytes
+            for number in range(1 << 16):
+                (disk.path / str(number)).touch()
+        found = doctor.direct_io(disk.path)
+    assert found.value == "No space left on device"
+    assert found.fix.startswith("free space and inodes there") and "chown" not in found.fix
 
 
 def test_io_uring_is_tried() -> None:
