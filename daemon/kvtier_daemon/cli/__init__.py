@@ -189,7 +189,7 @@ THREADS = (
 
 def _lacks_threads(error: BaseException | None) -> bool:
     """Return whether Python or the native module could not start a thread."""
-    said = str(error) if isinstance(error, RuntimeError | OSError) else ""
+    said = str(error) if isinstance(error, RuntimeError) else ""
     return "can't start new thread" in said or os.strerror(errno.EAGAIN) in said
 
 

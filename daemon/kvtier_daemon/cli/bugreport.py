@@ -13,6 +13,8 @@ from kvtier_daemon.cli.flags import Json, Socket, flag, print_json, value
 if TYPE_CHECKING:
     from kvtier_daemon.tools.bug_report import Redactor
 
+SERVICE = "kvtierd.service"
+
 
 def bugreport(
     out: Annotated[
@@ -94,6 +96,8 @@ def _parts(config: Path | None, log: Path | None, socket: Path | None) -> Iterat
         yield "log.txt", bug_report.tail(log, names)
     elif stats:
         yield "log.txt", _log(socket, config, int(stats.get("pid", 0)), names)
+    elif socket is None and (text := _journal(SERVICE, names)):  # why it does not start
+        yield "log.txt", text
 
 
 def _where(socket: Path | None, config: Path | None) -> Path | None:
@@ -120,15 +124,23 @@ def _in_force(socket: Path | None, config: Path | None, names: Redactor) -> str:
         return f"not available from the daemon: {bug_report.scrubbed(str(error), names)}\n"
 
 
+def _journal(unit: str, names: Redactor) -> str:
+    """Return the journal of this service, redacted; empty if there is no such service, or no journal."""
+    from kvtier_daemon.tools import bug_report
+
+    text = bug_report.journal(unit) if unit else ""
+    lines = bug_report.log_text(text.splitlines(), names) if text else ""
+    return lines and f"journalctl --unit {unit}\n{lines}"
+
+
 def _log(socket: Path | None, config: Path | None, pid: int, names: Redactor) -> str:
     """Return the journal of the daemon's service, or the last lines that the daemon keeps itself."""
     from kvtier.errors import KvtierError
     from kvtier_daemon.cli.config import ask_daemon
     from kvtier_daemon.tools import bug_report
 
-    unit = bug_report.unit_of(pid)
-    if unit and (text := bug_report.journal(unit)):
-        return f"journalctl --unit {unit}\n{bug_report.log_text(text.splitlines(), names)}"
+    if text := _journal(bug_report.unit_of(pid), names):
+        return text
     try:
         lines = ask_daemon(_where(socket, config), "log")["lines"]
     except KvtierError as error:

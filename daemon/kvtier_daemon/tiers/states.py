@@ -57,8 +57,14 @@ def is_drained(cold: Mapping[str, Any]) -> bool:
     return cold.get("state", ON) in (DRAINING, DRAINED) and not cold.get("given_up")
 
 
+# Of the failures that contain their own remedy.
+INSTRUCTS = ("; run `", "; create it", "; mount", ": mount", ": restore", ": stop", ", remove one")
+
+
 def remedy(failure: str) -> str:
     """Return what an operator can do about this failure of a disk."""
+    if any(part in failure for part in INSTRUCTS):
+        return "do what it says"
     if os.strerror(errno.ENOSPC) in failure or os.strerror(errno.EDQUOT) in failure:
         return "free space in that file system, or lower cold.size and restart"
     if os.strerror(errno.EROFS) in failure:

@@ -7,6 +7,7 @@ file that it removes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -498,7 +499,8 @@ def direct_io(
     """Write a file without the page cache, read it, and remove it."""
     name = f"O_DIRECT in {directory}"
     path = directory / f".kvtier-doctor-{os.getpid()}"
-    there = next((place for place in (directory, *directory.parents) if place.is_dir()), directory)
+    # Without an error where this user may not look.
+    there = next(filter(os.path.isdir, (directory, *directory.parents)), directory)
     if there != directory:
         return ok(name, f"{directory} will be created in {there}; nothing to test yet")
     wrong = "use a directory on ext4 or xfs in cold.directories"
@@ -509,7 +511,9 @@ def direct_io(
             errno.EINVAL: wrong,
             errno.ENOSPC: f"free space and inodes there (`df`, `df -i`), or {wrong}",
             errno.EROFS: f"mount it read-write, or {wrong}",
-        }.get(error.errno or 0, f"chown it to the daemon's user, or {wrong}")
+        }.get(
+            error.errno or 0, f"run this as the daemon's user, or chown it to that user, or {wrong}"
+        )
         return fail(name, f"{error.strerror}", fix)
     try:
         with mmap.mmap(-1, PROBE_BYTES) as data:
@@ -558,7 +562,7 @@ def free_space(world: World, directories: Sequence[Path], size_bytes: int) -> Fi
     name = "space for the cold tier"
     free, seen = 0, set()
     for directory in directories:
-        there = next((one for one in (directory, *directory.parents) if one.exists()), directory)
+        there = next(filter(os.path.exists, (directory, *directory.parents)), directory)
         try:
             device = world.device(there)
             found = world.statvfs(there)
@@ -567,7 +571,9 @@ def free_space(world: World, directories: Sequence[Path], size_bytes: int) -> Fi
         if device not in seen:
             seen.add(device)
             free += found.f_frsize * found.f_bavail
-        free += sum(part.stat().st_blocks * 512 for part in (directory / "segments").glob("*/*"))
+        with contextlib.suppress(PermissionError):  # this user does not see what is used there
+            parts = (directory / "segments").glob("*/*")
+            free += sum(part.stat().st_blocks * 512 for part in parts)
     value = f"{format_bytes(free)} free or used by it, {format_bytes(size_bytes)} needed"
     if free >= size_bytes:
         return ok(name, value)

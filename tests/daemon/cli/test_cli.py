@@ -31,6 +31,7 @@ from kvtier_daemon.cli.status import draw
 from kvtier_daemon.cli.tables import print_fitting, row, table_of
 from kvtier_daemon.config import preflight
 from kvtier_daemon.config.schema import load, settled
+from kvtier_daemon.tiers.cold.directory import LOST
 from kvtier_daemon.tiers.states import SWITCHED_OFF
 from kvtier_daemon.tools import config_check
 from support.daemons import kvtier as command
@@ -772,6 +773,8 @@ def test_the_table_contains_instructions_for_failing_disks():
     assert off.startswith(f"cold faults 5; off: {failure}; the daemon retries") and "dmesg" in off
     full = said(faults=1, failure="cannot create /mnt/000020: No space left on device")
     assert "lower cold.size" in full and "smartctl" not in full
+    gone = said(failure=f"/mnt/nvme0: No such file or directory; {LOST}")
+    assert gone.endswith("restart the daemon; the daemon retries; if it continues, do what it says")
     over = said(failure="cannot map an extent", on=False, given_up=True)
     assert over == "cold faults off: cannot map an extent; repair that and restart the daemon"
 

@@ -268,6 +268,33 @@ def test_direct_io_is_tried(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == before, "nothing is left behind"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_an_examination_by_a_user_who_may_not_look_into_a_directory_ends(tmp_path: Path) -> None:
+    """Clients are such users. The first directory exists, the parent of the second is closed too."""
+    closed = tmp_path / "closed"
+    (tmp_path / "cold" / "segments").mkdir(parents=True)
+    (closed / "cold").mkdir(parents=True)
+    places = (tmp_path / "cold", closed / "cold")
+    for place in (*places, closed):
+        place.chmod(0o700)
+    tmp_path.chmod(0o755)
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        with contextlib.suppress(BaseException):
+            os.chdir(tmp_path)  # its parents are closed as well
+            os.setuid(54321)
+            near = [place.relative_to(tmp_path) for place in places]
+            text = [doctor.free_space(World(), near, 1).value]
+            text += [doctor.direct_io(place).fix or "ok" for place in near]
+            os.write(writes, "\n".join(text).encode())
+        os._exit(0)
+    os.close(writes)
+    with open(reads) as told:
+        space, exists, _ = told.read().splitlines()
+    os.wait()
+    assert "free or used by it" in space and exists.startswith("run this as the daemon's user")
+
+
 def test_direct_io_on_a_full_file_system_needs_room_and_no_other_owner(tmp_path: Path) -> None:
     with mounted(tmp_path, 16 << 20) as disk:
         with contextlib.suppress(OSError):  # it lacks inodes, not bytes
