@@ -173,13 +173,16 @@ def _print_summary(summary: dict[str, Any]) -> None:
     checked = summary["hit_tokens"] // SPEC.block_tokens
     verdict = "all right" if not summary["wrong_blocks"] else f"{summary['wrong_blocks']} WRONG"
     loaded = format_bytes(summary["loaded_bytes"])
+    compared = f"Every byte of {checked:,} loaded blocks was compared: {verdict}."
+    if not checked:
+        compared = "No prompt came a second time: the machine is busy. Use --seconds 40."
     lines = (
         "",
         f"[bold]{summary['hit_rate']:.0%}[/] of {summary['prompt_tokens']:,} prompt tokens were loaded "
         "instead of computed again:",
         f"{loaded} of KV cache at {summary['load_gb_s']} GB/s, "
         f"{summary['load_ms_p50']} ms per prompt (median).",
-        f"Every byte of {checked:,} loaded blocks was compared: {verdict}.",
+        compared,
         "",
     )
     for line in lines:
