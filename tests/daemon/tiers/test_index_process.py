@@ -23,7 +23,7 @@ from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import load
 from kvtier_daemon.notify import Notifier
 from kvtier_daemon.tiers import child_process
-from kvtier_daemon.tiers.cold import index_process
+from kvtier_daemon.tiers.cold import index_process, lifecycle
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.index_child import ROWS, WriteIndex
 from kvtier_daemon.tiers.cold.index_process import Child, IndexProcess
@@ -222,6 +222,28 @@ def test_its_process_ends_with_the_daemon_though_a_write_never_does(tmp_path: Pa
     asking.join(60)
     assert child._process.wait(60) == 0
     volume.close(0)
+
+
+def test_a_start_says_which_directory_is_still_being_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle, "OPEN_S", 0.0)
+    flags = {"warm.size": "8MiB", "cold.directories": str(tmp_path), "cold.size": "1GiB"}
+    loaded = load(None, flags, environ={})
+    settings = CurrentConfig(loaded, Notifier(None), lambda _: None, lambda: None)
+    opener = DirectoryOpener(settings, TierKeys("cold", settings, ()))
+    tmp_path.chmod(0o700)
+
+    async def work() -> None:
+        directories, missing = await opener.open_all([tmp_path], is_start=True)
+        assert not directories and "is still being opened" in missing[tmp_path]
+        directory = await opener.open(tmp_path)
+        assert directory is not None
+        directory.close()
+
+    asyncio.run(work())
+    assert f"cold: {tmp_path}: is still being opened" in caplog.text
+    assert "serving without it until then" in caplog.text
 
 
 def test_a_stop_while_a_directory_opens_logs_nothing(

@@ -95,6 +95,7 @@ class DirectoryOpener:
         for path in paths:
             if not self._openings[path].done():
                 missing[path] = f"{path}: is still being opened: the disk is slow or hangs"
+                log.warning("cold: %s; serving without it until then", missing[path])
                 continue
             opening = self._openings.pop(path)
             if error := opening.exception():
