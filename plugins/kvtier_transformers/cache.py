@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache
 
 from kvtier.errors import InvalidArgument, Unavailable
-from kvtier.space import Space
 from kvtier_transformers.importance import Importance, meters
 from kvtier_transformers.layers import FullLayer, replaced, states
 from kvtier_transformers.layout import text_config
@@ -18,7 +17,7 @@ from kvtier_transformers.loads import PrefixLoad, Row
 from kvtier_transformers.offload import Offload
 from kvtier_transformers.options import CacheOptions, UnsupportedModel
 from kvtier_transformers.saves import PrefixSave, Snapshot
-from kvtier_transformers.store import Store, Where, store_of
+from kvtier_transformers.store import ModelPlace, Store, Where, store_of
 
 
 @dataclass(slots=True)
@@ -54,8 +53,7 @@ class Source:
     """Where a cache was loaded from, and is saved to. `kept`: leading blocks of each row that are saved."""
 
     store: Store
-    space: Space
-    extras: bytes
+    place: ModelPlace
     prompt: PromptBatch
     kept: list[int]
     states: dict[int, Snapshot] = field(default_factory=dict)
@@ -75,6 +73,7 @@ class KvtierCache(DynamicCache):
         super().__init__(config=text_config(model))
         self.layers: list[Any] = [replaced(layer, window_history) for layer in self.layers]
         self.loaded_tokens = 0
+        self._begun = 0  # tokens that it had when `generate` began
         self.source: Source | None = None
         self.offload: Offload | None = None
 
@@ -118,47 +117,58 @@ class KvtierCache(DynamicCache):
         answers each prompt gets, for which the library cannot copy recurrent states. `room`: how many tokens
         must fit into the option `memory`."""
         cache = cls(model, store.options.window_history)
-        found = store.space()
+        forget_positions(model)
         store.counts["prompt_tokens"] += prompt.ids.numel() - sum(prompt.pads)
+        why = store.unsuited()
+        place = None if why else store.place()
         if store.options.memory:
-            cache._offload(model, store, found, prompt, room)
+            cache._offload(model, store, why, place, prompt, room)
             return cache
-        if found is None:
+        if place is not None:
+            why = place.layout.declines(repeats, prompt.pads)
+        if why:
+            store.decline(why)
+        if why or place is None:
             return cache
-        if store.layout.has_states and (repeats > 1 or any(prompt.pads)):
-            store.counts["declined:states"] += 1
-            return cache
-        source = Source(store, *found, prompt, [0] * len(prompt.pads))
+        source = Source(store, place, prompt, [0] * len(prompt.pads))
+        has_failed = True
         with store.failing("load"):
             rows = cache._rows(source, prompt.ids)
-            end = PrefixLoad(store, source.space, rows).run(cache.layers, prompt.ids.shape[1] - 1)
+            end = PrefixLoad(store, place, rows).run(cache.layers, prompt.ids.shape[1] - 1)
             cache.loaded_tokens = end
             size = store.options.block_tokens
             source.kept = [max(0, end - pad) // size for pad in prompt.pads]
             store.counts["loaded_tokens"] += sum(max(0, end - pad) for pad in prompt.pads)
+            has_failed = False
+        if has_failed:
+            return cache
         cache.source = source
         if store.options.importance:
             cache._measure(model, source)
-        if store.layout.has_states:
+        if place.layout.has_states:
             cache._compute_to_block_end(model, prompt.ids)
+        cache._begun = cache.get_seq_length()
         return cache
 
     def _offload(
         self,
         model: Any,
         store: Store,
-        found: tuple[Space, bytes] | None,
+        why: str,
+        place: ModelPlace | None,
         prompt: PromptBatch,
         room: int,
     ) -> None:
         """Keep the blocks in the daemon, and compute the prompt."""
         if store.reason:
             raise UnsupportedModel(store.reason)
-        if found is None:
+        if why:
+            raise InvalidArgument(f"memory: a model with {why} cannot be offloaded")
+        if place is None:
             raise Unavailable("memory: no daemon has the cache; the log contains the reason")
         if any(prompt.pads):
             raise InvalidArgument("memory: prompts with padding cannot be offloaded")
-        self.offload = Offload(store, *found, len(prompt.ids), self.layers)
+        self.offload = Offload(store, place, len(prompt.ids), self.layers)
         weakref.finalize(self, self.offload.close).atexit = False
         try:
             self.offload.prepare(model, self, prompt.ids, room)
@@ -166,6 +176,17 @@ class KvtierCache(DynamicCache):
             self.offload.close()
             raise
         self.loaded_tokens = self.offload.loaded
+
+    def activate_past_recording(self) -> None:
+        """Called when assisted decoding begins, which computes the whole prompt, also tokens that a cache
+        has: so forgets these."""
+        if self._begun and self.get_seq_length() == self._begun:
+            self.reset()
+            self._begun = self.loaded_tokens = 0
+            if (source := self.source) is not None:
+                source.kept = [0] * len(source.kept)
+                source.states.clear()
+        super().activate_past_recording()
 
     def close(self) -> None:
         """Release the blocks of a cache with the option `memory`, which cannot be used after it."""
@@ -176,7 +197,7 @@ class KvtierCache(DynamicCache):
         salt, pads = source.store.options.salt, source.prompt.pads
         repeats = len(ids) // len(pads)
         return [
-            Row(pad, source.space.keys(one[pad:].tolist(), salt, source.extras))
+            Row(pad, source.place.space.keys(one[pad:].tolist(), salt, source.place.extras))
             for one, pad in zip(ids, (pad for pad in pads for _ in range(repeats)), strict=True)
         ]
 
@@ -219,6 +240,8 @@ class KvtierCache(DynamicCache):
             return self.offload.saved_tokens if self.offload is not None else 0
         prompt = source.prompt
         found = PromptBatch.of(prompt.ids if ids is None else ids, None).ids
+        if ids is not None and self.get_seq_length() > found.shape[1]:
+            raise InvalidArgument("ids: the cache has more tokens than these")
         repeats, rest = divmod(len(found), len(prompt.pads))
         begin = prompt.ids.repeat_interleave(max(1, repeats), 0)
         if rest or not torch.equal(found[:, : begin.shape[1]], begin):
@@ -232,12 +255,20 @@ class KvtierCache(DynamicCache):
 
     def _save(self, source: Source, ids: torch.Tensor) -> None:
         length = self.get_seq_length()
-        if source.store.layout.has_states:
+        if source.place.layout.has_states:
             self.keep_states(length)
-        save = PrefixSave(source.store, source.space, self.layers, length, source.states)
+        save = PrefixSave(source.store, source.place, self.layers, length, source.states)
         for index, row in enumerate(self._rows(source, ids[:, :length])):
             source.kept[index] = save.row(index, row.pad, row.keys, source.kept[index])
             if source.importance is not None:
                 found = source.importance.blocks(index, row.pad, source.store.options.block_tokens)
                 save.hint(row.keys[: source.kept[index]], found)
         source.states.clear()
+
+
+def forget_positions(model: Any) -> None:
+    """Forget the positions of the images of the last prompt, which vision models would add to those of a
+    prompt that a cache has the beginning of."""
+    for module in model.modules():
+        if vars(module).get("rope_deltas") is not None:
+            module.rope_deltas = None

@@ -1,7 +1,7 @@
 """The identity of a model's cache: its weights, its configuration, its adapters, and how it caches.
 
-Weights are identified by samples of every tensor. A change in place that PyTorch counts, or that the library
-of adapters (PEFT) records, is noticed before the next lookup.
+Weights are identified by samples of every tensor. A change in place is noticed before the next lookup if
+PyTorch counts it, if the library of adapters (PEFT) records it, or if it changes one of a few elements.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from kvtier_transformers.layout import CacheLayout
 from kvtier_transformers.options import CacheOptions, UnsupportedModel
 
 SAMPLES = 256  # elements of each tensor
+GLANCES = 16  # elements of each tensor, before each lookup
+# Forward hooks of these do not change results.
+OWN_HOOKS = ("kvtier_transformers.", "transformers.", "accelerate.")
 DIGEST_CHARS = 32
 VOLATILE = ("_name_or_path", "transformers_version", "use_cache")
 UNIFORM = "layer,part,head,token,dim"
@@ -64,7 +67,8 @@ def weights_digest(model: Any) -> str:
 
 
 def _add(digest: hashlib._Hash, name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
+    # DeepSpeed leaves parameters without elements, and other processes have them.
+    if tensor.is_meta or (isinstance(tensor, torch.nn.Parameter) and not tensor.numel()):
         raise UnsupportedModel(
             f"{name} is not in memory: set the option 'weights' to a name of the weights"
         )
@@ -83,13 +87,49 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     """Changes with the model's tensors and their versions, and with its adapters."""
     seen: list[Any] = []
     for module in model.modules():
-        for tensor in module._parameters.values():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 version = 0 if tensor.is_inference() else tensor._version
-                seen.append((id(tensor), tensor.data_ptr() if not tensor.is_meta else 0, version))
+                place = tensor.data_ptr() if _is_in_memory(tensor) else 0
+                seen.append((id(tensor), place, version))
         if getattr(type(module), "adapter_layer_names", None):
             seen.append(_settings(module))
     return tuple(seen)
+
+
+def glance(model: Any) -> list[bytes]:
+    """A few elements of each of the model's tensors."""
+    parts: dict[Any, list[torch.Tensor]] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and _is_in_memory(tensor) and tensor.is_contiguous():
+                step = max(1, -(-tensor.numel() // GLANCES))
+                found = tensor.detach().view(-1)[::step]
+                parts.setdefault((tensor.dtype, tensor.device), []).append(found)
+    return [torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in parts.values()]
+
+
+def _is_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether this is no tensor of a class that keeps its elements elsewhere."""
+    return not tensor.is_meta and type(tensor.data) is torch.Tensor
+
+
+def unsuited(model: Any) -> str:
+    """Why K and V depend on more than tokens and tensors now; empty if they do not."""
+    for module in model.modules():
+        # PEFT leaves new layers in training mode, in which only their dropout matters.
+        is_plain = type(module).__module__.startswith(("torch.nn.", "peft."))
+        if module.training and (not is_plain or getattr(module, "p", 0)):
+            return "training mode, which model.eval() ends"
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS):
+                return "forward hooks"
+    return ""
+
+
+def placement(model: Any) -> tuple[Any, ...]:
+    """The types and devices of the model's parameters."""
+    return tuple((one.dtype, one.device) for one in model.parameters())
 
 
 def adapters_digest(model: Any) -> bytes:

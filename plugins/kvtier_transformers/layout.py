@@ -24,8 +24,12 @@ from kvtier_transformers.options import UnsupportedModel
 # The factors of these depend on the length of the prompt, so a token's K does too.
 UNSTABLE_ROPE = ("dynamic", "longrope")
 CHECK_TOKENS = 12
+CHECK_PADDING = 3
 CHECK_ERROR = 1e-4  # relative to the largest logit, in float32
 CHECK_ERROR_SHORT = 0.05  # in shorter types
+# Relative to K and V of a token. In shorter types, rounding can select other experts.
+CHECK_DIFFERENCE = 1e-3
+CHECK_DIFFERENCE_SHORT = 0.15
 
 
 # The bytes of tensors, and of each the place of block 0 and the size of a block; a block follows the one
@@ -61,9 +65,9 @@ class CachedGroup:
         end at any token of its last block."""
         layers = len({part.layer for part in self.parts})
         window = self.window + block_tokens - 1 if self.kind == "window" else 0
-        shapes = {part.shape for part in self.parts}
+        shapes = {(*part.shape, part.dtype) for part in self.parts}
         if self.kind != "state" and len(shapes) == 1 and len(self.parts) == 2 * layers:
-            heads, dim = shapes.pop()
+            heads, dim, _ = shapes.pop()
             return Group(
                 kind=self.kind, layers=layers, kv_heads=heads, head_dim=dim, window_tokens=window
             )
@@ -85,6 +89,9 @@ class CachedGroup:
         number next to a tensor is the place of token 0 in it, which may be negative."""
         arrays, offsets, sizes = [], [], []
         for part, (tensor, zero) in zip(self.parts, tensors, strict=True):
+            shape = tensor.shape[1:] if self.kind == "state" else tensor.shape[1:4:2]
+            if (tensor.dtype, shape) != (part.dtype, part.shape):
+                raise ValueError(f"{part} is a tensor {tensor.dtype} {tuple(tensor.shape)} now")
             flat = tensor.view(torch.uint8).reshape(-1)
             each = flat.numel() // tensor.shape[0]
             heads, nbytes, at = 1, each, 0
@@ -104,7 +111,8 @@ class CacheLayout:
     """The groups of a model's cache; the first one is full attention, or a window if there is none."""
 
     groups: tuple[CachedGroup, ...]
-    dtype: str
+    dtype: str  # of the first K; autocast computes K and V of different types
+    takes_padding: bool = True  # K and V of a prompt are the same behind padding
 
     @property
     def has_states(self) -> bool:
@@ -113,6 +121,12 @@ class CacheLayout:
     @property
     def has_windows(self) -> bool:
         return any(group.kind == "window" for group in self.groups)
+
+    def declines(self, repeats: int, pads: Sequence[int]) -> str:
+        """Why a batch with these pads, and this many rows for each prompt, is not served; empty if it is."""
+        if self.has_states and (repeats > 1 or any(pads)):
+            return "states"
+        return "padding" if any(pads) and not self.takes_padding else ""
 
     def text(self) -> str:
         """All that is cached, for the identity of the space."""
@@ -132,6 +146,11 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def _inner(model: Any) -> Any:
+    """The model without what PEFT puts around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def library_cache(model: Any) -> DynamicCache:
     return DynamicCache(config=text_config(model))
 
@@ -139,12 +158,11 @@ def library_cache(model: Any) -> DynamicCache:
 def find_layout(model: Any) -> CacheLayout:
     """Run the model on one token; return what it caches. Raises UnsupportedModel if kvtier cannot keep it."""
     _check_model(model)
-    cache = library_cache(model)
+    cache = _empty_cache(model)
     if not cache.layers:
         raise UnsupportedModel(
             f"{type(model).__name__}: the library does not know the layers of its cache"
         )
-    cache.layers = [replaced(layer, 0) for layer in cache.layers]
     _run(model, torch.zeros(1, 1, dtype=torch.long, device="cpu"), cache)
     full: list[CachedTensor] = []
     state: list[CachedTensor] = []
@@ -167,14 +185,13 @@ def find_layout(model: Any) -> CacheLayout:
     groups += [CachedGroup("window", tuple(parts), size) for size, parts in sorted(windows.items())]
     if not groups:
         raise UnsupportedModel("no layer has attention")
-    dtypes = {part.dtype for group in groups for part in group.parts}
-    dtype = str(dtypes.pop()).removeprefix("torch.")
-    if dtypes or dtype not in DTYPE_BYTES:
-        raise UnsupportedModel(f"K and V have the types {sorted(map(str, dtypes)) or dtype}")
+    dtype = str(groups[0].parts[0].dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedModel(f"K has the type {dtype}")
     if state:
         groups.append(CachedGroup("state", tuple(state)))
-        _check_states(model, next(model.parameters()).dtype)
-    return CacheLayout(tuple(groups), dtype)
+    dtypes = {part.dtype for group in groups for part in group.parts}
+    return CacheLayout(tuple(groups), dtype, _check_prefixes(model, bool(state), dtypes))
 
 
 def _part(layer: int, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> CachedTensor:
@@ -189,8 +206,9 @@ def _check_model(model: Any) -> None:
         raise UnsupportedModel(f"{name} has a cache of its own")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedModel("the adapter puts tokens before the prompt")
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "past_key_values" not in signature(inner.forward).parameters:
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise UnsupportedModel("the tensors are distributed over processes")
+    if "past_key_values" not in signature(_inner(model).forward).parameters:
         raise UnsupportedModel(
             f"{name} has states only, which the library does not continue in `generate`"
         )
@@ -217,15 +235,70 @@ def _run(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     return logits[:, -1].float()
 
 
-def _check_states(model: Any, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModel unless the model continues its states with several tokens exactly."""
+def _run_padded(model: Any, ids: torch.Tensor, cache: DynamicCache, first: int) -> None:
+    """Compute the tokens from `first` on of a prompt behind padding, as `generate` does if the cache has
+    those before."""
+    inner, ids = _inner(model), ids.to(model.device)
+    mask = (torch.arange(ids.shape[1], device=ids.device)[None] >= CHECK_PADDING).long()
+    more: dict[str, Any] = {"past_key_values": cache, "attention_mask": mask, "use_cache": True}
+    if "position_ids" in signature(inner.forward).parameters:
+        more["position_ids"] = inner._prepare_position_ids_for_generation(ids, more)
+    left = ids.shape[1] - first
+    with torch.no_grad():
+        inner(
+            **inner.prepare_inputs_for_generation(
+                ids, next_sequence_length=left, is_first_iteration=True, **more
+            )
+        )
+
+
+def _empty_cache(model: Any) -> DynamicCache:
+    cache = library_cache(model)
+    cache.layers = [replaced(layer, 0) for layer in cache.layers]
+    return cache
+
+
+def _check_prefixes(model: Any, has_states: bool, dtypes: set[torch.dtype]) -> bool:
+    """Raise UnsupportedModel unless K and V of a prefix are those of the whole prompt, and the model
+    continues them, and its states, exactly. Return whether they are also the same behind padding."""
     vocabulary = text_config(model).vocab_size
     ids = (torch.arange(CHECK_TOKENS, device="cpu")[None] * 7 + 1) % vocabulary
-    whole = _run(model, ids, library_cache(model))
-    cache = library_cache(model)
-    _run(model, ids[:, : CHECK_TOKENS // 2], cache)
-    continued = _run(model, ids[:, CHECK_TOKENS // 2 :], cache)
+    is_short = dtypes != {torch.float32}
+    half, most = CHECK_TOKENS // 2, CHECK_DIFFERENCE_SHORT if is_short else CHECK_DIFFERENCE
+    wanted, cache = _empty_cache(model), _empty_cache(model)
+    whole = _run(model, ids, wanted)
+    _run(model, ids[:, :half], cache)
+    if not _difference(wanted, cache, 0, half) <= most:
+        raise UnsupportedModel("K and V of a prefix depend on the tokens after it")
+    continued = _run(model, ids[:, half:], cache)
     error = (whole - continued).abs().max() / whole.abs().max().clamp(min=1e-6)
-    if not error <= (CHECK_ERROR if dtype == torch.float32 else CHECK_ERROR_SHORT):
+    if has_states and not error <= (CHECK_ERROR_SHORT if is_short else CHECK_ERROR):
         text = "the library does not continue the states of this model exactly"
         raise UnsupportedModel(f"{text}: the logits differ by {float(error):.2g}")
+    if not _difference(wanted, cache, half, CHECK_TOKENS) <= most:
+        raise UnsupportedModel("the library does not continue K and V of this model exactly")
+    if has_states:
+        return False
+    pad, cache = torch.zeros(1, CHECK_PADDING, dtype=torch.long, device="cpu"), _empty_cache(model)
+    ids = torch.cat([pad, ids], 1)
+    _run_padded(model, ids[:, :half], cache, 0)
+    _run_padded(model, ids, cache, half)
+    return _difference(wanted, cache, 0, CHECK_TOKENS) <= most
+
+
+def _difference(one: DynamicCache, other: DynamicCache, first: int, end: int) -> float:
+    """The largest of the layers' differences of K and V between these tokens of `one` and the same ones of
+    `other`, which can be behind padding: of half of the tokens at least."""
+    found = [0.0]
+    for layer, copy in zip(one.layers, other.layers, strict=True):
+        if not isinstance(layer, RoomyLayer) or layer.keys is None or not layer.keys.numel():
+            continue
+        for name in ("keys", "values"):
+            a, b = (
+                getattr(each, name)[0].float().transpose(0, 1).flatten(1) for each in (layer, copy)
+            )
+            skipped = max(0, len(b) - CHECK_TOKENS)
+            a, b = a[first:end], b[first + skipped : end + skipped]
+            differences = (a - b).norm(dim=1) / a.norm(dim=1).clamp(min=1e-6)
+            found.append(float(differences.median()))
+    return max(found)

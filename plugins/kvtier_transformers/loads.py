@@ -16,12 +16,12 @@ import torch
 from kvtier import Keys, wire
 from kvtier.errors import SpoiltBlocks, StaleLease
 from kvtier.loading import Lease, Reader
-from kvtier.space import Space, copy_threads
+from kvtier.space import copy_threads
 from kvtier_transformers.device import TensorCopies
 from kvtier_transformers.layers import ROOM_TOKENS, WindowLayer, fill_state
 from kvtier_transformers.layout import CachedGroup, CachedTensor
 from kvtier_transformers.options import log
-from kvtier_transformers.store import REQUESTS, Store
+from kvtier_transformers.store import REQUESTS, ModelPlace, Store
 
 
 @dataclass(slots=True)
@@ -98,9 +98,9 @@ class LoadTensors:
 class PrefixLoad:
     """One load of the prompts of a batch."""
 
-    def __init__(self, store: Store, space: Space, rows: Sequence[Row]) -> None:
+    def __init__(self, store: Store, place: ModelPlace, rows: Sequence[Row]) -> None:
         self._store = store
-        self._space = space
+        self._space, _, self._layout, self._copies = place
         self._rows = rows
         self._tokens = store.options.block_tokens
         self._ahead: LoadTensors | None = None  # of full attention, with the blocks that came first
@@ -130,7 +130,7 @@ class PrefixLoad:
 
     def _find(self) -> int:
         """Lease a prefix of each row, so that all rows end at the same place; return it, 0 for nothing."""
-        size, layout = self._tokens, self._store.layout
+        size, layout = self._tokens, self._layout
         for index, row in enumerate(self._rows):
             row.lease = self._lease(index, row)
         while True:
@@ -187,7 +187,7 @@ class PrefixLoad:
 
     def _copy_ahead(self, index: int, row: Row, blocks: int, lease: Lease) -> None:
         """Copy the blocks of a row that are in memory, of `blocks` that will be."""
-        group, size = self._store.layout.groups[0], self._tokens
+        group, size = self._layout.groups[0], self._tokens
         if group.kind != "full":
             return
         if self._ahead is None:
@@ -200,7 +200,7 @@ class PrefixLoad:
     def _copy(self, layers: Sequence[Any], end: int) -> None:
         filled = [
             (group, self._filled(number, group, end))
-            for number, group in enumerate(self._store.layout.groups)
+            for number, group in enumerate(self._layout.groups)
         ]
         # Only now: a failed copy leaves the layers empty.
         for group, host in filled:
@@ -220,7 +220,7 @@ class PrefixLoad:
         """Tensors with room for the blocks of all rows up to `end`."""
         last = max(row.pad + row.blocks(end, self._tokens) * self._tokens for row in self._rows)
         room = max(last, end) - first + ROOM_TOKENS
-        return LoadTensors(number, group, len(self._rows), first, room, self._store.copies)
+        return LoadTensors(number, group, len(self._rows), first, room, self._copies)
 
     def _filled(self, number: int, group: CachedGroup, end: int) -> LoadTensors:
         """Copy the blocks of a group that are not copied yet."""

@@ -17,14 +17,13 @@ from transformers.cache_utils import DynamicLayer
 
 from kvtier import Keys
 from kvtier.errors import InvalidArgument, KvtierError, StaleLease
-from kvtier.space import Space
 from kvtier.units import format_bytes
 from kvtier_transformers.held import HeldBlocks, LayerwiseSave
 from kvtier_transformers.layers import ROOM_TOKENS
 from kvtier_transformers.layout import CachedGroup, CacheLayout
 from kvtier_transformers.options import UnsupportedModel
 from kvtier_transformers.ring import LayerRing, Rows
-from kvtier_transformers.store import Store
+from kvtier_transformers.store import ModelPlace, Store
 
 PREFILL_TOKENS = 1024  # that are computed at once
 # Arguments of the model that K and V do not depend on.
@@ -80,16 +79,14 @@ class Offload:
     Raises UnsupportedModel for a model that has not only layers with full attention, all of one shape.
     """
 
-    def __init__(
-        self, store: Store, space: Space, extras: bytes, rows: int, layers: list[Any]
-    ) -> None:
-        group, self.block_tokens = _group(store.layout), store.options.block_tokens
-        self._store, self._space, self._extras = store, space, extras
+    def __init__(self, store: Store, place: ModelPlace, rows: int, layers: list[Any]) -> None:
+        group, self.block_tokens = _group(place.layout), store.options.block_tokens
+        self._store, self._space, self._extras = store, place.space, place.extras
         self._count = len(group.parts) // 2
         first = replace(group, parts=group.parts[:2])
         self._token_bytes = rows * sum(part.nbytes(1) for part in first.parts)
         self._ring = LayerRing(first, rows, self.block_tokens)
-        self._held = [HeldBlocks(space, store.options, self._count) for _ in range(rows)]
+        self._held = [HeldBlocks(place.space, store.options, self._count) for _ in range(rows)]
         self._layers = [OffloadedLayer(self, number) for number in range(self._count)]
         for part, layer in zip(group.parts[::2], self._layers, strict=True):
             layers[part.layer] = layer
@@ -192,7 +189,8 @@ class Offload:
             text = "the model's tensors, adapters or autocast have changed since this cache began"
             raise InvalidArgument(f"memory: {text}")
         for name, value in kwargs.items():
-            is_plain = value is None or isinstance(value, (bool, int, float, str))
+            # Of vision models, {} without an image.
+            is_plain = value is None or value == {} or isinstance(value, (bool, int, float, str))
             if not (is_plain or name in OTHER_ARGUMENTS or self._is_usual(name, value, ids)):
                 text = f"with this {name} cannot be offloaded: its blocks would not be those of its tokens"
                 raise InvalidArgument(f"memory: a call {text}")

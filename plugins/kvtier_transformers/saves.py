@@ -10,11 +10,11 @@ import torch
 
 from kvtier import Keys, wire
 from kvtier.saving import Saving
-from kvtier.space import GOES_ON, Space, copy_threads
+from kvtier.space import GOES_ON, copy_threads
 from kvtier_kernels import Pieces
 from kvtier_transformers.layers import Room
 from kvtier_transformers.layout import CachedGroup, Places
-from kvtier_transformers.store import Store
+from kvtier_transformers.store import ModelPlace, Store
 
 LEAST_IMPORTANCE = 0.01  # 0 would evict blocks at once
 ROOM_WAIT_S = 1.0  # how long a save waits while the daemon's memory grows
@@ -27,11 +27,12 @@ class PrefixSave:
     """One save of a cache of `length` tokens, with padding."""
 
     def __init__(
-        self, store: Store, space: Space, layers: Sequence[Any], length: int, states: Mapping[int, Snapshot]
+        self, store: Store, place: ModelPlace, layers: Sequence[Any], length: int,
+        states: Mapping[int, Snapshot],
     ) -> None:  # fmt: skip
         self._store = store
-        self._copies = store.save_copies
-        self._space = space
+        self._space, _, self._layout, copies = place
+        self._copies = store.save_copies(copies)
         self._layers = layers
         self._length = length
         self._states = states
@@ -40,7 +41,7 @@ class PrefixSave:
     def row(self, index: int, pad: int, keys: Keys, first: int) -> int:
         """Save the blocks of a row from `first` on; return how many leading blocks are kept now."""
         kept = len(keys)
-        for number, group in enumerate(self._store.layout.groups):
+        for number, group in enumerate(self._layout.groups):
             if group.kind == "state":
                 self._save_states(number, group, index, keys[:kept])
             elif first < kept:

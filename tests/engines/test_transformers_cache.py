@@ -119,7 +119,7 @@ def test_blocks_that_are_absent_end_the_prefix(client: Client, kind: str) -> Non
     cache = KvtierCache.from_prompt(model, ids, client, block_tokens=BLOCK)
     greedy(model, ids, past_key_values=cache)
     cache.save()
-    space = cache.source.space
+    space = cache.source.place.space
     keys = space.keys(ids[0].tolist())
     assert space.forget(keys[4:5])
     assert loaded(model, ids, client) == 64
@@ -155,7 +155,7 @@ def test_a_damaged_block_is_a_miss(shared_daemon: Daemon, client: Client) -> Non
     model, ids = tiny_model("llama"), prompt(100, seed=10)
     saved(model, ids, client)
     with shared_daemon.connect() as other, shared_daemon.connect(verify=True) as verifying:
-        space = KvtierCache.from_prompt(model, ids, other, block_tokens=BLOCK).source.space
+        space = KvtierCache.from_prompt(model, ids, other, block_tokens=BLOCK).source.place.space
         lease = space.lease(space.keys(ids[0].tolist()))
         slots = lease.part(0, 0).slots[2 * wire.SLOT_BYTES : 3 * wire.SLOT_BYTES]
         (slot,) = views(other.link.mappings[0], slots, space.block_bytes, True)

@@ -78,6 +78,27 @@ def tiny_model(kind: str, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+def tiny_vision_model() -> Any:
+    """Return a model for text and images, of Qwen 2.5 VL. An image of 4 x 4 patches has four tokens 250."""
+    text = {
+        **SIZES,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+    }
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 16,
+        "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=250, video_token_id=251,
+        vision_start_token_id=252, vision_end_token_id=253,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
 def prompt(tokens: int, seed: int = 1, rows: int = 1) -> torch.Tensor:
     """The same tokens on every device."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
