@@ -72,6 +72,7 @@ LONGEST = (
     "tests/engines/test_vllm_scheduling.py",
     "tests/engines/test_transformers_offload.py",
     "tests/engines/test_transformers_models.py",
+    "tests/engines/test_transformers_calls.py",
     "tests/faults/test_cold_disks.py",
     "tests/faults/test_hostile_clients.py",
     "tests/simulation/test_simulation.py",
