@@ -77,7 +77,8 @@ class Connection:
         self._delayed: set[int] = set()  # requests whose answers `poll` leaves to `look_for`
         self._rests = self._next_rests = 0  # requests that sleep at once
         self.broken: str = ""
-        self.is_lost = False  # broken by the daemon's end, or because it did not answer
+        # Broken by the daemon's end, because it did not answer, or by an interrupt: connect again.
+        self.is_lost = False
         self.extents: deque[tuple[int, int, int, int]] = deque()
         # Memory of a GPU, with two descriptors; or the index of such memory that is gone.
         self.hot: deque[tuple[int, str, int, int, int] | int] = deque()
@@ -106,7 +107,7 @@ class Connection:
         except OSError as error:
             raise self._lost(error) from error
         except BaseException:
-            self.give_up("sending a request was interrupted")
+            self.give_up("sending a request was interrupted", lost=True)
             raise
         request_id = message.id
         if request_id:
@@ -175,7 +176,7 @@ class Connection:
         except OSError as error:
             raise self._lost(error) from error
         except BaseException:
-            self.give_up("sending a request was interrupted")
+            self.give_up("sending a request was interrupted", lost=True)
             raise
 
     def _lost(self, error: OSError) -> Unavailable:
@@ -202,7 +203,7 @@ class Connection:
             raise
         except BaseException:
             # No caller will take this answer. Closing the connection ends what the answer grants.
-            self.give_up("waiting for an answer was interrupted")
+            self.give_up("waiting for an answer was interrupted", lost=True)
             raise
         reply = self._replies.pop(request_id)
         if isinstance(reply, wire.Failed):
@@ -220,7 +221,7 @@ class Connection:
             raise
         except BaseException:
             # Part of an answer may be lost.
-            self.give_up("polling for answers was interrupted")
+            self.give_up("polling for answers was interrupted", lost=True)
             raise
         replies, self._replies = self._replies, {}
         for request_id in self._delayed & replies.keys():

@@ -246,7 +246,13 @@ class Link:
             self._pending[message.id] = type(message), make
         self._deferred.append((message.id, frame))
         if at_once or len(self._deferred) > LIMIT_LATER:
-            self._flush()
+            try:
+                self._flush()
+            except (KvtierError, OSError):
+                raise
+            except BaseException:
+                self._pending.pop(message.id, None)  # no caller knows its ticket
+                raise
         return message.id
 
     def replies(self) -> dict[int, tuple[type[wire.Message], wire.Reply]]:
@@ -484,7 +490,7 @@ def ask_delayed(
     except BaseException:
         # No caller will take this answer. Closing the connection ends what the answer grants.
         if used is not None:
-            used.give_up("waiting for an answer was interrupted")
+            used.give_up("waiting for an answer was interrupted", lost=True)
         raise
     finally:
         if link._deferred and not link.connection.broken:
@@ -500,7 +506,7 @@ def _map_extents(connection: Connection, arena: Arena) -> None:
             # The daemon would grant slots in it that this client cannot access.
             raise connection.give_up(f"cannot map an extent: {error}") from error
         except BaseException:
-            connection.give_up("mapping an extent was interrupted")
+            connection.give_up("mapping an extent was interrupted", lost=True)
             raise
 
 

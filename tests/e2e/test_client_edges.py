@@ -180,9 +180,17 @@ def test_a_view_kept_past_its_load_is_an_error(shared_daemon: Daemon) -> None:
         del kept
 
 
-def test_an_interrupted_request_breaks_the_connection(daemon_of: Callable[..., Daemon]) -> None:
+@pytest.mark.parametrize("reconnect_s", [2.0, 0.0])
+def test_after_an_interrupted_request_the_client_connects_again(
+    daemon_of: Callable[..., Daemon], reconnect_s: float
+) -> None:
+    """As a user of a notebook expects who interrupts a cell."""
     daemon = daemon_of()
-    client = daemon.connect(timeout_s=20)
+    client = daemon.connect(timeout_s=20, reconnect_s=reconnect_s)
+    space = client.open(spec_of("interrupted"))
+    keys = space.keys(TOKENS)
+    filled(space, keys)
+    held = space.lease(keys)
     daemon.process.send_signal(signal.SIGSTOP)
 
     def interrupt(*_: object) -> None:
@@ -192,12 +200,19 @@ def test_an_interrupted_request_breaks_the_connection(daemon_of: Callable[..., D
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            client.ping()
+            space.lease(keys)  # no caller gets what it grants
     finally:
         signal.signal(signal.SIGALRM, before)
         daemon.process.send_signal(signal.SIGCONT)
-    with pytest.raises(Unavailable, match="interrupted"):
-        client.ping()
+    if not reconnect_s:
+        with pytest.raises(Unavailable, match="interrupted"):
+            client.ping()
+    else:
+        assert space.match(keys).ready == len(keys)
+        assert held.ready == len(keys)
+        assert client.stats()["tenants"]["default"]["leases"] == 1
+        held.release()
+        assert client.stats()["tenants"]["default"]["leases"] == 0
     client.close()
 
 

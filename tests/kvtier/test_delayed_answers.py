@@ -165,4 +165,4 @@ def test_an_interrupt_ends_the_connection(
         )
     with pytest.raises(KeyboardInterrupt):
         ask_delayed(link, lambda id_: wire.Cancel(id_, 1), wire.Done, lambda *_: None)
-    assert "interrupted" in connection.broken
+    assert "interrupted" in connection.broken and connection.is_lost
