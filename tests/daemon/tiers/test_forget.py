@@ -9,6 +9,7 @@ import errno
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from kvtier_daemon.tiers.cold import segment_store as shelf_module
 from kvtier_daemon.tiers.cold import tombstones
 from kvtier_daemon.tiers.cold.attached import open_directory
 from kvtier_daemon.tiers.cold.disk import Callback
-from kvtier_daemon.tiers.cold.frames import BEGIN_TRIES
+from kvtier_daemon.tiers.cold.frames import BEGIN_TRIES, SETTLE_S
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
@@ -511,12 +512,20 @@ def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
 
 
 def test_a_second_chance_waits_for_a_slow_disk(tmp_path: Path) -> None:
-    """The writes in flight take longer than the writers of other blocks would wait for a place."""
+    """The writes in flight take longer than the writers of other blocks would wait for a place. The time in
+    which the space is described is not one of waiting."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
         shelf, first = await with_second_chances(tenant, 1, 2)
-        write, refused = shelf.write, 0
+        write, refused, late_s = shelf.write, 0, 0.0
+        reclaimer = tenant.mover.reclaimer
+        describe = reclaimer._cold.writer.describe
+
+        async def describing(*one: Any) -> bool:
+            nonlocal late_s
+            late_s = late_s or 2 * SETTLE_S
+            return await describe(*one)
 
         def writing(blocks: Any, done: Any) -> int:
             nonlocal refused
@@ -524,8 +533,10 @@ def test_a_second_chance_waits_for_a_slow_disk(tmp_path: Path) -> None:
             return write(blocks, done) if refused > 4 * BEGIN_TRIES else 0
 
         shelf.write = writing  # type: ignore[method-assign]
+        reclaimer._cold.writer.describe = describing  # type: ignore[method-assign]
+        reclaimer._clock = lambda: time.monotonic() + late_s  # type: ignore[method-assign]
         shelf.log.reclaim()
-        tenant.mover.reclaimer.reclaim(shelf, first)
+        reclaimer.reclaim(shelf, first)
         while first in shelf.log.others:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert refused > 4 * BEGIN_TRIES

@@ -139,13 +139,8 @@ class Reclaimer:
         def settle(landed: FramedBlocks, _: list[int]) -> None:
             self._rescued(segment, landed, before)
 
-        # Not fewer seconds than a disk gets for a write: a segment whose disk is slow is not begun sooner.
-        blocks, deadline = list(writing.values()), self._clock() + SETTLE_S
-        while (
-            blocks
-            and self._clock() < deadline
-            and await describe(self._cold.writer, self._tenant, blocks)
-        ):
+        blocks, deadline = list(writing.values()), 0.0
+        while blocks and await describe(self._cold.writer, self._tenant, blocks):
             there = set(
                 array("I", self._catalog.blocks.store.still(ids_of(blocks), segment.number))
             )
@@ -158,12 +153,17 @@ class Reclaimer:
                 if not await in_time(settled):
                     self._memory.leave()
                     return False
-                deadline = self._clock() + SETTLE_S
+                deadline = 0.0
             else:
                 attached = self._cold.directories.attached
                 on = [one.stores[self._tenant].log for one in attached if one.disk.writes.is_on]
-                if not any(log.has_place for log in on):
-                    break  # only the release of this segment makes a place
+                now = self._clock()
+                # Not fewer seconds than a disk gets for a write: a segment whose disk is slow is not begun
+                # sooner.
+                deadline = deadline or now + SETTLE_S
+                # Without places, only the release of this segment makes one.
+                if now >= deadline or not any(log.has_place for log in on):
+                    break
                 await asyncio.sleep(BEGIN_S)
         return not blocks
 
