@@ -201,7 +201,8 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
         _cached(group_id, spec, block_tokens) for group_id, spec in zip(ids, specs, strict=True)
     )
     supported = getattr(vllm_config.model_config, "is_prefix_caching_supported", True)
-    if not supported and not vllm_config.cache_config.enable_prefix_caching:
+    caches = getattr(vllm_config, "cache_config", None)
+    if not supported and not getattr(caches, "enable_prefix_caching", False):
         # Poolers that need the results of all tokens: CLS and MEAN end the engine if some are cached.
         raise Unsupported("vLLM does not support prefix caching for this model")
     ranks = parallel.tensor_parallel_size
