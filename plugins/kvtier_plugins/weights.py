@@ -37,8 +37,8 @@ def folder_digest(folder: Path) -> str:
 
 
 def _add_file(digest: hashlib._Hash, path: Path, samples: int) -> None:
-    """Add a file: its name, size and header, bytes at even distances, and the bytes around the limits of at
-    most so many tensors: training may change few tensors, but all of each."""
+    """Add a file: its name, size and header, bytes at even distances, and the bytes around the limits of up
+    to this number of tensors. Training may change few tensors, but it changes all elements of each."""
     size = path.stat().st_size
     digest.update(f"{path.name}\0{size}\0".encode())
     with path.open("rb", buffering=0) as file:

@@ -87,11 +87,10 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     """Changes with the model's tensors and their versions, and with its adapters."""
     seen: list[Any] = []
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                version = 0 if tensor.is_inference() else tensor._version
-                place = tensor.data_ptr() if _is_in_memory(tensor) else 0
-                seen.append((id(tensor), place, version))
+        for tensor in _tensors(module):
+            version = 0 if tensor.is_inference() else tensor._version
+            place = tensor.data_ptr() if _is_in_memory(tensor) else 0
+            seen.append((id(tensor), place, version))
         if getattr(type(module), "adapter_layer_names", None):
             seen.append(_settings(module))
     return tuple(seen)
@@ -101,12 +100,18 @@ def glance(model: Any) -> list[bytes]:
     """A few elements of each of the model's tensors."""
     parts: dict[Any, list[torch.Tensor]] = {}
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and _is_in_memory(tensor) and tensor.is_contiguous():
+        for tensor in _tensors(module):
+            if _is_in_memory(tensor) and tensor.is_contiguous():
                 step = max(1, -(-tensor.numel() // GLANCES))
                 found = tensor.detach().view(-1)[::step]
                 parts.setdefault((tensor.dtype, tensor.device), []).append(found)
     return [torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in parts.values()]
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a module itself."""
+    both = (*module._parameters.values(), *module._buffers.values())
+    return [one for one in both if one is not None]
 
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:

@@ -96,10 +96,8 @@ class Store:
                 self._copies[devices] = copies_on(set(devices))
             copies = self._copies[devices]
             if self._client is not self._where and self._process != os.getpid():
-                self._client, self._spaces = (
-                    None,
-                    {},
-                )  # that of the process that this one is a fork of
+                # The client belongs to the process that this one is a fork of.
+                self._client, self._spaces = None, {}
             if self._client is None:
                 assert not isinstance(self._where, Client)
                 name = f"transformers {os.getpid()}"

@@ -111,8 +111,8 @@ class DevicePieces:
         return part
 
     def described(self, table: int, units: int, way: Way) -> None:
-        """Copy this way. `table`: where the device has what `split` returns, so many units, until the last
-        copy ends."""
+        """Copy this way. `table` is the device's address of what `split` returns, which has this number of
+        units and stays there until the last copy ends."""
         self.ways = {True: way, False: way}
         self.table, self.units = table, units
 
